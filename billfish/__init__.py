@@ -1,0 +1,76 @@
+"""billfish: neural-network weights in 4 to 8 bits, and fast products with them on whatever you have."""
+
+import billfish.formats  # noqa: F401  (registers the formats)
+from billfish.backends import BACKENDS
+from billfish.blocks import (
+    dequantize_q4_0,
+    dequantize_q4_1,
+    dequantize_q5_0,
+    dequantize_q5_1,
+    dequantize_q8_0,
+    dequantize_q8_1,
+    quantize_q4_0,
+    quantize_q4_1,
+    quantize_q5_0,
+    quantize_q5_1,
+    quantize_q8_0,
+    quantize_q8_1,
+)
+from billfish.errors import (
+    BackendUnavailable,
+    BillfishError,
+    DataError,
+    DTypeError,
+    FormatError,
+    ShapeError,
+)
+from billfish.format import FORMATS, Format, get_format, register
+from billfish.ops import dequantize, gemm_w4a8, quantize, quantized_linear
+from billfish.packing import (
+    pack_fp4_weights,
+    pack_s4_weights,
+    pack_u4_weights,
+    unpack_fp4_weights,
+    unpack_s4_weights,
+    unpack_u4_weights,
+)
+from billfish.tensor import QuantizedTensor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "FORMATS",
+    "BackendUnavailable",
+    "BillfishError",
+    "DTypeError",
+    "DataError",
+    "Format",
+    "FormatError",
+    "QuantizedTensor",
+    "ShapeError",
+    "dequantize",
+    "dequantize_q4_0",
+    "dequantize_q4_1",
+    "dequantize_q5_0",
+    "dequantize_q5_1",
+    "dequantize_q8_0",
+    "dequantize_q8_1",
+    "gemm_w4a8",
+    "get_format",
+    "pack_fp4_weights",
+    "pack_s4_weights",
+    "pack_u4_weights",
+    "quantize",
+    "quantize_q4_0",
+    "quantize_q4_1",
+    "quantize_q5_0",
+    "quantize_q5_1",
+    "quantize_q8_0",
+    "quantize_q8_1",
+    "quantized_linear",
+    "register",
+    "unpack_fp4_weights",
+    "unpack_s4_weights",
+    "unpack_u4_weights",
+]

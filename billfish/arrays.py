@@ -1,0 +1,150 @@
+"""Arrays of other libraries: NumPy, PyTorch and MLX in, the same kind out. None of them is imported unless it is used.
+
+Each adapter is a pair, to NumPy and back. bfloat16, which NumPy has only through ml_dtypes, crosses as its 16 bits.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from billfish.errors import DTypeError, complaint
+
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
+FLOAT_NAMES = "float32, float16 or bfloat16"
+
+
+class Adapter(Protocol):
+    """How one library's arrays become NumPy arrays and are made from them."""
+
+    kind: str
+
+    def owns(self, array: object) -> bool: ...
+    def device(self, array: Any) -> str: ...
+    def to_numpy(self, array: Any) -> NDArray[Any]: ...
+    def from_numpy(self, array: NDArray[Any]) -> Any: ...
+
+
+class NumpyArrays:
+    kind = "numpy"
+
+    def owns(self, array: object) -> bool:
+        return isinstance(array, np.ndarray)
+
+    def device(self, array: Any) -> str:
+        return "cpu"
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        return np.asarray(array)
+
+    def from_numpy(self, array: NDArray[Any]) -> Any:
+        return array
+
+
+class TorchArrays:
+    kind = "torch"
+
+    def owns(self, array: object) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(array, torch.Tensor)
+
+    def device(self, array: Any) -> str:
+        return str(array.device.type)
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        torch = sys.modules["torch"]
+        array = array.detach()
+        if array.dtype == torch.bfloat16:
+            return np.asarray(array.view(torch.int16).numpy()).view(bfloat16)
+        return np.asarray(array.numpy())
+
+    def from_numpy(self, array: NDArray[Any]) -> Any:
+        torch = sys.modules["torch"]
+        if array.dtype == bfloat16:
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+class MlxArrays:
+    kind = "mlx"
+
+    def owns(self, array: object) -> bool:
+        mx = sys.modules.get("mlx.core")
+        return mx is not None and isinstance(array, mx.array)
+
+    def device(self, array: Any) -> str:
+        return "cpu"  # memory is shared: operations have a device, arrays do not
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        mx = sys.modules["mlx.core"]
+        if array.dtype == mx.bfloat16:
+            return np.array(array.view(mx.uint16)).view(bfloat16)
+        return np.array(array)
+
+    def from_numpy(self, array: NDArray[Any]) -> Any:
+        mx = sys.modules["mlx.core"]
+        if array.dtype == bfloat16:
+            return mx.array(array.view(np.uint16)).view(mx.bfloat16)
+        return mx.array(array)
+
+
+ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays())
+
+
+class Input:
+    """An argument of ours: an array of any library, looked at without moving it."""
+
+    def __init__(self, call: str, argument: str, source: object) -> None:
+        for adapter in ADAPTERS:
+            if adapter.owns(source):
+                self.source: Any = source
+                self.adapter = adapter
+                return
+        takes = "a NumPy array, torch.Tensor or mlx array"
+        raise DTypeError(complaint(call, argument, f"a {type(source).__name__}", takes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as "float16"; torch and MLX say "torch.float16" and "mlx.core.float16"."""
+        return str(self.source.dtype).rsplit(".", 1)[-1]
+
+    @property
+    def kind(self) -> str:
+        return self.adapter.kind
+
+    @property
+    def device(self) -> str:
+        return self.adapter.device(self.source)
+
+    def numpy(self) -> NDArray[Any]:
+        return self.adapter.to_numpy(self.source)
+
+    def like(self, array: NDArray[Any]) -> Any:
+        """`array` as an array of the same library as the argument."""
+        return self.adapter.from_numpy(array)
+
+
+def float_input(call: str, argument: str, source: object) -> Input:
+    """An argument that holds floating-point numbers of a type we compute with."""
+    taken = Input(call, argument, source)
+    if taken.dtype_name not in FLOATS:
+        raise DTypeError(complaint(call, argument, f"dtype {taken.dtype_name}", FLOAT_NAMES))
+    return taken
+
+
+def float_dtype(call: str, dtype: DTypeLike) -> np.dtype[Any]:
+    """The NumPy type for a name such as "bfloat16"."""
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return FLOATS[name]
+    except (TypeError, KeyError):
+        raise DTypeError(complaint(call, "dtype", repr(dtype), FLOAT_NAMES)) from None

@@ -1,0 +1,25 @@
+"""The backends, fastest first, and how one is chosen."""
+
+from __future__ import annotations
+
+from billfish.backends.base import Backend, Problem
+from billfish.backends.reference import ReferenceBackend
+from billfish.errors import BackendUnavailable, complaint
+
+__all__ = ["BACKENDS", "Backend", "Problem", "choose"]
+
+# The first that can run a problem does.
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (ReferenceBackend(),)}
+
+
+def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
+    """The backend of that name, or without one the first that can run the problem."""
+    if name is not None and name not in BACKENDS:
+        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+    reasons = []
+    for backend in [BACKENDS[name]] if name is not None else BACKENDS.values():
+        able, reason = backend.can_run(problem)
+        if able:
+            return backend
+        reasons.append(f"{backend.name}: {reason}")
+    raise BackendUnavailable(f"[{call}] no backend can run this: {'; '.join(reasons)}")

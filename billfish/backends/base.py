@@ -1,0 +1,52 @@
+"""What a backend is: something that can say whether it can run a problem, and then run it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.format import Format
+from billfish.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a backend needs to know to accept or refuse."""
+
+    operation: str  # "matmul" or "dequantize"
+    format: Format
+    group_size: int
+    m: int  # rows of x; 0 for dequantize
+    n: int
+    k: int
+    dtype: np.dtype[Any]  # of x and y, or of the dequantized weights
+    kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
+    device: str = "cpu"  # where they are
+
+
+class Backend(ABC):
+    """Computes on one kind of hardware. Inputs have been checked by billfish.ops."""
+
+    name: str
+    # Whether a row of a batch gives the same bits as that row alone.
+    batch_invariant: bool = False
+
+    @abstractmethod
+    def can_run(self, problem: Problem) -> tuple[bool, str]:
+        """Whether it can, and if not, why, in words for the user."""
+
+    @abstractmethod
+    def prepack(self, tensor: QuantizedTensor) -> Any:
+        """The weights as `matmul` wants them. Done once for each weight, however often it is multiplied with."""
+
+    @abstractmethod
+    def matmul(self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None) -> NDArray[Any]:
+        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type; `weights` is what `prepack` returned."""
+
+    @abstractmethod
+    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
+        """W into `out` [N, K], bit for bit as the reference has it."""

@@ -1,0 +1,63 @@
+"""ggml blocks as plain bytes: quantize_q4_0(x) -> blocks and dequantize_q4_0(blocks) -> float32, for each type.
+
+x [..., K] becomes uint8 [..., K/32 * bytes of a block], bit for bit what ggml writes; arrays of any library, the same
+kind out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from billfish.arrays import Input, float_input
+from billfish.errors import ShapeError, complaint
+from billfish.format import get_format
+from billfish.formats.ggml import BlockFormat
+from billfish.ops import dequantize, quantize_matrix
+from billfish.tensor import QuantizedTensor
+
+
+def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    def quantize_blocks(x: Any, method: str = "rtn") -> Any:
+        call = f"quantize_{name}"
+        taken = float_input(call, "x", x)
+        format = get_format(name)
+        assert isinstance(format, BlockFormat)
+        if not taken.shape:
+            raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
+        *leading, k = taken.shape
+        format.check_k(call, k)
+        row_bytes = k // format.block_size * format.struct.itemsize
+        rows = taken.numpy().reshape(int(np.prod(leading)), k)
+        if len(rows) == 0:
+            return taken.like(np.zeros((*leading, row_bytes), np.uint8))
+        tensor = quantize_matrix(call, "x", rows, format, None, method, {})
+        return taken.like(tensor.storage["blocks"].reshape(*leading, row_bytes))
+
+    def dequantize_blocks(blocks: Any) -> Any:
+        call = f"dequantize_{name}"
+        taken = Input(call, "blocks", blocks)
+        if not taken.shape:
+            raise ShapeError(complaint(call, "blocks", f"shape {taken.shape}", "[..., bytes]"))
+        *leading, row_bytes = taken.shape
+        rows = taken.numpy().reshape(int(np.prod(leading)), row_bytes)
+        tensor = QuantizedTensor.from_storage(name, {"blocks": rows}, call=call)
+        return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
+
+    for function, text in (
+        (quantize_blocks, f"x [..., K] -> {name} blocks, uint8 [..., bytes]; method as in billfish.quantize."),
+        (dequantize_blocks, f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."),
+    ):
+        function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)
+        function.__doc__ = text
+    return quantize_blocks, dequantize_blocks
+
+
+quantize_q4_0, dequantize_q4_0 = _pair("q4_0")
+quantize_q4_1, dequantize_q4_1 = _pair("q4_1")
+quantize_q5_0, dequantize_q5_0 = _pair("q5_0")
+quantize_q5_1, dequantize_q5_1 = _pair("q5_1")
+quantize_q8_0, dequantize_q8_0 = _pair("q8_0")
+quantize_q8_1, dequantize_q8_1 = _pair("q8_1")

@@ -1,0 +1,58 @@
+"""The command line: `billfish formats`, `billfish explain FORMAT CODE`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import billfish
+from billfish.errors import BillfishError
+from billfish.explain import explain, print_formats
+from billfish.format import get_format
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line, in one place."""
+    top = argparse.ArgumentParser(prog="billfish", description=billfish.__doc__)
+    top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    formats = commands.add_parser("formats", help="list every format: size, group, element, scale, storage")
+    formats.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    formats.set_defaults(run=_formats)
+
+    walk = commands.add_parser("explain", help="walk one code through the bits that decode it")
+    walk.add_argument("format", metavar="FORMAT", help="a name that `billfish formats` lists")
+    walk.add_argument("code", metavar="CODE", type=_integer, help="the stored code: 5, 0b0101 or 0x5")
+    walk.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (1)")
+    walk.add_argument("--offset", type=float, metavar="Z", help="its zero point (8) or minimum (0), where it has one")
+    walk.set_defaults(run=_explain)
+    return top
+
+
+def _integer(text: str) -> int:
+    return int(text, 0)
+
+
+def _formats(arguments: argparse.Namespace) -> None:
+    print_formats(sys.stdout, arguments.markdown)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    explain(get_format(arguments.format, "explain"), arguments.code, arguments.scale, arguments.offset, sys.stdout)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 2 and one line on standard error if its arguments were wrong."""
+    arguments = parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BillfishError as error:
+        print(f"billfish: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

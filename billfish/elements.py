@@ -1,0 +1,136 @@
+"""The first axis of a format: how the bits of one code become a number.
+
+An element is at most 8 bits wide, so its whole meaning fits one table, ``values[code]``, and that table is the
+definition that every kernel is tested against. ``round`` and ``encode`` go the other way, to the nearest value.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Codes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+class Element(ABC):
+    """A table of values, one for each code, and the way back to the nearest of them."""
+
+    def __init__(self, name: str, bits: int, values: Any) -> None:
+        self.name = name
+        self.bits = bits
+        self.values: Floats = np.asarray(values, np.float32)
+        self.values.setflags(write=False)
+        self.low = float(self.values.min())
+        self.high = float(self.values.max())
+
+    def decode(self, codes: Codes) -> Floats:
+        """The value of each code, float32."""
+        return self.values[codes]
+
+    @abstractmethod
+    def round(self, x: Floats) -> Floats:
+        """The nearest value of the table; beyond its ends, the end."""
+
+    @abstractmethod
+    def encode(self, x: Floats) -> Codes:
+        """The code of the nearest value."""
+
+    def __repr__(self) -> str:
+        return f"Element({self.name})"
+
+
+class Table(Element):
+    """Any 16 integers. The middles between them are multiples of 1/2, so one look at floor(2x) finds the nearest."""
+
+    def __init__(self, name: str, bits: int, values: Any) -> None:
+        super().__init__(name, bits, values)
+        cells = np.arange(2 * self.low, 2 * self.high + 1)
+        distance = np.abs((cells[:, None] + 0.5) / 2 - self.values)
+        self._code_of_cell = distance.argmin(axis=1).astype(np.uint8)
+
+    def encode(self, x: Floats) -> Codes:
+        cell = np.clip(np.floor(x * np.float32(2)), 2 * self.low, 2 * self.high) - np.float32(2 * self.low)
+        return self._code_of_cell[cell.astype(np.int32)]
+
+    def round(self, x: Floats) -> Floats:
+        return self.values[self.encode(x)]
+
+
+class Integer(Element):
+    """``bits``-wide unsigned codes q that mean q - bias."""
+
+    def __init__(self, name: str, bits: int, bias: int = 0) -> None:
+        super().__init__(name, bits, np.arange(2**bits) - bias)
+        self.bias = bias
+
+    def round(self, x: Floats) -> Floats:
+        return np.clip(np.rint(x), np.float32(self.low), np.float32(self.high))
+
+    def encode(self, x: Floats) -> Codes:
+        return (self.round(x) + np.float32(self.bias)).astype(np.uint8)
+
+
+class Signed(Element):
+    """Two's complement bytes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, 8, np.arange(256, dtype=np.uint8).view(np.int8))
+
+    def round(self, x: Floats) -> Floats:
+        return np.clip(np.rint(x), np.float32(-128), np.float32(127))
+
+    def encode(self, x: Floats) -> Codes:
+        return self.round(x).astype(np.int8).view(np.uint8)
+
+
+class E2M1(Element):
+    """Four-bit floats, sign : 2 exponent : 1 mantissa, bias 1: ±{0, 0.5, 1, 1.5, 2, 3, 4, 6}; no infinity, no NaN."""
+
+    MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    def __init__(self) -> None:
+        super().__init__("e2m1", 4, self.MAGNITUDES + tuple(-v for v in self.MAGNITUDES))
+        # Index 2|v| of each magnitude, which is an integer from 0 to 12.
+        self._code_of_twice = np.zeros(13, np.uint8)
+        self._code_of_twice[[int(2 * v) for v in self.MAGNITUDES]] = np.arange(8)
+
+    def round(self, x: Floats) -> Floats:
+        """Ties to even, saturating at 6, the sign kept (so -0.1 becomes -0.0), as OCP and ml_dtypes have it."""
+        magnitude = np.minimum(np.abs(x), np.float32(6))
+        # One mantissa bit means steps of 2^(e-1), where 2^e <= max(|x|, 1). A float32 of size 2^(e+22) has exactly
+        # that step, so adding it and taking it away again rounds |x| to the step, ties to even.
+        power = np.maximum(magnitude, np.float32(1)).view(np.uint32) & np.uint32(0x7F800000)
+        anchor = power.view(np.float32) * np.float32(2**22)
+        return np.copysign((magnitude + anchor) - anchor, x)
+
+    def encode(self, x: Floats) -> Codes:
+        rounded = self.round(np.asarray(x, np.float32))
+        # NaN has no code; like ml_dtypes, it becomes a zero of the opposite sign.
+        invalid = np.isnan(rounded)
+        sign = np.where(np.signbit(rounded) ^ invalid, np.uint8(8), np.uint8(0))
+        twice = np.where(invalid, np.float32(0), np.abs(rounded) * np.float32(2))
+        return self._code_of_twice[twice.astype(np.intp)] | sign
+
+
+U2 = Integer("u2", 2)
+U3B4 = Integer("u3b4", 3, bias=4)
+U4 = Integer("u4", 4)
+U4B8 = Integer("u4b8", 4, bias=8)
+U5 = Integer("u5", 5)
+U5B16 = Integer("u5b16", 5, bias=16)
+U6B32 = Integer("u6b32", 6, bias=32)
+U8B128 = Integer("u8b128", 8, bias=128)
+S8 = Signed("s8")
+FP4 = E2M1()
+# ggml holds E2M1 doubled, as small integers with one zero, and halves the scale instead.
+E2M1X2 = Table("e2m1x2", 4, [int(2 * v) for v in FP4.values])
+# ggml's non-linear levels: closer together where Gaussian weights are dense.
+IQ4NL = Table("iq4nl", 4, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+
+ELEMENTS: dict[str, Element] = {
+    e.name: e for e in (U2, U3B4, U4, U4B8, U5, U5B16, U6B32, U8B128, S8, FP4, E2M1X2, IQ4NL)
+}

@@ -1,0 +1,32 @@
+"""What billfish raises. Every message names the call, the argument, what it got and what it takes."""
+
+from __future__ import annotations
+
+
+class BillfishError(Exception):
+    """The base of all errors that billfish raises on purpose."""
+
+
+class FormatError(BillfishError, ValueError):
+    """An unknown format, or an option that the format does not have."""
+
+
+class ShapeError(BillfishError, ValueError):
+    """An array of the wrong shape."""
+
+
+class DTypeError(BillfishError, TypeError):
+    """An array of the wrong element type."""
+
+
+class DataError(BillfishError, ValueError):
+    """Numbers that cannot be stored, such as NaN, infinity or a scale that overflows."""
+
+
+class BackendUnavailable(BillfishError, RuntimeError):
+    """No backend, or not the one asked for, can run this problem on this machine."""
+
+
+def complaint(call: str, argument: str, got: object, takes: str) -> str:
+    """The one shape of our messages: ``[call] argument: got X; takes Y``."""
+    return f"[{call}] {argument}: got {got}; takes {takes}"

@@ -1,0 +1,300 @@
+"""`billfish explain`: walk one code through the bits, and `billfish formats`: the table of all formats.
+
+The walk is not a drawing of the tricks in bits.py: it runs them, on a word that writes down every operation done to
+it, so it cannot show anything but what they do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import numpy as np
+
+from billfish import bits
+from billfish.elements import E2M1, E2M1X2, FP4, Element, Integer, Signed, Table
+from billfish.errors import DataError, complaint
+from billfish.format import FORMATS, Format, Planes
+from billfish.scales import encode_e4m3, encode_e8m0
+
+
+class Style:
+    """ANSI colours where the stream is a terminal that wants them; plain text elsewhere."""
+
+    CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
+    def __init__(self, stream: TextIO) -> None:
+        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self.enabled = wanted and stream.isatty()
+
+    def __call__(self, text: str, style: str) -> str:
+        return f"\x1b[{self.CODES[style]}m{text}\x1b[0m" if self.enabled else text
+
+
+# ---- the recording word -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One operation: what was done, and the 32 bits after it; `lanes` once they are read as floats."""
+
+    name: str
+    operation: str
+    word: int
+    lanes: np.ndarray[Any, Any] | None = None
+
+
+@dataclass
+class Recorder:
+    """Stands in for a uint32 word in the functions of bits.py and writes down what they do with it."""
+
+    name: str
+    word: int
+    steps: list[Step] = field(default_factory=list)
+
+    def _next(self, operation: str, word: int) -> Recorder:
+        name = "abcdefghijklmnop"[len(self.steps) - 1] if self.steps else "a"
+        self.steps.append(Step(name, operation, word & 0xFFFFFFFF))
+        return Recorder(name, word & 0xFFFFFFFF, self.steps)
+
+    def __and__(self, mask: int) -> Recorder:
+        return self._next(f"{self.name} & 0x{mask:08x}", self.word & mask)
+
+    def __xor__(self, mask: int) -> Recorder:
+        return self._next(f"{self.name} ^ 0x{mask:08x}", self.word ^ mask)
+
+    def __rshift__(self, count: int) -> Recorder:
+        return self if count == 0 else self._next(f"{self.name} >> {count}", self.word >> count)
+
+    def __or__(self, other: int | Recorder) -> Recorder:
+        if isinstance(other, Recorder):
+            return self._next(f"{self.name} | {other.name}", self.word | other.word)
+        return self._next(f"{self.name} | 0x{other:08x}", self.word | other)
+
+    def as_lanes(self, dtype: Any) -> LaneRecorder:
+        values = np.array([self.word], np.uint32).view(dtype)
+        self.steps[-1].lanes = values
+        return LaneRecorder(self.name, values, self.steps)
+
+
+@dataclass
+class LaneRecorder:
+    """The same word once it is read as two floats."""
+
+    name: str
+    values: np.ndarray[Any, Any]
+    steps: list[Step]
+
+    def _next(self, operation: str, values: np.ndarray[Any, Any]) -> LaneRecorder:
+        name = "abcdefghijklmnop"[len(self.steps) - 1]
+        self.steps.append(Step(name, operation, int(values.view(np.uint32)[0]), values))
+        return LaneRecorder(name, values, self.steps)
+
+    def __mul__(self, factor: Any) -> LaneRecorder:
+        return self._next(f"{self.name} * {_number(factor)}", self.values * factor)
+
+    def __sub__(self, amount: Any) -> LaneRecorder:
+        return self._next(f"{self.name} - {_number(amount)}", self.values - amount)
+
+    def as_lanes(self, dtype: Any) -> LaneRecorder:
+        return self
+
+    def multiply_add(self, factor: Any, amount: Any) -> LaneRecorder:
+        operation = f"{self.name} * {_number(factor)} + {_number(amount)}"
+        return self._next(operation, bits.multiply_add(self.values, factor, amount))
+
+
+# ---- which trick decodes which element --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A trick, where it wants the code in each lane, and what to say about it."""
+
+    title: str
+    shift: int
+    run: Callable[[Any], Any]
+
+
+def walks(element: Element) -> list[Walk]:
+    """The ways kernels decode an element. The last step of each holds the element's value in both lanes."""
+    if isinstance(element, E2M1):
+        return [
+            Walk("float16: shift the fields into place, times 2^14", 12, bits.dequant_fp4_pair),
+            Walk("bfloat16: the same with shift 6 and 2^126", 12, bits.dequant_fp4_pair_bf16),
+        ]
+    if element.name == "u4b8":
+        return [
+            Walk("float16, low nibble: the magic number 1024", 0, bits.dequant_u4b8_lo),
+            Walk("float16, high nibble: 1024 + 16n, undone by one multiply-add", 4, bits.dequant_u4b8_hi),
+            Walk("bfloat16: the magic number 128", 0, bits.dequant_u4b8_lo_bf16),
+        ]
+    if element.name == "u4":
+        return [
+            Walk("float16, low nibble: the magic number 1024", 0, bits.dequant_u4_lo),
+            Walk("float16, high nibble: 1024 + 16n, undone by one multiply-add", 4, bits.dequant_u4_hi),
+            Walk("bfloat16: the magic number 128", 0, bits.dequant_u4_lo_bf16),
+        ]
+    if isinstance(element, Signed):
+        return [Walk("float16: flip the top bit to add 128, then the magic number 1024", 0, bits.dequant_s8_pair)]
+    if isinstance(element, Integer):
+        width, bias = element.bits, element.bias
+        return [Walk("float16: the magic number 1024", 0, lambda q: bits.dequant_integer_pair(q, width, bias))]
+    return []
+
+
+# ---- printing ---------------------------------------------------------------------------------------------------
+
+
+def explain(format: Format, code: int, scale: float, offset: float | None, out: TextIO) -> float:
+    """Print the walk of one code; returns the value that the format gives it."""
+    element, style = format.element, Style(out)
+    if not 0 <= code < 2**element.bits:
+        takes = f"0 to {2**element.bits - 1} for {format.name}, such as 5, 0b101 or 0x5"
+        raise DataError(complaint("explain", "CODE", code, takes))
+    title = f"{format.name}, code {code} = 0b{code:0{element.bits}b}"
+    print(
+        style(title, "bold") + f"   element {element.name}, scale {format.scale}, storage {format.layout}\n", file=out
+    )
+    for name, field_bits, meaning in _fields(element, code):
+        print(f"  {name:<10} {field_bits:<10} {meaning}", file=out)
+    for walk in walks(element):
+        print("\n  " + style(walk.title, "cyan"), file=out)
+        for step in record(walk, code, element):
+            print("  " + _draw(step, style), file=out)
+    print("\n  " + style("value", "bold"), file=out)
+    planes = planes_of(format, code, scale, offset)
+    group = format.group_values(planes)
+    value, held = float(element.values[code]), float(group.scale[0, 0])
+    formula = f"{value:g} * {held:.9g}"
+    if group.zero is not None:
+        formula = f"({value:g} - {float(group.zero[0, 0]):g}) * {held:.9g}"
+    if group.minimum is not None:
+        formula += f" + {float(group.minimum[0, 0]):g}"
+    result = float(format.decode(planes, format.group_sizes[0])[0, 0])
+    print(f"    scale {scale:g}, held as {format.scale}, is {held:.9g}", file=out)
+    print(f"    {formula} = " + style(f"{result:.9g}", "green"), file=out)
+    return result
+
+
+def record(walk: Walk, code: int, element: Element) -> list[Step]:
+    """Run a trick on a recording word; its steps, the last of which holds the element's value."""
+    start = Recorder("q", (code << walk.shift) * 0x00010001)
+    position = f"the code in bits {walk.shift + element.bits - 1}..{walk.shift} of both lanes"
+    start.steps.append(Step("q", position, start.word))
+    walk.run(start)
+    return start.steps
+
+
+def planes_of(format: Format, code: int, scale: float, offset: float | None) -> Planes:
+    """Planes of one block in which every code is `code`, and scale and offset are as near as the format can hold."""
+    options = {name: allowed[-1] for name, allowed in format.options.items()}  # zero points that may be fractional
+    run = max(format.block_size, format.quantization_run(format.group_sizes[0]))
+    planes = format.quantize(np.zeros((1, run), np.float32), format.group_sizes[0], "rtn", **options)
+    one = getattr(format, "sub_bias", 0) + 1
+    fill = {
+        "codes": code,
+        "scale": scale,
+        "sub_scale": one,
+        "zero": 8 if offset is None else offset,
+        # k-quants subtract their minimum, in units of dmin.
+        "minimum": (offset or 0) * (-1 if "sub_minimum" in planes else 1),
+        "sub_minimum": 1,
+        "global_scale": 1,
+    }
+    if planes["scale"].dtype == np.uint8:
+        encode = encode_e8m0 if format.scale.startswith("e8m0") else encode_e4m3
+        fill["scale"] = int(encode(np.float32(scale)))
+    return {name: np.full_like(plane, fill.get(name, 0)) for name, plane in planes.items()}
+
+
+def _fields(element: Element, code: int) -> list[tuple[str, str, str]]:
+    pattern = f"{code:0{element.bits}b}"
+    if isinstance(element, E2M1):
+        exponent, mantissa = code >> 1 & 3, code & 1
+        meaning = f"2^({exponent} - 1) * (1 + {mantissa}/2)" if exponent else f"subnormal: {mantissa}/2"
+        return [
+            ("sign", pattern[0], "minus" if code & 8 else "plus"),
+            ("exponent", pattern[1:3], "bias 1" if exponent else "0"),
+            ("mantissa", pattern[3], f"{meaning} = {abs(float(element.values[code])):g}"),
+        ]
+    if isinstance(element, Table):
+        doubled = f", twice E2M1's {FP4.values[code]:g}" if element is E2M1X2 else ""
+        return [("index", pattern, f"table[{code}] = {element.values[code]:g}{doubled}")]
+    if isinstance(element, Signed):
+        return [("integer", pattern, f"two's complement: {element.values[code]:g}")]
+    assert isinstance(element, Integer)
+    bias = f" - {element.bias} = {element.values[code]:g}" if element.bias else ""
+    return [("integer", pattern, f"{code}{bias}")]
+
+
+def _draw(step: Step, style: Style) -> str:
+    text = f"{step.name} = {step.operation}" if step.name != "q" else f"q   {step.operation}"
+    if step.lanes is None:
+        high, low = f"{step.word >> 16:016b}", f"{step.word & 0xFFFF:016b}"
+        return f"{text:<42} 0x{step.word:08x}  {_spaced(high)}  {_spaced(low)}"
+    exponent = 5 if step.lanes.dtype == np.float16 else 8
+    pattern = f"{step.word & 0xFFFF:016b}"
+    drawn = " ".join(
+        style(part, colour)
+        for part, colour in (
+            (pattern[0], "red"),
+            (pattern[1 : 1 + exponent], "yellow"),
+            (pattern[1 + exponent :], "cyan"),
+        )
+    )
+    return f"{text:<42} 0x{step.word:08x}  {_number(step.lanes[1]):>12} {_number(step.lanes[0]):>12}   {drawn}"
+
+
+def _spaced(pattern: str) -> str:
+    return " ".join(pattern[i : i + 4] for i in range(0, 16, 4))
+
+
+def _number(x: Any) -> str:
+    return f"{float(x):.6g}"
+
+
+# ---- the table --------------------------------------------------------------------------------------------------
+
+COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "storage")
+
+
+def format_rows() -> list[tuple[str, ...]]:
+    """One row of text for each format."""
+    rows: list[tuple[str, ...]] = []
+    for format in FORMATS.values():
+        groups = ", ".join(map(str, sorted(format.group_sizes))) + (", K" if format.whole_row_groups else "")
+        if format.block_size > max(format.group_sizes):
+            groups += f" (blocks of {format.block_size})"
+        element = format.element
+        rows.append(
+            (
+                format.name,
+                f"{format.bits_per_weight(format.group_sizes[0]):.6g}",
+                groups,
+                element.name,
+                format.scale,
+                format.offset,
+                f"{element.low:g} .. {element.high:g}",
+                format.layout,
+            )
+        )
+    return rows
+
+
+def print_formats(out: TextIO, markdown: bool = False) -> None:
+    """The table of all formats; bits/weight at the default group size."""
+    rows = [COLUMNS, *format_rows()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    if markdown:
+        padded.insert(1, ["-" * width for width in widths])
+        for cells in padded:
+            print("| " + " | ".join(cells) + " |", file=out)
+        return
+    style = Style(out)
+    for i, cells in enumerate(padded):
+        text = "  ".join(cells).rstrip()
+        print(style(text, "bold") if i == 0 else style(cells[0], "green") + text[len(cells[0]) :], file=out)

@@ -1,0 +1,310 @@
+"""The blocks of ggml, as GGUF files hold them: `q4_0` to `q8_1`, `iq4_nl`, and GGUF's own FP4 blocks.
+
+A block is a C struct, so each class gives it as a NumPy structured type; most need no more than that. Codes narrower
+than a byte are split-half: element j < 16 of a block is the low nibble of qs[j], element j + 16 the high one, and bit
+i of qh is the fifth bit of element i.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16
+from billfish.errors import ShapeError, complaint
+from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
+from billfish.formats.fp4 import Mxfp4, Nvfp4
+from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum
+from billfish.scales import decode_e8m0_half, decode_ue4m3_half
+
+Floats = NDArray[np.float32]
+
+
+def unfold(packed: Array, width: int, bits: int) -> Array:
+    """Bytes [..., B] to their fields [..., B * 8 / bits]: of each run of `width` bytes, first all lowest fields, then
+    all second ones, and so on. With bits = 4 that is ggml's split-half order."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    *leading, count = packed.shape
+    runs = packed.reshape(*leading, count // width, 1, width)
+    return (runs >> shifts[:, None] & np.uint8(2**bits - 1)).reshape(*leading, count * len(shifts))
+
+
+def fold(fields: Array, width: int, bits: int) -> Array:
+    """The inverse of :func:`unfold`; only the low `bits` of each field count."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    *leading, count = fields.shape
+    runs = fields.reshape(*leading, count // (len(shifts) * width), len(shifts), width) & np.uint8(2**bits - 1)
+    return np.bitwise_or.reduce(runs << shifts[:, None], axis=-2).reshape(*leading, count // len(shifts))
+
+
+class BlockFormat(Format):
+    """The base of all ggml formats: storage is {"blocks": uint8 [N, K / block_size * bytes of a block]}."""
+
+    scale = "f16"
+    group_sizes = (32,)
+    block_size = 32
+    struct: np.dtype[Any]
+    fields = {"d": "scale"}  # which field of the struct is which plane
+
+    def __init_subclass__(cls) -> None:
+        if "struct" in cls.__dict__:
+            cls.layout = f"{cls.struct.itemsize} B: {describe_struct(cls.struct)}"
+
+    def read_codes(self, blocks: Array) -> Array:
+        """Struct blocks [N, B] to codes [N, B, ...]."""
+        codes = unfold(blocks["qs"], 16, 4)
+        if "qh" in (self.struct.names or ()):
+            codes |= unfold(blocks["qh"], 1, 1) << 4
+        return codes
+
+    def write_codes(self, codes: Array, blocks: Array) -> None:
+        """The inverse: codes [N, B, block_size] into the fields of struct blocks [N, B]."""
+        blocks["qs"] = fold(codes, 16, 4)
+        if "qh" in (self.struct.names or ()):
+            blocks["qh"] = fold(codes >> 4, 1, 1)
+
+    def read(self, blocks: Array) -> Planes:
+        """Struct blocks [N, B] to planes [N, B, ...]; the caller flattens what is left of the struct's axes."""
+        return {"codes": self.read_codes(blocks), **{plane: blocks[field] for field, plane in self.fields.items()}}
+
+    def write(self, planes: Planes, blocks: Array) -> None:
+        """The inverse: planes [N, B, items in a block] into the fields of struct blocks [N, B]."""
+        self.write_codes(planes["codes"], blocks)
+        for field, plane in self.fields.items():
+            blocks[field] = planes[plane].reshape(blocks[field].shape)
+
+    def pack(self, planes: Planes) -> Storage:
+        n, k = planes["codes"].shape
+        blocks = np.zeros((n, k // self.block_size), self.struct)
+        self.write({name: p.reshape(*blocks.shape, -1) for name, p in planes.items() if p.ndim}, blocks)
+        return {"blocks": blocks.view(np.uint8)}
+
+    def unpack(self, storage: Storage) -> Planes:
+        blocks = np.ascontiguousarray(storage["blocks"]).view(self.struct)
+        planes = self.read(blocks)
+        return {name: np.ascontiguousarray(p).reshape(len(p), math.prod(p.shape[1:])) for name, p in planes.items()}
+
+    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        check_names(call, self, storage, {"blocks"}, set())
+        return self._check_blocks(call, storage, group_size)
+
+    def _check_blocks(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        blocks = check_array(call, "blocks", storage["blocks"], np.uint8, 2)
+        size = self.struct.itemsize
+        if blocks.shape[1] % size or blocks.shape[1] == 0:
+            takes = f"rows of a positive multiple of {size} bytes for {self.name}"
+            raise ShapeError(complaint(call, "blocks", f"rows of {blocks.shape[1]} bytes", takes))
+        k = blocks.shape[1] // size * self.block_size
+        return blocks.shape[0], k, self.check_group_size(call, group_size, k)
+
+    def quantization_run(self, group_size: int) -> int:
+        return self.block_size
+
+    def bits_per_weight(self, group_size: int) -> float:
+        return self.struct.itemsize * 8 / self.block_size
+
+
+def describe_struct(struct: np.dtype[Any]) -> str:
+    """The fields of a block in one line, such as ``d f16, qs u8[16]``."""
+    names = {"f2": "f16", "u1": "u8", "i1": "i8"}
+    fields = []
+    for name in struct.names or ():
+        field = struct[name]
+        extent = "".join(f"[{n}]" for n in field.shape)
+        fields.append(f"{name} {names[field.base.str[1:]]}{extent}")
+    return ", ".join(fields)
+
+
+class ScaledBlock(BlockFormat):
+    """element[code] * d."""
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(planes["scale"].astype(np.float32))
+
+    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+        scale = search_scale(w, self.element, self._scale(w), float16_scale)
+        stored = scale.astype(np.float16)[:, None]
+        return {"codes": self.element.encode(w * reciprocal(scale)[:, None]), "scale": stored}
+
+    def _scale(self, w: Floats) -> Floats:
+        """ggml's: the weight of largest magnitude, sign and all, becomes the least value of the element."""
+        index = np.abs(w).argmax(axis=1)
+        return np.take_along_axis(w, index[:, None], axis=1)[:, 0] / np.float32(self.element.low)
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        # The codes follow the scale before it is rounded to float16, and ties go up: bit for bit what ggml does.
+        scale = self._scale(w)[:, None]
+        middle = np.float32(0.5 - self.element.low)
+        codes = np.trunc(w * reciprocal(scale) + middle).clip(0, 2**self.element.bits - 1).astype(np.uint8)
+        return {"codes": codes, "scale": scale.astype(np.float16)}
+
+
+class MinimumBlock(BlockFormat):
+    """code * d + m."""
+
+    offset = "minimum, f16"
+    fields = {"d": "scale", "m": "minimum"}
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(planes["scale"].astype(np.float32), minimum=planes["minimum"].astype(np.float32))
+
+    def _range(self, w: Floats) -> tuple[Floats, Floats]:
+        low = w.min(axis=1)
+        return (w.max(axis=1) - low) / np.float32(self.element.high), low
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        scale, minimum = (x[:, None] for x in self._range(w))
+        codes = np.trunc((w - minimum) * reciprocal(scale) + np.float32(0.5))
+        return {
+            "codes": codes.clip(0, self.element.high).astype(np.uint8),
+            "scale": scale.astype(np.float16),
+            "minimum": minimum.astype(np.float16),
+        }
+
+    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+        scale, minimum = search_scale_and_minimum(
+            w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
+        )
+        codes = self.element.encode((w - minimum[:, None]) * reciprocal(scale)[:, None])
+        return {
+            "codes": codes,
+            "scale": scale.astype(np.float16)[:, None],
+            "minimum": minimum.astype(np.float16)[:, None],
+        }
+
+
+@register
+class Q4_0(ScaledBlock):
+    name = "q4_0"
+    element = U4B8
+    struct = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+
+
+@register
+class Q4_1(MinimumBlock):
+    name = "q4_1"
+    element = U4
+    struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
+
+
+@register
+class Q5_0(ScaledBlock):
+    name = "q5_0"
+    element = U5B16
+    struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
+
+
+@register
+class Q5_1(MinimumBlock):
+    name = "q5_1"
+    element = U5
+    struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
+
+
+@register
+class Q8_0(ScaledBlock):
+    name = "q8_0"
+    element = S8
+    struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
+
+    def read_codes(self, blocks: Array) -> Array:
+        return blocks["qs"]
+
+    def write_codes(self, codes: Array, blocks: Array) -> None:
+        blocks["qs"] = codes
+
+    def _scale(self, w: Floats) -> Floats:
+        return np.abs(w).max(axis=1) / np.float32(127)
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        scale = self._scale(w)[:, None]
+        scaled = w * reciprocal(scale)
+        codes = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)  # ties away from zero, as ggml
+        return {"codes": codes.astype(np.int8).view(np.uint8), "scale": scale.astype(np.float16)}
+
+
+@register
+class Q8_1(Q8_0):
+    """q8_0 with s = d * sum(q) beside it, which spares a kernel that multiplies with q4_1 a pass over the codes."""
+
+    name = "q8_1"
+    struct = np.dtype([("d", "<f2"), ("s", "<f2"), ("qs", "u1", 32)])
+    fields = {"d": "scale", "s": "sum"}
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        # The sum takes d before it is rounded to float16, as in ggml.
+        return self._with_sum(super().round_groups(w), self._scale(w))
+
+    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+        planes = super().search_groups(w, plain)
+        return self._with_sum(planes, planes["scale"][:, 0].astype(np.float32))
+
+    @staticmethod
+    def _with_sum(planes: Planes, scale: Floats) -> Planes:
+        total = planes["codes"].view(np.int8).sum(axis=1, dtype=np.int32)
+        return {**planes, "sum": (scale * total.astype(np.float32)).astype(np.float16)[:, None]}
+
+
+@register
+class Iq4Nl(ScaledBlock):
+    """Non-linear levels, a table of 16."""
+
+    name = "iq4_nl"
+    element = IQ4NL
+    struct = Q4_0.struct
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        scale = self._scale(w)[:, None]
+        return {"codes": self.element.encode(w * reciprocal(scale)), "scale": scale.astype(np.float16)}
+
+
+@register
+class Mxfp4Gguf(BlockFormat, Mxfp4):
+    """mxfp4 as GGUF stores it and ggml reads it: one zero only, and scale byte 255 is a number."""
+
+    name = "mxfp4_gguf"
+    element = E2M1X2
+    scale = "e8m0"
+    struct = np.dtype([("e", "u1"), ("qs", "u1", 16)])
+    fields = {"e": "scale"}
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(decode_e8m0_half(planes["scale"]))
+
+
+@register
+class Nvfp4Gguf(BlockFormat, Nvfp4):
+    """nvfp4 as GGUF stores it, 64 weights to a block: one zero only, unsigned scales, the global scale apart."""
+
+    name = "nvfp4_gguf"
+    element = E2M1X2
+    scale = "ue4m3 * f32"
+    group_sizes = (16,)
+    block_size = 64
+    struct = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(decode_ue4m3_half(planes["scale"]) * planes["global_scale"])
+
+    def quantization_run(self, group_size: int) -> int:
+        return group_size
+
+    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        check_names(call, self, storage, {"blocks", "global_scale"}, set())
+        check_array(call, "global_scale", storage["global_scale"], np.float32, 0)
+        return self._check_blocks(call, storage, group_size)
+
+    def pack(self, planes: Planes) -> Storage:
+        return {**BlockFormat.pack(self, planes), "global_scale": planes["global_scale"]}
+
+    def unpack(self, storage: Storage) -> Planes:
+        return {**BlockFormat.unpack(self, storage), "global_scale": storage["global_scale"]}
+
+    def read_codes(self, blocks: Array) -> Array:
+        return unfold(blocks["qs"], 8, 4)
+
+    def write_codes(self, codes: Array, blocks: Array) -> None:
+        blocks["qs"] = fold(codes, 8, 4)

@@ -1,0 +1,110 @@
+"""The layout of `fp4`, `u4`, `u4b8` and `u8b128`: codes packed along K into 32-bit words, K-major.
+
+    packed  uint32 [K * bits / 32, N]    word r of column n holds k = r*per .. r*per + per-1, least significant first
+    scales  float16 [ceil(K / g), N]     one for each group of g consecutive k; the last group may be partial
+    zeros   uint8 or float16, as scales  zero points, where the format has them
+
+This is the weight layout of Marlin's original documents and of GPTQ's `qweight`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DTypeError, ShapeError, complaint
+from billfish.format import Format, GroupValues, Planes, Storage, check_array, check_names
+from billfish.formats.search import float16_scale, reciprocal, search_scale
+
+Floats = NDArray[np.float32]
+
+
+def pack_words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """Codes [K, N], each below 2**bits, to words [K * bits / 32, N]."""
+    per_word = 32 // bits
+    k, n = codes.shape
+    grouped = codes.reshape(k // per_word, per_word, n)
+    words = np.zeros((k // per_word, n), np.uint32)
+    for j in range(per_word):
+        words |= grouped[:, j].astype(np.uint32) << np.uint32(bits * j)
+    return words
+
+
+def unpack_words(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+    """The inverse of :func:`pack_words`."""
+    per_word = 32 // bits
+    shifts = np.arange(per_word, dtype=np.uint32) * np.uint32(bits)
+    codes = words[:, None, :] >> shifts[:, None] & np.uint32(2**bits - 1)
+    return codes.astype(np.uint8).reshape(per_word * words.shape[0], words.shape[1])
+
+
+class WordFormat(Format):
+    """The base of the formats with this layout."""
+
+    scale = "f16"
+    group_sizes: tuple[int, ...] = (32, 64, 128)
+    whole_row_groups = True
+    zero_dtypes: tuple[type[np.generic], ...] = ()
+
+    def pack(self, planes: Planes) -> Storage:
+        storage = {
+            "packed": pack_words(planes["codes"].T, self.element.bits),
+            "scales": np.ascontiguousarray(planes["scale"].T),
+        }
+        if self.zero_dtypes:
+            storage["zeros"] = np.ascontiguousarray(planes["zero"].T)
+        return storage
+
+    def unpack(self, storage: Storage) -> Planes:
+        planes = {
+            "codes": np.ascontiguousarray(unpack_words(storage["packed"], self.element.bits).T),
+            "scale": np.ascontiguousarray(storage["scales"].T),
+        }
+        if self.zero_dtypes:
+            planes["zero"] = np.ascontiguousarray(storage["zeros"].T)
+        return planes
+
+    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        check_names(call, self, storage, {"packed", "scales"} | ({"zeros"} if self.zero_dtypes else set()), set())
+        packed = check_array(call, "packed", storage["packed"], np.uint32, 2)
+        k, n = packed.shape[0] * (32 // self.element.bits), packed.shape[1]
+        group_size = self.check_group_size(call, group_size, k)
+        expected = (-(-k // group_size), n)
+        scales = check_array(call, "scales", storage["scales"], np.float16, 2)
+        if scales.shape != expected:
+            takes = f"{expected}, ceil(K/group_size) x N for K={k}, N={n}, group_size={group_size}"
+            raise ShapeError(complaint(call, "scales", f"shape {scales.shape}", takes))
+        if self.zero_dtypes:
+            zeros = storage["zeros"]
+            if getattr(zeros, "dtype", None) not in self.zero_dtypes:
+                takes = " or ".join(t.__name__ for t in self.zero_dtypes)
+                raise DTypeError(complaint(call, "zeros", f"dtype {getattr(zeros, 'dtype', None)}", takes))
+            if zeros.shape != expected:
+                raise ShapeError(complaint(call, "zeros", f"shape {zeros.shape}", f"{expected}, as scales"))
+        return n, k, group_size
+
+    def bits_per_weight(self, group_size: int) -> float:
+        return self.element.bits + 16 / group_size
+
+
+class ScaledWordFormat(WordFormat):
+    """element[code] * scale, with nothing else: a format of this kind only names its element."""
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(planes["scale"].astype(np.float32))
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        return self._planes(w, self._smallest_scale(w))
+
+    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+        return self._planes(w, search_scale(w, self.element, self._smallest_scale(w), float16_scale))
+
+    def _smallest_scale(self, w: Floats) -> Floats:
+        """The smallest scale at which nothing clips: amax/6 for E2M1; integers reach one step further below zero."""
+        return np.maximum(w.max(axis=1) / np.float32(self.element.high), w.min(axis=1) / np.float32(self.element.low))
+
+    def _planes(self, w: Floats, scale: Floats) -> Planes:
+        stored = scale.astype(np.float16)[:, None]
+        return {"codes": self.element.encode(w * reciprocal(stored.astype(np.float32))), "scale": stored}

@@ -1,0 +1,173 @@
+"""The verbs: check the arguments, choose a backend, call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from billfish.arrays import FLOATS, Input, float_dtype, float_input
+from billfish.backends import Problem, choose
+from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.format import METHODS, Format, get_format
+from billfish.tensor import QuantizedTensor
+
+
+def quantize(
+    w: Any, format: str | Format, *, group_size: int | None = None, method: str = "rtn", **options: str
+) -> QuantizedTensor:
+    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+
+    group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
+    method: "rtn" rounds to nearest; "mse" searches the scale (and offset) of least squared error in each group.
+    options: zero_point="integer" | "fractional" for u4.
+    """
+    weights = float_input("quantize", "w", w).numpy()
+    if weights.ndim != 2 or weights.shape[0] == 0:
+        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", "a matrix [N, K] with N > 0"))
+    return quantize_matrix("quantize", "w", weights, format, group_size, method, options)
+
+
+def quantize_matrix(
+    call: str,
+    argument: str,
+    w: NDArray[Any],
+    format: str | Format,
+    group_size: int | None,
+    method: str,
+    options: dict[str, str],
+) -> QuantizedTensor:
+    """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K]."""
+    format = get_format(format, call)
+    if method not in METHODS:
+        raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
+    n, k = w.shape
+    format.check_k(call, k)
+    group_size = format.check_group_size(call, group_size, k)
+    options = format.check_options(call, options)
+    finite = np.isfinite(w)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise DataError(complaint(call, argument, f"{w[where]} at row {where[0]}, k {where[1]}", "finite numbers"))
+    planes = format.quantize(w, group_size, method, **options)
+    return QuantizedTensor(format, (n, k), group_size, format.pack(planes))
+
+
+def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = None, backend: str | None = None) -> Any:
+    """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`.
+
+    out: an array [N, K] to write to, NumPy or a torch tensor in CPU memory; its type then counts, and it is returned.
+    """
+    call = "dequantize"
+    if not isinstance(q, QuantizedTensor):
+        raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
+    target = np.empty(q.shape, float_dtype(call, dtype)) if out is None else _writable(call, out, q.shape)
+    problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, dtype=target.dtype)
+    choose(call, problem, backend).dequantize(q, target)
+    return target if out is None else out
+
+
+def _writable(call: str, out: Any, shape: tuple[int, int]) -> NDArray[Any]:
+    taken = float_input(call, "out", out)
+    if taken.kind == "mlx" or taken.device != "cpu":
+        takes = "a NumPy array or a torch.Tensor in CPU memory"
+        raise DTypeError(complaint(call, "out", f"a {taken.kind} array on {taken.device}", takes))
+    if taken.shape != shape:
+        raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
+    target = taken.numpy()
+    if not target.flags.writeable:
+        raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
+    return target
+
+
+def quantized_linear(
+    x: Any,
+    weight: Any,
+    scales: Any = None,
+    *,
+    bias: Any = None,
+    zeros: Any = None,
+    format: str | Format = "fp4",
+    group_size: int | None = None,
+    backend: str | None = None,
+) -> Any:
+    """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
+
+    With a QuantizedTensor, `weight` is all there is to say. Packed arrays work too, K-major as `pack_fp4_weights`
+    makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4", "u4" (with `zeros`), "u4b8" or
+    "u8b128", and their `group_size` (32 unless given).
+
+    Products accumulate in float32 or better and are rounded once, after the bias.
+    """
+    call = "quantized_linear"
+    if isinstance(weight, QuantizedTensor):
+        given = {"scales": scales, "zeros": zeros, "group_size": group_size}
+        for name, value in given.items():
+            if value is not None:
+                raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
+        tensor = weight
+    else:
+        tensor = _from_words(call, weight, scales, zeros, format, group_size)
+    n, k = tensor.shape
+    taken = float_input(call, "x", x)
+    if not taken.shape or taken.shape[-1] != k:
+        raise ShapeError(complaint(call, "x", f"shape {taken.shape}", f"[..., {k}] for weights [{n}, {k}]"))
+    m = int(np.prod(taken.shape[:-1]))
+    dtype = FLOATS[taken.dtype_name]
+    problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device)
+    chosen = choose(call, problem, backend)
+    y = chosen.matmul(taken.numpy().reshape(m, k), chosen.prepack(tensor), _bias(call, bias, n))
+    return taken.like(y.reshape(*taken.shape[:-1], n))
+
+
+def _bias(call: str, bias: Any, n: int) -> NDArray[Any] | None:
+    if bias is None:
+        return None
+    taken = float_input(call, "bias", bias)
+    if taken.shape != (n,):
+        raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))
+    return taken.numpy()
+
+
+def _from_words(
+    call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None
+) -> QuantizedTensor:
+    if scales is None:
+        takes = "float16 [K/g, N] beside packed weights; or pass a QuantizedTensor as weight"
+        raise DTypeError(complaint(call, "scales", "None", takes))
+    arguments = {"packed": packed, "scales": scales} | ({} if zeros is None else {"zeros": zeros})
+    storage = {name: Input(call, name, array).numpy() for name, array in arguments.items()}
+    return QuantizedTensor.from_storage(format, storage, group_size, call=call)
+
+
+def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0") -> Any:
+    """y [M, N] float32 = x @ W.T with both sides already quantized.
+
+    x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
+    w_q4: blocks uint8 [N, ...] of `format`, or a QuantizedTensor of any format whose K is a multiple of 32.
+    """
+    call = "gemm_w4a8"
+    weight = w_q4 if isinstance(w_q4, QuantizedTensor) else _from_blocks(call, "w_q4", w_q4, format)
+    k = weight.shape[1]
+    if isinstance(x_q8, QuantizedTensor):
+        x, like = x_q8, None
+    else:
+        like = Input(call, "x_q8", x_q8)
+        # K is known from the weights, so the length of a row tells q8_0 and q8_1 apart.
+        by_row_bytes = {k // 32 * 34: "q8_0", k // 32 * 36: "q8_1"}
+        row_bytes = like.shape[-1] if like.shape else 0
+        if row_bytes not in by_row_bytes:
+            takes = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K={k}"
+            raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
+        x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
+    if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
+        raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
+    # int8 times float16 is exact in float32, and so are 4-bit weights: this is the exact integer dot product.
+    y = quantized_linear(dequantize(x), weight)
+    return y if like is None else like.like(y)
+
+
+def _from_blocks(call: str, argument: str, array: Any, format: str | Format) -> QuantizedTensor:
+    blocks = Input(call, argument, array).numpy()
+    return QuantizedTensor.from_storage(format, {"blocks": blocks}, call=call)

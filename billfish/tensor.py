@@ -1,0 +1,70 @@
+"""QuantizedTensor: a matrix in some format, held as the bytes that checkpoints store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from billfish.errors import DataError, complaint
+from billfish.format import Format, Planes, Storage, check_array, get_format
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """W [N, K], quantized. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
+
+    It holds the storage arrays as they are (they may be views of a memory-mapped file); planes, which take a byte
+    for each code, are computed when asked for.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    group_size: int
+    storage: Storage
+
+    @classmethod
+    def from_storage(
+        cls, format: str | Format, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+    ) -> QuantizedTensor:
+        """Wrap arrays in a format's own layout; nothing is copied or re-quantized.
+
+        `group_size` matters where the format leaves a choice; -1 means one group for all of K.
+        """
+        format = get_format(format, call)
+        n, k, group_size = format.check_storage(call, storage, group_size)
+        return cls(format, (n, k), group_size, dict(storage))
+
+    @classmethod
+    def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
+        """Pack planes. What does not fit the format, such as a code too large, is an error."""
+        format = get_format(format, "from_planes")
+        codes = check_array("from_planes", "codes", planes.get("codes"), np.uint8, 2)
+        if codes.size and int(codes.max()) >= 2**format.element.bits:
+            takes = f"codes below {2**format.element.bits} for {format.name}"
+            raise DataError(complaint("from_planes", "codes", f"a code of {codes.max()}", takes))
+        format.check_k("from_planes", codes.shape[1])
+        return cls.from_storage(format, format.pack(planes), group_size, call="from_planes")
+
+    @property
+    def planes(self) -> Planes:
+        """Codes uint8 [N, K], scales and offsets [N, groups], unpacked anew at each call."""
+        return self.format.unpack(self.storage)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage."""
+        return sum(array.nbytes for array in self.storage.values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of storage for each weight."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        return f"QuantizedTensor({self.format.name}, [{n}, {k}], group_size={self.group_size}, {self.nbytes} bytes)"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
