@@ -91,8 +91,8 @@ def main() -> None:
         )
     print(
         "\nerror: root mean square, relative to the weights'. mse saves: squared error, against rtn in the same format."
-        "\nThe layers were stored as q4_1, the embedding as q8_0, and each comes back without loss in its own format, so"
-        "\nthose two rows flatter. K-quants take rows of a multiple of 256, which only ffn_down has here, from q4_1."
+        "\nThe layers were stored as q4_1, the embedding as q8_0, so each comes back without loss in its own"
+        "\nformat: those two rows flatter. K-quants take rows of a multiple of 256, which only ffn_down has here."
         f"\nTook {time.perf_counter() - started:.1f} s."
     )
 

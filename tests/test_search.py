@@ -1,0 +1,87 @@
+"""method="mse": never worse than plain rounding in any group, and better overall by the margins we claim."""
+
+from __future__ import annotations
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from support import gaussian, group_errors, options_of, student_t
+
+import billfish as bf
+
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+
+MATRICES = {
+    "gaussian": gaussian((64, 1024)),
+    "student_t": student_t((64, 1024)),
+    "tiny": gaussian((32, 512), 1) * np.float32(1e-6),
+    "large": student_t((32, 512), 2) * np.float32(1000),
+    "spikes": np.where(np.random.default_rng(3).random((32, 512)) < 0.02, 10, gaussian((32, 512), 4)).astype(
+        np.float32
+    ),
+    "lattice": np.round(gaussian((32, 512), 5) * 2) / np.float32(2),
+}
+
+
+def assert_never_worse(w: np.ndarray, format, **arguments) -> None:
+    plain = group_errors(w, bf.quantize(w, format, **arguments))
+    searched = group_errors(w, bf.quantize(w, format, method="mse", **arguments))
+    assert (searched <= plain).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("name", MATRICES)
+def test_no_group_is_worse(format, name):
+    for options in options_of(format):
+        assert_never_worse(MATRICES[name], format, **options)
+
+
+@pytest.mark.parametrize("name", ["fp4", "u4", "u4b8", "u8b128"])
+@pytest.mark.parametrize("group_size", [64, 128, -1])
+def test_no_group_is_worse_for_other_group_sizes_and_partial_groups(name, group_size):
+    assert_never_worse(student_t((32, 200), 6), name, group_size=group_size)
+
+
+@FORMATS
+def test_no_group_of_real_weights_is_worse(format, real_weights):
+    tried = 0
+    for w in real_weights.values():
+        if w.shape[1] % format.block_size == 0:
+            assert_never_worse(w[:256], format)
+            tried += 1
+    assert tried >= 1
+
+
+def mean_squared_error(w: np.ndarray, approximation: np.ndarray) -> float:
+    return float(np.mean((w - approximation).astype(np.float64) ** 2))
+
+
+@pytest.mark.parametrize(("make", "margin"), [(gaussian, 0.10), (student_t, 0.07)])
+def test_q4_0_gains_on_ggml(make, margin):
+    w = make((512, 1024), 7)
+    q4_0 = gguf.GGMLQuantizationType.Q4_0
+    theirs = mean_squared_error(w, gguf.quants.dequantize(gguf.quants.quantize(w, q4_0), q4_0))
+    ours = mean_squared_error(w, bf.dequantize(bf.quantize(w, "q4_0", method="mse")))
+    assert ours <= (1 - margin) * theirs
+
+
+@pytest.mark.parametrize(("make", "margin"), [(gaussian, 0.21), (student_t, 0.14)])
+def test_fp4_gains_on_amax_over_six(make, margin):
+    w = make((512, 1024), 8)
+    groups = w.reshape(-1, 32)
+    scale = np.abs(groups).max(axis=1, keepdims=True) / 6
+    rounded = (groups / scale).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale
+    plain = mean_squared_error(w, rounded.reshape(w.shape))
+    ours = mean_squared_error(w, bf.dequantize(bf.quantize(w, "fp4", group_size=32, method="mse")))
+    assert ours <= (1 - margin) * plain
+
+
+def test_rows_do_not_depend_on_their_neighbours():
+    """Slices and threads must not show: a row alone gives the bytes that it has inside a matrix."""
+    w = gaussian((300, 512), 9)
+    for name in ("q4_0", "q4_k", "fp4"):
+        whole = bf.quantize(w, name, method="mse").planes
+        alone = bf.quantize(w[177:178], name, method="mse").planes
+        for plane, rows in alone.items():
+            np.testing.assert_array_equal(whole[plane][177:178], rows)
