@@ -223,7 +223,7 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
     """The format of that name."""
     if isinstance(name, Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise FormatError(complaint(call, "format", repr(name), f"one of {', '.join(FORMATS)}"))
     return FORMATS[name]
 

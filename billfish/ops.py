@@ -134,7 +134,7 @@ def _from_words(
     call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None
 ) -> QuantizedTensor:
     if scales is None:
-        takes = "float16 [K/g, N] beside packed weights; or pass a QuantizedTensor as weight"
+        takes = "float16 [K/g, N] beside packed weights"
         raise DTypeError(complaint(call, "scales", "None", takes))
     arguments = {"packed": packed, "scales": scales} | ({} if zeros is None else {"zeros": zeros})
     storage = {name: Input(call, name, array).numpy() for name, array in arguments.items()}

@@ -18,7 +18,7 @@ class ReferenceBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"the reference computes in CPU memory, the arrays are on {problem.device}"
+            return False, f"it computes in CPU memory, and x is on {problem.device}"
         return True, ""
 
     def prepack(self, tensor: QuantizedTensor) -> NDArray[np.float32]:

@@ -74,7 +74,7 @@ class WordFormat(Format):
         expected = (-(-k // group_size), n)
         scales = check_array(call, "scales", storage["scales"], np.float16, 2)
         if scales.shape != expected:
-            takes = f"{expected}, ceil(K/group_size) x N for K={k}, N={n}, group_size={group_size}"
+            takes = f"{expected}, ceil(K/g) x N for K={k}, N={n}, g={group_size}"
             raise ShapeError(complaint(call, "scales", f"shape {scales.shape}", takes))
         if self.zero_dtypes:
             zeros = storage["zeros"]

@@ -1,0 +1,54 @@
+"""How a backend is chosen, and how one says no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import gaussian
+
+import billfish as bf
+from billfish.backends import BACKENDS, Problem, choose
+from billfish.backends.reference import ReferenceBackend
+
+PROBLEM = Problem("matmul", bf.FORMATS["q4_0"], 32, 1, 4, 64, np.dtype(np.float32))
+
+
+class Picky(ReferenceBackend):
+    """Runs only large problems; answers with ones, so that one sees who ran."""
+
+    name = "picky"
+
+    def can_run(self, problem: Problem) -> tuple[bool, str]:
+        return problem.m >= 8, f"needs M >= 8, M is {problem.m}"
+
+    def matmul(self, x: Any, weights: Any, bias: Any) -> Any:
+        return np.ones((len(x), len(weights)), x.dtype)
+
+
+@pytest.fixture
+def picky(monkeypatch):
+    reference = BACKENDS["reference"]
+    monkeypatch.delitem(BACKENDS, "reference")
+    monkeypatch.setitem(BACKENDS, "picky", Picky())
+    monkeypatch.setitem(BACKENDS, "reference", reference)
+
+
+def test_the_reference_runs_what_is_in_memory():
+    assert choose("test", PROBLEM).name == "reference"
+    assert BACKENDS["reference"].can_run(PROBLEM) == (True, "")
+
+
+def test_the_first_backend_that_can_is_chosen(picky):
+    q = bf.quantize(gaussian((4, 64)), "q4_0")
+    assert (bf.quantized_linear(gaussian((8, 64)), q) == 1).all()
+    assert (bf.quantized_linear(gaussian((7, 64)), q) != 1).all()
+
+
+def test_a_backend_asked_for_by_name_runs_or_says_why_not(picky):
+    q = bf.quantize(gaussian((4, 64)), "q4_0")
+    assert (bf.quantized_linear(gaussian((8, 64)), q, backend="reference") != 1).all()
+    with pytest.raises(bf.BackendUnavailable) as caught:
+        bf.quantized_linear(gaussian((7, 64)), q, backend="picky")
+    assert str(caught.value) == "[quantized_linear] no backend can run this: picky: needs M >= 8, M is 7"

@@ -1,0 +1,131 @@
+"""`billfish formats` and `billfish explain`: what they print is what the library does."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import billfish as bf
+from billfish.cli import main
+from billfish.explain import explain, planes_of, print_formats, record, walks
+
+ROOT = Path(__file__).parent.parent
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_formats_lists_every_format(capsys):
+    assert main(["formats"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["format", *bf.FORMATS]
+    assert lines[1 + list(bf.FORMATS).index("q4_0")].split()[:4] == ["q4_0", "4.5", "32", "u4b8"]
+
+
+def test_the_table_in_the_documentation_is_the_table(capsys):
+    main(["formats", "--markdown"])
+    assert capsys.readouterr().out in (ROOT / "docs" / "formats.md").read_text()
+
+
+@FORMATS
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, None), (0.3, 2.5), (-0.01, -4.0)])
+def test_explain_ends_with_the_value_of_the_format(format, scale, offset):
+    if scale < 0 and "f16" not in format.scale:
+        scale = -scale  # E8M0 and unsigned E4M3 have no sign
+    for code in range(2**format.element.bits):
+        out = io.StringIO()
+        result = explain(format, code, scale, offset, out)
+        assert out.getvalue().rstrip().endswith(f"= {result:.9g}")
+        planes = planes_of(format, code, scale, offset)
+        tensor = bf.QuantizedTensor.from_planes(format, planes)
+        assert (planes["codes"] == code).all()
+        assert result == bf.dequantize(tensor)[0, 0]
+        held = float(format.group_values(planes).scale[0, 0]) * (2 if format.element.name == "e2m1x2" else 1)
+        assert held == pytest.approx(scale, rel=0.5 if "e8m0" in format.scale else 0.07)
+
+
+@FORMATS
+def test_every_walk_ends_with_the_value_of_the_element(format):
+    for walk in walks(format.element):
+        for code, value in enumerate(format.element.values):
+            last = record(walk, code, format.element)[-1]
+            assert last.lanes is not None
+            assert (last.lanes.astype(np.float32) == value).all()
+            assert (np.signbit(last.lanes) == np.signbit(value)).all()
+
+
+def test_every_element_but_a_table_has_a_walk():
+    for format in bf.FORMATS.values():
+        assert bool(walks(format.element)) == (format.element.name not in ("iq4nl", "e2m1x2"))
+
+
+def test_explain_shows_the_bits_moving(capsys):
+    assert main(["explain", "fp4", "0b1011", "--scale", "0.25"]) == 0
+    text = capsys.readouterr().out
+    for piece in (
+        "0xb000b000",
+        "& 0x80008000",
+        "& 0x70007000",
+        ">> 3",
+        "0x86008600",
+        "* 16384",
+        "0xbe00be00",
+        "= -0.375",
+    ):
+        assert piece in text
+
+
+def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+    def printed(stream):
+        print_formats(stream)
+        explain(bf.FORMATS["fp4"], 3, 1.0, None, stream)
+        return stream.getvalue()
+
+    assert "\x1b[" in printed(Terminal())
+    assert "\x1b[" not in printed(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in printed(Terminal())
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b[" not in printed(Terminal())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["explain", "fp4", "16"],
+            "billfish: [explain] CODE: got 16; takes 0 to 15 for fp4, such as 5, 0b101 or 0x5\n",
+        ),
+        (["explain", "fp5", "1"], f"billfish: [explain] format: got 'fp5'; takes one of {', '.join(bf.FORMATS)}\n"),
+    ],
+)
+def test_wrong_arguments_get_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", message)
+
+
+def test_a_code_that_is_no_number(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", "fp4", "five"])
+    assert caught.value.code == 2
+    assert "'five'" in capsys.readouterr().err
+
+
+def test_python_dash_m_and_a_reader_that_stops_early():
+    command = f"{sys.executable} -m billfish formats | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("format ")
+    assert done.stderr == ""

@@ -1,0 +1,57 @@
+"""The documentation does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import billfish as bf
+from billfish.cli import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_example_of_the_readme_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(example, names)
+    x, w = names["x"], names["w"]
+    for y in (names["y"], names["y2"]):
+        error = np.linalg.norm(y - x @ w.T) / np.linalg.norm(x @ w.T)
+        assert error < 0.12
+    assert capsys.readouterr().out.startswith("QuantizedTensor(fp4, [4096, 1024]")
+
+
+def test_the_walk_in_the_readme_is_what_explain_prints(capsys):
+    main(["explain", "fp4", "0b1011", "--scale", "0.3"])
+    printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    readme = (ROOT / "README.md").read_text()
+    shown = [line[4:].rstrip() for line in readme.splitlines() if re.match(r"      \w+ .*(0x|minus|bias|\^)", line)]
+    assert len(shown) == 9
+    assert set(shown) <= printed
+
+
+def test_the_formats_in_the_readme_exist():
+    readme = (ROOT / "README.md").read_text()
+    (comment,) = re.findall(r"# or (.*), \.\.\.", readme)
+    for name in comment.split(", "):
+        assert name in bf.FORMATS
+
+
+def test_the_error_table_is_the_recorded_one():
+    records = json.loads((ROOT / "benchmarks" / "results" / "quantization_error.json").read_text())
+    assert [record["format"] for record in records] == list(bf.FORMATS)
+    table = (ROOT / "docs" / "formats.md").read_text()
+    for record in records:
+        gaussian = record["gaussian"]
+        assert f"| {record['format']} | {gaussian['mse'] / gaussian['rtn']:.3f} |" in table
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
