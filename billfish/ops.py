@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from billfish.activations import ACTIVATIONS
 from billfish.arrays import FLOATS, Input, float_dtype, float_input
 from billfish.backends import Problem, choose
 from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
@@ -90,6 +91,7 @@ def quantized_linear(
     zeros: Any = None,
     format: str | Format = "fp4",
     group_size: int | None = None,
+    activations: str = "exact",
     backend: str | None = None,
 ) -> Any:
     """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
@@ -98,7 +100,8 @@ def quantized_linear(
     makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4", "u4" (with `zeros`), "u4b8" or
     "u8b128", and their `group_size` (32 unless given).
 
-    Products accumulate in float32 or better and are rounded once, after the bias.
+    activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
+    the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
     """
     call = "quantized_linear"
     if isinstance(weight, QuantizedTensor):
@@ -115,9 +118,12 @@ def quantized_linear(
         raise ShapeError(complaint(call, "x", f"shape {taken.shape}", f"[..., {k}] for weights [{n}, {k}]"))
     m = int(np.prod(taken.shape[:-1]))
     dtype = FLOATS[taken.dtype_name]
-    problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device)
+    if activations not in ACTIVATIONS:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device, activations)
     chosen = choose(call, problem, backend)
-    y = chosen.matmul(taken.numpy().reshape(m, k), chosen.prepack(tensor), _bias(call, bias, n))
+    weights = tensor.prepacked_for(chosen.name, chosen.prepack)
+    y = chosen.matmul(taken.numpy().reshape(m, k), weights, _bias(call, bias, n), activations)
     return taken.like(y.reshape(*taken.shape[:-1], n))
 
 
@@ -141,7 +147,7 @@ def _from_words(
     return QuantizedTensor.from_storage(format, storage, group_size, call=call)
 
 
-def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0") -> Any:
+def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0", backend: str | None = None) -> Any:
     """y [M, N] float32 = x @ W.T with both sides already quantized.
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
@@ -163,8 +169,10 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0") -> Any:
         x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
     if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
         raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
-    # int8 times float16 is exact in float32, and so are 4-bit weights: this is the exact integer dot product.
-    y = quantized_linear(dequantize(x), weight)
+    problem = Problem("matmul", weight.format, weight.group_size, *x.shape[:1], *weight.shape, np.dtype(np.float32))
+    chosen = choose(call, problem, backend)
+    weights = weight.prepacked_for(chosen.name, chosen.prepack)
+    y = chosen.matmul_codes(x.planes["codes"].view(np.int8), x.planes["scale"].astype(np.float32), weights)
     return y if like is None else like.like(y)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class QuantizedTensor:
     shape: tuple[int, int]
     group_size: int
     storage: Storage
+    _prepacked: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_storage(
@@ -61,6 +63,12 @@ class QuantizedTensor:
     def bits_per_weight(self) -> float:
         """Bits of storage for each weight."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+    def prepacked_for(self, backend: str, prepack: Callable[[QuantizedTensor], Any]) -> Any:
+        """The weights as a backend wants them, made at the first call and kept."""
+        if backend not in self._prepacked:
+            self._prepacked[backend] = prepack(self)
+        return self._prepacked[backend]
 
     def __repr__(self) -> str:
         n, k = self.shape

@@ -23,20 +23,23 @@ class Picky(ReferenceBackend):
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         return problem.m >= 8, f"needs M >= 8, M is {problem.m}"
 
-    def matmul(self, x: Any, weights: Any, bias: Any) -> Any:
+    def matmul(self, x: Any, weights: Any, bias: Any, activations: str = "exact") -> Any:
         return np.ones((len(x), len(weights)), x.dtype)
 
 
 @pytest.fixture
 def picky(monkeypatch):
-    reference = BACKENDS["reference"]
-    monkeypatch.delitem(BACKENDS, "reference")
+    others = dict(BACKENDS)
+    for name in others:
+        monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "picky", Picky())
-    monkeypatch.setitem(BACKENDS, "reference", reference)
+    for name, backend in others.items():
+        monkeypatch.setitem(BACKENDS, name, backend)
 
 
-def test_the_reference_runs_what_is_in_memory():
-    assert choose("test", PROBLEM).name == "reference"
+def test_what_is_in_memory_runs_on_the_cpu_unless_told_otherwise():
+    assert choose("test", PROBLEM).name == "cpu"
+    assert choose("test", PROBLEM, "reference").name == "reference"
     assert BACKENDS["reference"].can_run(PROBLEM) == (True, "")
 
 

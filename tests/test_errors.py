@@ -300,12 +300,13 @@ CASES = [
     (
         lambda: bf.quantized_linear(X, Q, backend="tpu"),
         bf.BackendUnavailable,
-        "[quantized_linear] backend: got 'tpu'; takes one of reference",
+        "[quantized_linear] backend: got 'tpu'; takes one of cpu, reference",
     ),
     (
         lambda: bf.quantized_linear(torch.empty(2, 64, device="meta"), Q),
         bf.BackendUnavailable,
-        "[quantized_linear] no backend can run this: reference: it computes in CPU memory, and x is on meta",
+        "[quantized_linear] no backend can run this: "
+        "cpu: it computes in CPU memory, and x is on meta; reference: it computes in CPU memory, and x is on meta",
     ),
     # blocks
     (

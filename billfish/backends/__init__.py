@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from billfish.backends.base import Backend, Problem
+from billfish.backends.cpu import CpuBackend
 from billfish.backends.reference import ReferenceBackend
 from billfish.errors import BackendUnavailable, complaint
 
 __all__ = ["BACKENDS", "Backend", "Problem", "choose"]
 
 # The first that can run a problem does.
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (ReferenceBackend(),)}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CpuBackend(), ReferenceBackend())}
 
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:

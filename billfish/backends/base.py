@@ -26,6 +26,7 @@ class Problem:
     dtype: np.dtype[Any]  # of x and y, or of the dequantized weights
     kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
     device: str = "cpu"  # where they are
+    activations: str = "exact"
 
 
 class Backend(ABC):
@@ -44,8 +45,14 @@ class Backend(ABC):
         """The weights as `matmul` wants them. Done once for each weight, however often it is multiplied with."""
 
     @abstractmethod
-    def matmul(self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None) -> NDArray[Any]:
+    def matmul(
+        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    ) -> NDArray[Any]:
         """x [M, K] @ W.T + bias [N] -> [M, N] of x's type; `weights` is what `prepack` returned."""
+
+    @abstractmethod
+    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
+        """The same with x quantized already: codes [M, K], a scale for each 32 of them [M, K/32] -> float32 [M, N]."""
 
     @abstractmethod
     def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:

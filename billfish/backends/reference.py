@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.activations import IntegerActivations, quantize_activations
 from billfish.backends.base import Backend, Problem
 from billfish.tensor import QuantizedTensor
 
@@ -26,12 +27,22 @@ class ReferenceBackend(Backend):
         self.dequantize(tensor, out)
         return out
 
-    def matmul(self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None) -> NDArray[Any]:
+    def matmul(
+        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    ) -> NDArray[Any]:
         with np.errstate(invalid="ignore", over="ignore"):
-            y = x.astype(np.float64) @ weights.T.astype(np.float64)
+            values = x.astype(np.float64)
+            if activations != "exact":
+                values = quantize_activations(x.astype(np.float32), activations).values(x.shape[1])
+            y = values @ weights.T.astype(np.float64)
             if bias is not None:
                 y += bias.astype(np.float64)
             return y.astype(x.dtype)
+
+    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
+        with np.errstate(invalid="ignore", over="ignore"):
+            x = IntegerActivations(codes.astype(np.int32), scale).values(codes.shape[1])
+            return (x @ weights.T.astype(np.float64)).astype(np.float32)
 
     def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
         tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)

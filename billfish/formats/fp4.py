@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from billfish.elements import FP4, Element
 from billfish.errors import ShapeError, complaint
-from billfish.format import Format, GroupValues, Planes, Storage, check_array, check_names, register
+from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
 from billfish.formats.search import reciprocal, search_scale
 from billfish.formats.words import ScaledWordFormat
 from billfish.scales import E4M3_MAX, decode_e4m3, decode_e8m0, encode_e4m3
@@ -44,10 +44,12 @@ class MicroscaledFp4(Format):
         codes = planes["codes"]
         return {"packed": codes[:, 0::2] | codes[:, 1::2] << 4, "scales": planes["scale"]}
 
-    def unpack(self, storage: Storage) -> Planes:
+    def unpack_codes(self, storage: Storage) -> Array:
         packed = storage["packed"]
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
-        return {"codes": codes, "scale": storage["scales"]}
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
+
+    def unpack_scales(self, storage: Storage) -> Planes:
+        return {"scale": storage["scales"]}
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
         packed = check_array(call, "packed", storage["packed"], np.uint8, 2)
@@ -131,8 +133,8 @@ class Nvfp4(MicroscaledFp4):
     def pack(self, planes: Planes) -> Storage:
         return {**super().pack(planes), "global_scale": planes["global_scale"]}
 
-    def unpack(self, storage: Storage) -> Planes:
-        return {**super().unpack(storage), "global_scale": storage["global_scale"]}
+    def unpack_scales(self, storage: Storage) -> Planes:
+        return {**super().unpack_scales(storage), "global_scale": storage["global_scale"]}
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
         check_names(call, self, storage, {"packed", "scales", "global_scale"}, set())

@@ -48,44 +48,53 @@ class BlockFormat(Format):
     block_size = 32
     struct: np.dtype[Any]
     fields = {"d": "scale"}  # which field of the struct is which plane
+    # The fields that hold the bits of the codes, lowest first: (field, run of bytes, bits); see unfold().
+    code_planes: tuple[tuple[str, int, int], ...] = (("qs", 16, 4),)
 
     def __init_subclass__(cls) -> None:
         if "struct" in cls.__dict__:
             cls.layout = f"{cls.struct.itemsize} B: {describe_struct(cls.struct)}"
 
     def read_codes(self, blocks: Array) -> Array:
-        """Struct blocks [N, B] to codes [N, B, ...]."""
-        codes = unfold(blocks["qs"], 16, 4)
-        if "qh" in (self.struct.names or ()):
-            codes |= unfold(blocks["qh"], 1, 1) << 4
+        """Struct blocks [N, B] to codes [N, B, block_size]."""
+        codes, at = np.zeros((*blocks.shape, self.block_size), np.uint8), 0
+        for field, width, bits in self.code_planes:
+            codes |= unfold(blocks[field], width, bits) << np.uint8(at)
+            at += bits
         return codes
 
     def write_codes(self, codes: Array, blocks: Array) -> None:
         """The inverse: codes [N, B, block_size] into the fields of struct blocks [N, B]."""
-        blocks["qs"] = fold(codes, 16, 4)
-        if "qh" in (self.struct.names or ()):
-            blocks["qh"] = fold(codes >> 4, 1, 1)
+        at = 0
+        for field, width, bits in self.code_planes:
+            blocks[field] = fold(codes >> np.uint8(at), width, bits)
+            at += bits
 
-    def read(self, blocks: Array) -> Planes:
-        """Struct blocks [N, B] to planes [N, B, ...]; the caller flattens what is left of the struct's axes."""
-        return {"codes": self.read_codes(blocks), **{plane: blocks[field] for field, plane in self.fields.items()}}
+    def read_scales(self, blocks: Array) -> Planes:
+        """Struct blocks [N, B] to the planes beside the codes, [N, B, ...]; the caller flattens what is left."""
+        return {plane: blocks[field] for field, plane in self.fields.items()}
 
-    def write(self, planes: Planes, blocks: Array) -> None:
+    def write_scales(self, planes: Planes, blocks: Array) -> None:
         """The inverse: planes [N, B, items in a block] into the fields of struct blocks [N, B]."""
-        self.write_codes(planes["codes"], blocks)
         for field, plane in self.fields.items():
             blocks[field] = planes[plane].reshape(blocks[field].shape)
 
     def pack(self, planes: Planes) -> Storage:
         n, k = planes["codes"].shape
         blocks = np.zeros((n, k // self.block_size), self.struct)
-        self.write({name: p.reshape(*blocks.shape, -1) for name, p in planes.items() if p.ndim}, blocks)
+        per_block = {name: p.reshape(*blocks.shape, -1) for name, p in planes.items() if p.ndim}
+        self.write_codes(per_block["codes"], blocks)
+        self.write_scales(per_block, blocks)
         return {"blocks": blocks.view(np.uint8)}
 
-    def unpack(self, storage: Storage) -> Planes:
-        blocks = np.ascontiguousarray(storage["blocks"]).view(self.struct)
-        planes = self.read(blocks)
-        return {name: np.ascontiguousarray(p).reshape(len(p), math.prod(p.shape[1:])) for name, p in planes.items()}
+    def unpack_codes(self, storage: Storage) -> Array:
+        return flat_rows(self.read_codes(self._structs(storage)))
+
+    def unpack_scales(self, storage: Storage) -> Planes:
+        return {name: flat_rows(plane) for name, plane in self.read_scales(self._structs(storage)).items()}
+
+    def _structs(self, storage: Storage) -> Array:
+        return np.ascontiguousarray(storage["blocks"]).view(self.struct)
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
         check_names(call, self, storage, {"blocks"}, set())
@@ -105,6 +114,11 @@ class BlockFormat(Format):
 
     def bits_per_weight(self, group_size: int) -> float:
         return self.struct.itemsize * 8 / self.block_size
+
+
+def flat_rows(plane: Array) -> Array:
+    """[N, ...] to a contiguous [N, everything else]."""
+    return np.ascontiguousarray(plane).reshape(len(plane), math.prod(plane.shape[1:]))
 
 
 def describe_struct(struct: np.dtype[Any]) -> str:
@@ -195,6 +209,7 @@ class Q5_0(ScaledBlock):
     name = "q5_0"
     element = U5B16
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
+    code_planes = (("qs", 16, 4), ("qh", 1, 1))
 
 
 @register
@@ -202,6 +217,7 @@ class Q5_1(MinimumBlock):
     name = "q5_1"
     element = U5
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
+    code_planes = (("qs", 16, 4), ("qh", 1, 1))
 
 
 @register
@@ -209,12 +225,7 @@ class Q8_0(ScaledBlock):
     name = "q8_0"
     element = S8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
-
-    def read_codes(self, blocks: Array) -> Array:
-        return blocks["qs"]
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["qs"] = codes
+    code_planes = (("qs", 1, 8),)
 
     def _scale(self, w: Floats) -> Floats:
         return np.abs(w).max(axis=1) / np.float32(127)
@@ -285,6 +296,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     group_sizes = (16,)
     block_size = 64
     struct = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
+    code_planes = (("qs", 8, 4),)
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_ue4m3_half(planes["scale"]) * planes["global_scale"])
@@ -300,11 +312,5 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     def pack(self, planes: Planes) -> Storage:
         return {**BlockFormat.pack(self, planes), "global_scale": planes["global_scale"]}
 
-    def unpack(self, storage: Storage) -> Planes:
-        return {**BlockFormat.unpack(self, storage), "global_scale": storage["global_scale"]}
-
-    def read_codes(self, blocks: Array) -> Array:
-        return unfold(blocks["qs"], 8, 4)
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["qs"] = fold(codes, 8, 4)
+    def unpack_scales(self, storage: Storage) -> Planes:
+        return {**BlockFormat.unpack_scales(self, storage), "global_scale": storage["global_scale"]}

@@ -176,30 +176,19 @@ class SixBitPairs(TwoLevelMinimum):
     The two bits on top of bytes 0..7 are the high bits of the integers whose low bits are in bytes 8..11.
     """
 
-    def read(self, blocks: Array) -> Planes:
+    def read_scales(self, blocks: Array) -> Planes:
         first, second, mixed = np.split(blocks["scales"], 3, axis=-1)
         sub_scale = np.concatenate([first & 63, mixed & 15 | first >> 6 << 4], axis=-1)
         sub_minimum = np.concatenate([second & 63, mixed >> 4 | second >> 6 << 4], axis=-1)
-        return {**super().read(blocks), "sub_scale": sub_scale, "sub_minimum": sub_minimum}
+        return {**super().read_scales(blocks), "sub_scale": sub_scale, "sub_minimum": sub_minimum}
 
-    def write(self, planes: Planes, blocks: Array) -> None:
-        super().write(planes, blocks)
+    def write_scales(self, planes: Planes, blocks: Array) -> None:
+        super().write_scales(planes, blocks)
         (scale, scale4), (minimum, minimum4) = (
             np.split(planes[name], 2, axis=-1) for name in ("sub_scale", "sub_minimum")
         )
         first, second = scale | scale4 >> 4 << 6, minimum | minimum4 >> 4 << 6
         blocks["scales"] = np.concatenate([first, second, scale4 & 15 | minimum4 << 4], axis=-1)
-
-    def read_codes(self, blocks: Array) -> Array:
-        codes = unfold(blocks["qs"], 32, 4)
-        if "qh" in (self.struct.names or ()):
-            codes |= unfold(blocks["qh"], 32, 1) << 4
-        return codes
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["qs"] = fold(codes, 32, 4)
-        if "qh" in (self.struct.names or ()):
-            blocks["qh"] = fold(codes >> 4, 32, 1)
 
 
 @register
@@ -207,6 +196,7 @@ class Q4_K(SixBitPairs):
     name = "q4_k"
     element = U4
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
+    code_planes = (("qs", 32, 4),)
 
 
 @register
@@ -214,6 +204,7 @@ class Q5_K(SixBitPairs):
     name = "q5_k"
     element = U5
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
+    code_planes = (("qs", 32, 4), ("qh", 32, 1))
 
 
 @register
@@ -224,13 +215,7 @@ class Q6_K(TwoLevelScaled):
     sub_range = (-128, 127)
     struct = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
     fields = {"d": "scale", "scales": "sub_scale"}
-
-    def read_codes(self, blocks: Array) -> Array:
-        return unfold(blocks["ql"], 64, 4) | unfold(blocks["qh"], 32, 2) << 4
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["ql"] = fold(codes, 64, 4)
-        blocks["qh"] = fold(codes >> 4, 32, 2)
+    code_planes = (("ql", 64, 4), ("qh", 32, 2))
 
 
 @register
@@ -242,20 +227,15 @@ class Q2_K(TwoLevelMinimum):
     group_sizes = (16,)
     sub_limit = 15
     struct = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
+    code_planes = (("qs", 32, 2),)
 
-    def read(self, blocks: Array) -> Planes:
+    def read_scales(self, blocks: Array) -> Planes:
         both = blocks["scales"]
-        return {**super().read(blocks), "sub_scale": both & 15, "sub_minimum": both >> 4}
+        return {**super().read_scales(blocks), "sub_scale": both & 15, "sub_minimum": both >> 4}
 
-    def write(self, planes: Planes, blocks: Array) -> None:
-        super().write(planes, blocks)
+    def write_scales(self, planes: Planes, blocks: Array) -> None:
+        super().write_scales(planes, blocks)
         blocks["scales"] = planes["sub_scale"] | planes["sub_minimum"] << 4
-
-    def read_codes(self, blocks: Array) -> Array:
-        return unfold(blocks["qs"], 32, 2)
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["qs"] = fold(codes, 32, 2)
 
 
 @register
@@ -266,19 +246,13 @@ class Q3_K(TwoLevelScaled):
     sub_range = (-32, 31)
     sub_bias = 32
     struct = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
+    code_planes = (("qs", 32, 2), ("hmask", 32, 1))
 
-    def read(self, blocks: Array) -> Planes:
+    def read_scales(self, blocks: Array) -> Planes:
         low, high = np.split(blocks["scales"], [8], axis=-1)
-        return {**super().read(blocks), "sub_scale": unfold(low, 8, 4) | unfold(high, 4, 2) << 4}
+        return {**super().read_scales(blocks), "sub_scale": unfold(low, 8, 4) | unfold(high, 4, 2) << 4}
 
-    def write(self, planes: Planes, blocks: Array) -> None:
-        super().write(planes, blocks)
+    def write_scales(self, planes: Planes, blocks: Array) -> None:
+        super().write_scales(planes, blocks)
         sub_scale = planes["sub_scale"]
         blocks["scales"] = np.concatenate([fold(sub_scale, 8, 4), fold(sub_scale >> 4, 4, 2)], axis=-1)
-
-    def read_codes(self, blocks: Array) -> Array:
-        return unfold(blocks["qs"], 32, 2) | unfold(blocks["hmask"], 32, 1) << 2
-
-    def write_codes(self, codes: Array, blocks: Array) -> None:
-        blocks["qs"] = fold(codes, 32, 2)
-        blocks["hmask"] = fold(codes >> 2, 32, 1)

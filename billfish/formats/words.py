@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.errors import DTypeError, ShapeError, complaint
-from billfish.format import Format, GroupValues, Planes, Storage, check_array, check_names
+from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names
 from billfish.formats.search import float16_scale, reciprocal, search_scale
 
 Floats = NDArray[np.float32]
@@ -57,11 +57,11 @@ class WordFormat(Format):
             storage["zeros"] = np.ascontiguousarray(planes["zero"].T)
         return storage
 
-    def unpack(self, storage: Storage) -> Planes:
-        planes = {
-            "codes": np.ascontiguousarray(unpack_words(storage["packed"], self.element.bits).T),
-            "scale": np.ascontiguousarray(storage["scales"].T),
-        }
+    def unpack_codes(self, storage: Storage) -> Array:
+        return np.ascontiguousarray(unpack_words(storage["packed"], self.element.bits).T)
+
+    def unpack_scales(self, storage: Storage) -> Planes:
+        planes = {"scale": np.ascontiguousarray(storage["scales"].T)}
         if self.zero_dtypes:
             planes["zero"] = np.ascontiguousarray(storage["zeros"].T)
         return planes

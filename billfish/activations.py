@@ -1,0 +1,47 @@
+"""x in integers: what `activations="q8"` and `"q16"` mean, in NumPy. Every backend computes the same codes.
+
+Each block of 32 values of a row shares one float32 scale. q8 rounds to int8; q16 to 16 bits, which kernels keep as two
+int8 planes, 256 * high + low, so that the same dot-product instructions serve.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+ACTIVATIONS = ("exact", "q8", "q16")
+BLOCK = 32
+# The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
+LARGEST = {"q8": 127, "q16": 32639}
+
+
+class IntegerActivations(NamedTuple):
+    """codes int32 [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
+
+    codes: NDArray[np.int32]
+    scale: NDArray[np.float32]
+
+    def values(self, k: int) -> NDArray[np.float64]:
+        """What the codes stand for, exactly: [M, k]."""
+        return (self.codes.astype(np.float64) * np.repeat(self.scale, BLOCK, axis=1))[:, :k]
+
+
+def quantize_activations(x: NDArray[np.float32], activations: str) -> IntegerActivations:
+    """Round x [M, K] to integers. A block with NaN or infinity gets a NaN scale."""
+    m, k = x.shape
+    top = np.float32(LARGEST[activations])
+    blocks = -(-k // BLOCK)
+    padded = np.zeros((m, blocks * BLOCK), np.float32)
+    padded[:, :k] = x
+    padded = padded.reshape(m, blocks, BLOCK)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        largest = np.abs(padded).max(axis=2)
+        inverse = top / largest
+        finite = np.isfinite(largest)
+        usable = finite & np.isfinite(inverse)  # not all zeros, nor so small that the inverse overflows
+        scale = np.where(usable, largest / top, np.where(finite, np.float32(0), np.float32(np.nan)))
+        codes = np.rint(padded * np.where(usable, inverse, np.float32(0))[:, :, None])
+    codes = np.where(usable[:, :, None], codes, 0).astype(np.int32)
+    return IntegerActivations(codes.reshape(m, blocks * BLOCK), scale.astype(np.float32))

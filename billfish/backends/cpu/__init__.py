@@ -1,0 +1,275 @@
+"""The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
+
+    format planes -> PackedWeights (one stream of bytes, in the order in which the kernels read) -> y
+
+This file says, for each format, which of the few kernel axes it is made of; the kernels know nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.activations import ACTIVATIONS
+from billfish.backends.base import Backend, Problem
+from billfish.backends.cpu import _cpu
+from billfish.elements import E2M1, E2M1X2, Integer, Signed, Table
+from billfish.errors import BackendUnavailable, complaint
+from billfish.format import Format, Planes
+from billfish.formats.ggml import BlockFormat
+from billfish.formats.words import WordFormat
+from billfish.tensor import QuantizedTensor
+
+# The order of the enums in problem.h.
+CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
+SCALES = (
+    "f16",
+    "f16_minimum",
+    "f16_zero8",
+    "f16_zero16",
+    "e8m0",
+    "e4m3",
+    "sub",
+    "sub_minimum",
+    "sub_nibbles",
+    "f32",
+    "f32_minimum",
+)
+CHUNK = 256
+
+
+def choose_level() -> str:
+    """The best ISA level of this machine, or the one that BILLFISH_ISA names."""
+    available = _cpu.levels()
+    wanted = os.environ.get("BILLFISH_ISA")
+    if wanted is None:
+        return str(available[0])
+    if wanted not in available:
+        takes = f"one that this machine runs: {', '.join(available)}"
+        raise BackendUnavailable(complaint("cpu", "BILLFISH_ISA", repr(wanted), takes))
+    return wanted
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeights:
+    """Weights as the kernels of one ISA level read them: `data` is all there is, the rest says how to read it."""
+
+    format: Format
+    shape: tuple[int, int]
+    level: str
+    description: Any
+    data: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        return f"PackedWeights({self.format.name}, [{n}, {k}], {self.level}, {self.nbytes} bytes)"
+
+
+@dataclass
+class Layout:
+    """One format in terms of the kernel axes. Fields are planes [N, count], one column for each chunk or group."""
+
+    codes: str
+    codes_plane: NDArray[np.uint8]
+    scales: str
+    chunk_fields: list[NDArray[Any]]
+    group_fields: list[NDArray[Any]]
+    group: int
+    bias: int = 0
+    factor: float = 1.0
+    table: tuple[int, ...] = ()
+
+
+def layout_of(tensor: QuantizedTensor) -> Layout:
+    """Which kernel axes a tensor is made of."""
+    format, planes = tensor.format, tensor.planes
+    element, codes = format.element, planes["codes"]
+    layout = Layout("u4", codes, "f16", [], [], min(tensor.group_size, CHUNK))
+    if isinstance(element, (E2M1, Table)):
+        # E2M1 as twice its value, a small integer; the scale makes up for it.
+        doubled = E2M1X2.values if isinstance(element, E2M1) else element.values
+        layout.codes = "table"
+        layout.table = tuple(int(v) & 0xFF for v in doubled)
+        layout.factor = 0.5 if isinstance(element, E2M1) else 1.0
+    elif isinstance(element, Signed):
+        layout.codes = "s8"
+    elif isinstance(element, Integer) and element.bits == 8:
+        layout.codes, layout.codes_plane = "s8", codes ^ np.uint8(0x80)
+    elif isinstance(element, Integer):
+        layout.codes, layout.bias = f"u{element.bits}", element.bias
+    _add_scales(layout, format, planes)
+    if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
+        chunks = -(-tensor.shape[1] // CHUNK)
+        index = np.arange(chunks) * CHUNK // tensor.group_size
+        layout.group_fields = [np.ascontiguousarray(field[:, index]) for field in layout.group_fields]
+    return layout
+
+
+def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
+    if "sub_scale" in planes:
+        layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
+        bias = getattr(format, "sub_bias", 0)
+        sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.int8)
+        layout.chunk_fields = [planes["scale"]] + ([planes["minimum"]] if "minimum" in planes else [])
+        layout.group_fields = [sub_scale] + ([planes["sub_minimum"]] if "sub_minimum" in planes else [])
+        if getattr(format, "sub_limit", 0) == 15:  # both fit one byte, as in the file
+            layout.scales = "sub_nibbles"
+            layout.group_fields = [planes["sub_scale"] | planes["sub_minimum"] << 4]
+        return
+    scale = planes["scale"]
+    if scale.dtype == np.float16:
+        layout.group_fields = [scale]
+        if "zero" in planes:
+            layout.scales = "f16_zero8" if planes["zero"].dtype == np.uint8 else "f16_zero16"
+            layout.group_fields.append(planes["zero"])
+        elif "minimum" in planes:
+            layout.scales = "f16_minimum"
+            layout.group_fields.append(planes["minimum"])
+        return
+    # One byte: shifted into place by the kernel, except for the few bytes that mean something else there.
+    if format.scale.startswith("e8m0"):
+        layout.scales, odd = "e8m0", (scale == 0) | (scale == 255)
+        factor = 0.5
+    else:
+        layout.scales, odd = "e4m3", scale >= 0x7F
+        factor = 128.0 * float(planes["global_scale"])
+    if odd.any():
+        layout.scales = "f32"
+        layout.group_fields = [format.group_values(planes).scale * np.float32(layout.factor)]
+        layout.factor = 1.0
+    else:
+        layout.group_fields, layout.factor = [scale], factor
+
+
+# ---- dequantize reads storage as it is -----------------------------------------------------------------------------
+
+ELEMENT_KINDS = ("integer", "signed_byte", "e2m1", "table_of_16")
+OUTPUTS = ("float32", "float16", "bfloat16")
+
+
+@dataclass
+class Source:
+    """Storage in the terms of problem.h: one array of bytes, where its codes and scales are, and decoded scales."""
+
+    data: NDArray[np.uint8]
+    words: bool
+    about: dict[str, Any]
+    scale: NDArray[np.float32] | None = None
+    minimum: NDArray[np.float32] | None = None
+    zero: NDArray[np.float32] | None = None
+
+
+def storage_of(tensor: QuantizedTensor) -> Source:
+    """Where the kernel finds codes and scales. It reads float16 scales of blocks itself; others are decoded here."""
+    format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
+    element = format.element
+    kind = "table_of_16" if isinstance(element, Table) else "e2m1" if isinstance(element, E2M1) else "integer"
+    about = {
+        "n": n,
+        "k": k,
+        "group": tensor.group_size,
+        "element": ELEMENT_KINDS.index("signed_byte" if isinstance(element, Signed) else kind),
+        "bias": element.bias if isinstance(element, Integer) else 0,
+        "table": [float(v) for v in element.values] if isinstance(element, Table) else [],
+        "scale_offset": -1,
+        "minimum_offset": -1,
+    }
+    if isinstance(format, BlockFormat):
+        struct, data = format.struct, np.ascontiguousarray(storage["blocks"])
+        offset = {name: struct.fields[name][1] for name in struct.names or ()} if struct.fields else {}
+        planes = [(offset[name], struct[name].itemsize, width, bits) for name, width, bits in format.code_planes]
+        about |= {
+            "block": format.block_size,
+            "block_bytes": struct.itemsize,
+            "row_bytes": data.shape[1],
+            "planes": planes,
+        }
+        if format.block_size == tensor.group_size and struct["d" if "d" in offset else "e"] == np.float16:
+            about["scale_offset"], about["minimum_offset"] = offset["d"], offset.get("m", -1)
+            return Source(data, False, about)
+    else:
+        data = np.ascontiguousarray(storage["packed"])
+        # Bytes along K are blocks of one group; words are turned by a kernel of their own.
+        block = tensor.group_size
+        planes = [(0, block // 2, 1, element.bits)]
+        about |= {"block": block, "block_bytes": block // 2, "row_bytes": k // 2, "planes": planes}
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+        group = format.group_values(format.unpack_scales(storage))
+    source = Source(data.view(np.uint8), isinstance(format, WordFormat), about)
+    source.scale, source.zero, source.minimum = (
+        None if values is None else np.ascontiguousarray(values) for values in group
+    )
+    return source
+
+
+def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    """[N, count] of anything to bytes [N, count, size]."""
+    return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
+
+
+class CpuBackend(Backend):
+    """The kernels of one ISA level."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.level = choose_level()
+
+    def can_run(self, problem: Problem) -> tuple[bool, str]:
+        if problem.device != "cpu":
+            return False, f"it computes in CPU memory, and x is on {problem.device}"
+        return True, ""
+
+    def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
+        layout = layout_of(tensor)
+        n, k = tensor.shape
+        description = _cpu.Description(
+            n,
+            k,
+            CODES.index(layout.codes),
+            SCALES.index(layout.scales),
+            layout.bias,
+            layout.group,
+            layout.factor,
+            list(layout.table),
+        )
+        data = np.empty(_cpu.packed_bytes(self.level, description), np.uint8)
+        codes = np.ascontiguousarray(layout.codes_plane)
+        chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
+        _cpu.prepack(self.level, description, codes, chunk_fields, group_fields, data)
+        return PackedWeights(tensor.format, tensor.shape, self.level, description, data)
+
+    def matmul(
+        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    ) -> NDArray[Any]:
+        y = np.empty((len(x), weights.shape[0]), np.float32)
+        planes = ACTIVATIONS.index(activations)
+        added = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        if len(x):
+            rows = np.ascontiguousarray(x, np.float32)
+            _cpu.multiply(weights.level, weights.description, weights.data, rows, planes, added, y)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return y.astype(x.dtype, copy=False)
+
+    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
+        y = np.empty((len(codes), weights.shape[0]), np.float32)
+        if len(codes):
+            _cpu.multiply_codes(weights.level, weights.description, weights.data, codes, scale, y)
+        return y
+
+    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
+        target = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        s = storage_of(tensor)
+        raw = target.view(np.uint32 if out.dtype.itemsize == 4 else np.uint16)
+        kind = OUTPUTS.index(out.dtype.name)
+        _cpu.dequantize(self.level, s.data, s.words, s.about, s.scale, s.minimum, s.zero, raw, kind)
+        if target is not out:
+            out[...] = target

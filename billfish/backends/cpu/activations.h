@@ -1,0 +1,55 @@
+// x to integers: per block of 32, one scale and int8 codes, or two planes of them that make 16 bits.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "problem.h"
+
+namespace BILLFISH_ISA {
+
+// One row of x [k], padded with zeros to whole blocks. The codes are those that billfish.activations computes.
+inline void quantize_row(const float* x, int64_t k, int planes, int8_t* codes, float* scale, int32_t* sums) {
+  const int64_t blocks = billfish::blocks_of(k);
+  const float top = planes == 2 ? 32639.0f : 127.0f;
+  for (int64_t b = 0; b < blocks; b++) {
+    float padded[32] = {};
+    const int count = int(std::min<int64_t>(32, k - b * 32));
+    std::copy(x + b * 32, x + b * 32 + count, padded);
+    float largest = 0, poison = 0;
+    for (int i = 0; i < 32; i++) {
+      largest = std::max(largest, std::fabs(padded[i]));
+      poison += padded[i] * 0.0f;  // NaN if any is NaN or infinite
+    }
+    const float inverse = top / largest;
+    const bool usable = poison == 0.0f && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
+    int32_t whole[32];
+    for (int i = 0; i < 32; i++) whole[i] = int32_t(std::nearbyint(padded[i] * (usable ? inverse : 0.0f)));
+    scale[b] = usable ? largest / top : poison;
+    if (!usable) std::fill(whole, whole + 32, 0);
+    sums[2 * b] = sums[2 * b + 1] = 0;
+    for (int i = 0; i < 16; i++) sums[2 * b] += whole[i], sums[2 * b + 1] += whole[16 + i];
+    if (planes == 1) {
+      for (int i = 0; i < 32; i++) codes[b * 32 + i] = int8_t(whole[i]);
+    } else {
+      for (int i = 0; i < 32; i++) {
+        const int8_t low = int8_t(whole[i]);  // the digit from -128 to 127 with the same last 8 bits
+        codes[blocks * 32 + b * 32 + i] = low;
+        codes[b * 32 + i] = int8_t((whole[i] - low) >> 8);
+      }
+    }
+  }
+}
+
+// One row of x [k] as it is, padded, with the sum of each 16.
+inline void copy_row(const float* x, int64_t k, float* out, float* sums) {
+  const int64_t blocks = billfish::blocks_of(k);
+  std::copy(x, x + k, out);
+  std::fill(out + k, out + blocks * 32, 0.0f);
+  for (int64_t h = 0; h < 2 * blocks; h++) {
+    float sum = 0;
+    for (int i = 0; i < 16; i++) sum += out[h * 16 + i];
+    sums[h] = sum;
+  }
+}
+
+}  // namespace BILLFISH_ISA

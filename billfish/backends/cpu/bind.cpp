@@ -1,0 +1,234 @@
+// The Python module: levels of this machine, packing, products. Arguments have been checked by the Python side.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
+#include "prepack.h"
+#include "problem.h"
+#include "threads.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace nb = nanobind;
+using namespace billfish;
+
+#define DECLARE_LEVEL(name) namespace name { extern const Level level; }
+BILLFISH_LEVELS(DECLARE_LEVEL)
+
+namespace {
+
+bool runs_here(const std::string& name) {
+#if defined(__aarch64__)
+  if (name == "neon_dotprod") return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#elif defined(__x86_64__)
+  __builtin_cpu_init();
+  if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (name == "avx512_vnni")
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#endif
+  return name == "portable";
+}
+
+// Best first.
+const std::vector<const Level*>& all_levels() {
+#define LEVEL_POINTER(name) &name::level,
+  static const std::vector<const Level*> levels = {BILLFISH_LEVELS(LEVEL_POINTER)};
+  return levels;
+}
+
+const Level& find_level(const std::string& name) {
+  for (const Level* level : all_levels())
+    if (level->name == name && runs_here(name)) return *level;
+  throw nb::value_error(("no such level on this machine: " + name).c_str());
+}
+
+template <class T> using Contiguous = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
+
+// The description of packed weights, as the Python side keeps it.
+struct Description {
+  int64_t n, k;
+  int codes, scales, bias, group;
+  float factor;
+  std::vector<int> table;
+
+  Weights weights(const uint8_t* stream) const {
+    Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
+    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i]);
+    return w;
+  }
+};
+
+size_t packed_bytes(const std::string& level, const Description& d) {
+  const TileShape shape(d.weights(nullptr), find_level(level).tile_rows);
+  return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
+}
+
+void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> codes,
+             const std::vector<Contiguous<const uint8_t>>& chunk_fields,
+             const std::vector<Contiguous<const uint8_t>>& group_fields, Contiguous<uint8_t> out) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(nullptr);
+  const TileShape shape(w, level.tile_rows);
+  auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
+    std::vector<Field> out;
+    for (const auto& a : arrays) out.push_back({a.data(), int64_t(a.shape(1)), int(a.shape(2))});
+    return out;
+  };
+  const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  nb::gil_scoped_release unlocked;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++)
+      pack_tile(w, level, codes.data(), per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
+void multiply_integers(const Level& level, const Weights& w, const Activations8& x, const float* bias, float* y) {
+  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows,
+               [&](int64_t first, int64_t last) { level.multiply8(w, x, bias, y, first, last); });
+}
+
+// x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
+void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
+                    Contiguous<const float> scale, Contiguous<float> y) {
+  const Level& level = find_level(name);
+  const int64_t m = int64_t(codes.shape(0)), halves = d.k / 16;
+  nb::gil_scoped_release unlocked;
+  std::vector<int32_t> sums(size_t(m) * halves);
+  for (size_t i = 0; i < sums.size(); i++)
+    for (int j = 0; j < 16; j++) sums[i] += codes.data()[i * 16 + j];
+  multiply_integers(level, d.weights(stream.data()), {codes.data(), scale.data(), sums.data(), m, 1}, nullptr, y.data());
+}
+
+// planes: 0 for exact, 1 for q8, 2 for q16.
+void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes,
+              std::optional<Contiguous<const float>> bias, Contiguous<float> y) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(stream.data());
+  const int64_t m = int64_t(x.shape(0)), blocks = blocks_of(d.k), tiles = (d.n + level.tile_rows - 1) / level.tile_rows;
+  const float* added = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release unlocked;
+  if (planes == 0) {
+    std::vector<float> padded(size_t(m) * blocks * 32), sums(size_t(m) * blocks * 2);
+    parallel_for(m, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++)
+        level.copy_row(x.data() + i * d.k, d.k, padded.data() + i * blocks * 32, sums.data() + i * blocks * 2);
+    });
+    const ActivationsExact activations{padded.data(), sums.data(), m};
+    parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
+    return;
+  }
+  std::vector<int8_t> codes(size_t(m) * planes * blocks * 32);
+  std::vector<float> scale(size_t(m) * blocks);
+  std::vector<int32_t> sums(size_t(m) * blocks * 2);
+  parallel_for(m, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      level.quantize_row(x.data() + i * d.k, d.k, planes, codes.data() + i * planes * blocks * 32, scale.data() + i * blocks,
+                         sums.data() + i * blocks * 2);
+  });
+  multiply_integers(level, w, {codes.data(), scale.data(), sums.data(), m, planes}, added, y.data());
+}
+
+// What the Python side says about storage; scales is empty where a block holds float16 ones at the offsets.
+void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool words, nb::dict about,
+                std::optional<Contiguous<const float>> scale, std::optional<Contiguous<const float>> minimum,
+                std::optional<Contiguous<const float>> zero, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
+  const Level& level = find_level(name);
+  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
+  Storage s{};
+  s.bytes = bytes.data();
+  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
+  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
+  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
+    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
+  s.element = Storage::Element(number("element"));
+  s.bias = int32_t(number("bias"));
+  const auto table = nb::cast<std::vector<float>>(about["table"]);
+  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  s.scale = scale ? scale->data() : nullptr;
+  s.minimum = minimum ? minimum->data() : nullptr;
+  s.zero = zero ? zero->data() : nullptr;
+  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
+  void* target = out.data();
+  nb::gil_scoped_release unlocked;
+  parallel_for(s.n, [&](int64_t first, int64_t last) {
+    (words ? level.dequantize_words : level.dequantize_rows)(s, target, type, first, last);
+  });
+}
+
+// The best of several rounds, on all threads: work() does `units` of something on each of them.
+template <class Work> double best_rate(double units, Work work) {
+  double best = 0;
+  const int64_t count = threads();
+  for (int round = 0; round < 7; round++) {
+    const auto start = std::chrono::steady_clock::now();
+    parallel_for(count, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) work(i);
+    });
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    best = std::max(best, double(count) * units / seconds.count());
+  }
+  return best;
+}
+
+double read_rate(const std::string& name, int megabytes) {
+  const Level& level = find_level(name);
+  nb::gil_scoped_release unlocked;
+  const int64_t each = (int64_t(megabytes) << 20) / threads() / level.vector_bytes * level.vector_bytes;
+  std::vector<uint8_t> memory(size_t(each) * threads(), 1);
+  std::atomic<int> seen{0};
+  return best_rate(double(each), [&](int64_t i) { seen += level.read_all(memory.data() + i * each, each / level.vector_bytes); });
+}
+
+double dot_rate(const std::string& name) {
+  const Level& level = find_level(name);
+  nb::gil_scoped_release unlocked;
+  constexpr int64_t rounds = 300000;
+  std::atomic<int> seen{0};
+  return best_rate(rounds * level.dot_operations, [&](int64_t) { seen += level.dot_rounds(rounds) > 0; });
+}
+
+double fma_rate(const std::string& name) {
+  const Level& level = find_level(name);
+  nb::gil_scoped_release unlocked;
+  constexpr int64_t rounds = 300000;
+  std::atomic<int> seen{0};
+  return best_rate(rounds * level.fma_operations, [&](int64_t) { seen += level.fma_rounds(rounds) > 0; });
+}
+
+std::vector<std::string> levels_here() {
+  std::vector<std::string> names;
+  for (const Level* level : all_levels())
+    if (runs_here(level->name)) names.push_back(level->name);
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  nb::class_<Description>(module, "Description")
+      .def(nb::init<int64_t, int64_t, int, int, int, int, float, std::vector<int>>());
+  module.def("levels", &levels_here, "The ISA levels that this machine can run, best first.");
+  module.def("packed_bytes", &packed_bytes);
+  module.def("prepack", &prepack);
+  module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+  module.def("multiply_codes", &multiply_codes);
+  module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg(), nb::arg());
+  module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
+  module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");
+  module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
+  module.def("threads", &threads);
+  module.def("set_threads", &set_threads);
+}

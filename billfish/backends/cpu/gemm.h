@@ -1,0 +1,266 @@
+// y = x W^T on packed weights, in integers (q8, q16) and exactly, for any number of rows of x.
+//
+// Few rows: codes are decoded as they are read, every byte of the stream once.
+// Many rows: a tile is decoded once into a buffer that stays in cache, then multiplied with all rows, four at a time.
+// Both are the same kernel; the second one reads from the buffer as if it were packed in whole bytes.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "decode.h"
+#include "scales.h"
+
+namespace BILLFISH_ISA {
+
+using billfish::Activations8;
+using billfish::ActivationsExact;
+using billfish::Codes;
+using billfish::TileShape;
+
+constexpr int ROWS_DECODED_ONCE = 8;  // from here on a tile is decoded first
+
+// The widths that people use most are decoded between load and product; the others, chunk by chunk, into a small buffer.
+// Each width in registers is a dozen more kernels to compile.
+template <class Decoder> constexpr bool decoded_in_registers =
+    std::is_same_v<Decoder, Packed<4>> || std::is_same_v<Decoder, Looked> || std::is_same_v<Decoder, Whole>;
+
+// ---- integers -------------------------------------------------------------------------------------------------------
+
+// Adds `blocks` blocks of one tile, multiplied with T rows of x, to sums [T][TILE_ROWS].
+// GROUPS: how many groups of weights share a block of 32 (2 where a group is 16).
+template <class Decoder, int T, int PLANES, int GROUPS>
+inline void add_blocks8(const uint8_t* codes, const uint8_t* table, const float* scale, const float* minimum,
+                        int blocks_per_scale, int blocks, int32_t bias, const Activations8& x, int64_t row,
+                        int64_t first_block, int64_t all_blocks, float* sums) {
+  Floats total[T][ROW_VECTORS];
+  unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * TILE_ROWS + r * LANES); }); });
+  for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
+    const int64_t at = first_block + b;
+    const float* group_scale = scale + b / blocks_per_scale * GROUPS * TILE_ROWS;
+    const float* group_minimum = minimum ? minimum + (group_scale - scale) : nullptr;
+    unroll<GROUPS>([&](auto g) {
+      Ints sum[T][PLANES][ROW_VECTORS];
+      unroll<T>([&](auto t) {
+        const int32_t* x_sum = x.sums + ((row + t) * all_blocks + at) * 2;
+        const int32_t start = -bias * (GROUPS == 2 ? x_sum[g] : x_sum[0] + x_sum[1]);
+        unroll<ROW_VECTORS>([&](auto r) {
+          unroll<PLANES>([&](auto p) { sum[t][p][r] = splat_int(p + 1 == PLANES ? start : 0); });
+        });
+      });
+      constexpr int halves = 2 / GROUPS;  // 16-byte pieces of x in this group
+      unroll<halves>([&](auto h) {
+        Activations piece[T][PLANES];
+        unroll<T>([&](auto t) {
+          unroll<PLANES>([&](auto p) {
+            piece[t][p] = load_activations(x.codes + (((row + t) * PLANES + p) * all_blocks + at) * 32 + (g * halves + h) * 16);
+          });
+        });
+        unroll<4>([&](auto quad) {
+          unroll<ROW_VECTORS>([&](auto r) {
+            constexpr int v = ((decltype(g)::value * halves + decltype(h)::value) * 4 + decltype(quad)::value) * ROW_VECTORS + decltype(r)::value;
+            Bytes w = Decoder::template vector<v>(codes, table);
+            unroll<T>([&](auto t) {
+              unroll<PLANES>([&](auto p) {
+                sum[t][p][r] = dot<decltype(quad)::value, Decoder::is_signed>(sum[t][p][r], w, piece[t][p]);
+              });
+            });
+          });
+        });
+      });
+      unroll<T>([&](auto t) {
+        const float x_scale = x.scale[(row + t) * all_blocks + at];
+        const int32_t* x_sum = x.sums + ((row + t) * all_blocks + at) * 2;
+        unroll<ROW_VECTORS>([&](auto r) {
+          Ints whole = sum[t][PLANES - 1][r];
+          if constexpr (PLANES == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
+          Floats s = multiply(load_floats(group_scale + g * TILE_ROWS + r * LANES), splat(x_scale));
+          total[t][r] = multiply_add(total[t][r], to_floats(whole), s);
+          if (group_minimum) {
+            const float x_total = x_scale * float(GROUPS == 2 ? x_sum[g] : x_sum[0] + x_sum[1]);
+            total[t][r] = multiply_add(total[t][r], load_floats(group_minimum + g * TILE_ROWS + r * LANES), splat(x_total));
+          }
+        });
+      });
+    });
+  }
+  unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * TILE_ROWS + r * LANES, total[t][r]); }); });
+}
+
+// The kernel for T rows of x in one plane, or half as many in two.
+template <class Decoder, int T> struct Kernel8 {
+  static constexpr int most_rows(const Activations8& x) { return x.planes == 2 ? 2 : 4; }
+  static void run(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const Activations8& x,
+                  int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
+    const float* minimum = has_minimum(w.scales) ? s.minimum : nullptr;
+    const int32_t bias = w.bias + (Decoder::is_signed ? SIGNED_BIAS : 0);
+    const int per_scale = std::max(1, w.group / 32);
+    auto call = [&](auto rows, auto planes, auto groups) {
+      add_blocks8<Decoder, decltype(rows)::value, decltype(planes)::value, decltype(groups)::value>(
+          codes, w.table, s.scale, minimum, per_scale, blocks, bias, x, row, first_block, all_blocks, sums);
+    };
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 2> two;
+    constexpr std::integral_constant<int, T> rows;
+    constexpr std::integral_constant<int, (T + 1) / 2> half_rows;
+    if (x.planes == 1) w.group == 16 ? call(rows, one, two) : call(rows, one, one);
+    else w.group == 16 ? call(half_rows, two, two) : call(half_rows, two, one);
+  }
+};
+
+// ---- exactly --------------------------------------------------------------------------------------------------------
+
+template <class Decoder, int T> struct KernelExact {
+  static constexpr int most_rows(const ActivationsExact&) { return 4; }
+  static void run(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const ActivationsExact& x,
+                  int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
+    if (w.group == 16) add_blocks<2>(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
+    else add_blocks<1>(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
+  }
+
+  template <int GROUPS>
+  static void add_blocks(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const ActivationsExact& x,
+                         int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
+    const bool minimum = has_minimum(w.scales);
+    const int per_scale = std::max(1, w.group / 32);
+    const Bytes bias = splat_byte(uint8_t(w.bias));
+    Floats total[T][ROW_VECTORS];
+    unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * TILE_ROWS + r * LANES); }); });
+    for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
+      const int64_t at = first_block + b;
+      const int scale_at = b / per_scale * GROUPS * TILE_ROWS;
+      unroll<GROUPS>([&](auto g) {
+        Floats sum[T][ROW_VECTORS];
+        unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { sum[t][r] = splat(0); }); });
+        constexpr int quads = 8 / GROUPS;
+        unroll<quads>([&](auto q) {
+          constexpr int quad = decltype(g)::value * quads + decltype(q)::value;
+          FloatActivations piece[T];
+          unroll<T>([&](auto t) { piece[t] = load_x(x.x + ((row + t) * all_blocks + at) * 32 + quad * 4); });
+          unroll<ROW_VECTORS>([&](auto r) {
+            Bytes v = Decoder::template vector<quad * ROW_VECTORS + decltype(r)::value>(codes, w.table);
+            if constexpr (!Decoder::is_signed) v = subtract(v, bias);
+            unroll<4>([&](auto k) {
+              Floats value = signed_byte<decltype(k)::value>(v);
+              unroll<T>([&](auto t) { sum[t][r] = multiply_add_x<decltype(k)::value>(sum[t][r], value, piece[t]); });
+            });
+          });
+        });
+        unroll<T>([&](auto t) {
+          const float* x_sum = x.sums + ((row + t) * all_blocks + at) * 2;
+          unroll<ROW_VECTORS>([&](auto r) {
+            const int i = scale_at + g * TILE_ROWS + r * LANES;
+            total[t][r] = multiply_add(total[t][r], sum[t][r], load_floats(s.scale + i));
+            if (minimum) {
+              const float x_total = GROUPS == 2 ? x_sum[g] : x_sum[0] + x_sum[1];
+              total[t][r] = multiply_add(total[t][r], load_floats(s.minimum + i), splat(x_total));
+            }
+          });
+        });
+      });
+    }
+    unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * TILE_ROWS + r * LANES, total[t][r]); }); });
+  }
+};
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+template <template <class, int> class Kernel, class Decoder, class X>
+inline void add_chunk(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const X& x, int64_t first_row,
+                      int64_t last_row, int64_t first_block, int64_t all_blocks, float* sums) {
+  const int most = Kernel<Decoder, 4>::most_rows(x);
+  int64_t row = first_row;
+  for (; row + most <= last_row; row += most, sums += most * TILE_ROWS)
+    Kernel<Decoder, 4>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
+  for (; row < last_row; row++, sums += TILE_ROWS)
+    Kernel<Decoder, 1>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
+}
+
+template <class Decoder> inline void decode_blocks(const uint8_t* codes, const uint8_t* table, int blocks, int32_t bias, uint8_t* out) {
+  const Bytes shift = splat_byte(uint8_t(bias));
+  for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes, out += Whole::block_bytes)
+    unroll<VECTORS>([&](auto v) {
+      Bytes w = Decoder::template vector<decltype(v)::value>(codes, table);
+      if constexpr (!Decoder::is_signed) w = subtract(w, shift);
+      store_bytes(out + v * VECTOR_BYTES, w);
+    });
+}
+
+inline void write_tile(const float* sums, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
+  const int64_t column = tile * TILE_ROWS;
+  const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
+  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS)
+    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] + (bias ? bias[column + i] : 0.0f);
+}
+
+template <template <class, int> class Kernel, class Decoder, class X>
+void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, int64_t first, int64_t last) {
+  const TileShape shape(w, TILE_ROWS);
+  const int64_t all_blocks = shape.blocks;
+  if (x.m < ROWS_DECODED_ONCE) {
+    alignas(64) float sums[ROWS_DECODED_ONCE * TILE_ROWS];
+    alignas(64) uint8_t chunk_bytes[8 * Whole::block_bytes];
+    ChunkScales scales;
+    Weights decoded = w;
+    decoded.bias = 0;
+    for (int64_t tile = first; tile < last; tile++) {
+      const uint8_t* p = w.stream + tile * shape.tile_bytes;
+      std::fill(sums, sums + x.m * TILE_ROWS, 0.0f);
+      for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
+        const int blocks = shape.blocks_in(chunk);
+        const uint8_t* codes = read_scales(w, p, shape.groups_in(blocks), scales);
+        if constexpr (decoded_in_registers<Decoder>) {
+          add_chunk<Kernel, Decoder>(w, codes, scales, blocks, x, 0, x.m, chunk * 8, all_blocks, sums);
+        } else {
+          decode_blocks<Decoder>(codes, w.table, blocks, w.bias, chunk_bytes);
+          add_chunk<Kernel, Whole>(decoded, chunk_bytes, scales, blocks, x, 0, x.m, chunk * 8, all_blocks, sums);
+        }
+        p = codes + size_t(blocks) * Decoder::block_bytes;
+      }
+      write_tile(sums, bias, w.n, tile, 0, x.m, y);
+    }
+    return;
+  }
+  // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
+  constexpr int64_t panel = 128;
+  Weights decoded = w;
+  decoded.bias = 0;
+  std::vector<uint8_t> buffer(size_t(all_blocks) * Whole::block_bytes + 64);
+  std::vector<ChunkScales> scales(shape.chunks);
+  uint8_t* bytes = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63);
+  alignas(64) float sums[4 * TILE_ROWS];
+  for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
+    const int64_t last_row = std::min(x.m, first_row + panel);
+    for (int64_t tile = first; tile < last; tile++) {
+      const uint8_t* p = w.stream + tile * shape.tile_bytes;
+      for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
+        const int blocks = shape.blocks_in(chunk);
+        const uint8_t* codes = read_scales(w, p, shape.groups_in(blocks), scales[chunk]);
+        decode_blocks<Decoder>(codes, w.table, blocks, w.bias, bytes + chunk * 8 * Whole::block_bytes);
+        p = codes + size_t(blocks) * Decoder::block_bytes;
+      }
+      for (int64_t row = first_row; row < last_row; row += 4) {
+        const int64_t end = std::min(row + 4, last_row);
+        std::fill(sums, sums + 4 * TILE_ROWS, 0.0f);
+        for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
+          add_chunk<Kernel, Whole>(decoded, bytes + chunk * 8 * Whole::block_bytes, scales[chunk], shape.blocks_in(chunk), x, row,
+                                   end, chunk * 8, all_blocks, sums);
+        write_tile(sums, bias, w.n, tile, row, end, y);
+      }
+    }
+  }
+}
+
+template <template <class, int> class Kernel, class X>
+void multiply(const Weights& w, const X& x, const float* bias, float* y, int64_t first, int64_t last) {
+  switch (w.codes) {
+    case Codes::u2: return multiply_tiles<Kernel, Packed<2>>(w, x, bias, y, first, last);
+    case Codes::u3: return multiply_tiles<Kernel, Packed<2, 1>>(w, x, bias, y, first, last);
+    case Codes::u4: return multiply_tiles<Kernel, Packed<4>>(w, x, bias, y, first, last);
+    case Codes::u5: return multiply_tiles<Kernel, Packed<4, 1>>(w, x, bias, y, first, last);
+    case Codes::u6: return multiply_tiles<Kernel, Packed<4, 2>>(w, x, bias, y, first, last);
+    case Codes::s8: return multiply_tiles<Kernel, Whole>(w, x, bias, y, first, last);
+    case Codes::table: return multiply_tiles<Kernel, Looked>(w, x, bias, y, first, last);
+  }
+}
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,21 @@
+// One ISA level. CMake compiles this file once for each, with its flags, BILLFISH_ISA (a namespace and the level's name)
+// and BILLFISH_SIMD (its header).
+#include "problem.h"
+#include BILLFISH_SIMD
+#include "activations.h"
+#include "dequantize.h"
+#include "gemm.h"
+#include "limits.h"
+
+#define TEXT(x) #x
+#define NAME_OF(x) TEXT(x)
+
+namespace BILLFISH_ISA {
+
+extern const billfish::Level level;
+const billfish::Level level = {
+    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, quantize_row, copy_row, multiply<Kernel8, Activations8>,
+    multiply<KernelExact, ActivationsExact>, dequantize_rows, dequantize_words, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
+};
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,132 @@
+// What a multiplication is given: the packed weights and x, as plain pointers. The same for every ISA level.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace billfish {
+
+constexpr int CHUNK = 256;  // k covered by one run of scales and codes in the stream
+constexpr int BLOCK = 32;   // k that share a scale of x
+
+// How the bits of a code are stored; see decode.h.
+enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };
+
+// How the scales of a chunk are stored; see scales.h.
+enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum };
+
+struct Weights {
+  const uint8_t* stream;  // tile after tile of rows; in a tile, chunk after chunk: scales, then codes
+  int64_t n, k;           // as the user has them; the stream is padded to whole tiles and blocks
+  Codes codes;
+  Scales scales;
+  int32_t bias;           // what a code has more than its value
+  int32_t group;          // k that share a scale: 16, 32, 64, 128 or 256
+  float factor;           // multiplies every scale
+  uint8_t table[16];      // for Codes::table
+};
+
+// x in integers: `planes` rows of int8 for each row of x (two for q16: 256 * first + second), padded to blocks.
+struct Activations8 {
+  const int8_t* codes;    // [m, planes, blocks * 32]
+  const float* scale;     // [m, blocks]
+  const int32_t* sums;    // [m, blocks * 2]: of the codes, for each 16
+  int64_t m;
+  int32_t planes;
+};
+
+struct ActivationsExact {
+  const float* x;         // [m, blocks * 32]
+  const float* sums;      // [m, blocks * 2]: of x, for each 16
+  int64_t m;
+};
+
+// Codes as a file holds them: `bytes` bytes of a block from `offset` on, in runs of `width`, `bits` wide; see
+// billfish.formats.ggml.unfold. A second plane holds the next higher bits.
+struct CodePlane {
+  int32_t offset, bytes, width, bits;
+};
+
+// Quantized weights as a file holds them, for dequantize.
+struct Storage {
+  enum Element : int32_t { integer, signed_byte, e2m1, table_of_16 };
+  const uint8_t* bytes;
+  int64_t n, k, row_bytes;
+  int32_t block, block_bytes, group;
+  int32_t planes;
+  CodePlane plane[2];
+  Element element;
+  int32_t bias;
+  float table[16];
+  // Scales decoded already, [n, groups]; or null, and then float16 at these offsets of a block (minimum: -1 for none).
+  const float *scale, *minimum, *zero;
+  int32_t scale_offset, minimum_offset;
+};
+
+// The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
+struct Level {
+  const char* name;
+  int32_t tile_rows, vector_bytes, row_lanes;
+  void (*quantize_row)(const float* x, int64_t k, int planes, int8_t* codes, float* scale, int32_t* sums);
+  void (*copy_row)(const float* x, int64_t k, float* out, float* sums);
+  void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
+  void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
+  // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
+  void (*dequantize_rows)(const Storage&, void* out, int type, int64_t first, int64_t last);
+  void (*dequantize_words)(const Storage&, void* out, int type, int64_t first, int64_t last);
+  // For measuring the machine; see limits.h.
+  uint8_t (*read_all)(const uint8_t* p, int64_t vectors);
+  float (*dot_rounds)(int64_t rounds);
+  float (*fma_rounds)(int64_t rounds);
+  double dot_operations, fma_operations;
+};
+
+inline int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
+
+inline int code_bits(Codes codes) {
+  switch (codes) {
+    case Codes::u2: return 2;
+    case Codes::u3: return 3;
+    case Codes::u5: return 5;
+    case Codes::u6: return 6;
+    case Codes::s8: return 8;
+    default: return 4;
+  }
+}
+
+// Bytes of the scales of a chunk with so many groups.
+inline size_t scale_bytes(Scales scales, int rows, int groups) {
+  switch (scales) {
+    case Scales::f16: return size_t(rows) * groups * 2;
+    case Scales::f16_minimum: case Scales::f16_zero16: case Scales::f32: return size_t(rows) * groups * 4;
+    case Scales::f16_zero8: return size_t(rows) * groups * 3;
+    case Scales::e8m0: case Scales::e4m3: return size_t(rows) * groups;
+    case Scales::sub: return size_t(rows) * (2 + groups);
+    case Scales::sub_minimum: return size_t(rows) * (4 + 2 * groups);
+    case Scales::sub_nibbles: return size_t(rows) * (4 + groups);
+    case Scales::f32_minimum: return size_t(rows) * groups * 8;
+  }
+  return 0;
+}
+
+// The shape of one tile's stream.
+struct TileShape {
+  int rows, group;
+  int64_t blocks, chunks;
+  size_t block_code_bytes, full_chunk_bytes, tile_bytes;
+
+  TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group) {
+    blocks = blocks_of(w.k);
+    chunks = (blocks + 7) / 8;
+    block_code_bytes = size_t(tile_rows) * BLOCK * code_bits(w.codes) / 8;
+    full_chunk_bytes = chunk_bytes(w, 8);
+    int rest = int(blocks - (chunks - 1) * 8);
+    tile_bytes = full_chunk_bytes * (chunks - 1) + chunk_bytes(w, rest);
+  }
+  int groups_in(int blocks_in_chunk) const { return (blocks_in_chunk * BLOCK + group - 1) / group; }
+  int blocks_in(int64_t chunk) const { return chunk + 1 < chunks ? 8 : int(blocks - chunk * 8); }
+  size_t chunk_bytes(const Weights& w, int blocks_in_chunk) const {
+    return scale_bytes(w.scales, rows, groups_in(blocks_in_chunk)) + block_code_bytes * blocks_in_chunk;
+  }
+};
+
+}  // namespace billfish

@@ -1,0 +1,91 @@
+// AVX2 with FMA and F16C: vectors of 32 bytes, 8 lanes of 32 bits.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace BILLFISH_ISA {
+
+constexpr int LANES = 8;
+constexpr int TILE_ROWS = 16;
+
+using Bytes = __m256i;
+struct Ints { __m256i v; };  // a type of its own: the intrinsics have one for all integers
+using Floats = __m256;
+
+inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline void store_bytes(uint8_t* p, Bytes v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+inline Bytes splat_byte(uint8_t x) { return _mm256_set1_epi8(char(x)); }
+inline Bytes bit_and(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
+inline Bytes bit_or(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes subtract(Bytes a, Bytes b) { return _mm256_sub_epi8(a, b); }
+// There are no byte shifts: 16-bit ones, and then away with what came over from the neighbour.
+template <int N> Bytes shift_right(Bytes a) {
+  if constexpr (N == 0) return a;
+  else return _mm256_and_si256(_mm256_srli_epi16(a, N), _mm256_set1_epi8(char(0xff >> N)));
+}
+template <int N> Bytes shift_left(Bytes a) {
+  if constexpr (N == 0) return a;
+  else return _mm256_and_si256(_mm256_slli_epi16(a, N), _mm256_set1_epi8(char(0xff << N)));
+}
+inline Bytes lookup(const uint8_t* table, Bytes index) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
+}
+
+inline Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
+inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+template <int N> Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
+
+struct Activations { const int8_t* p; };
+inline Activations load_activations(const int8_t* p) { return {p}; }
+// maddubs multiplies unsigned with signed bytes and adds pairs in 16 bits. Codes below 64 cannot overflow that. Signed
+// weights hand their sign to x first; 128 * 127 * 2 still fits.
+template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
+  int32_t four;
+  std::memcpy(&four, x.p + 4 * L, 4);
+  __m256i quad = _mm256_set1_epi32(four);
+  if constexpr (SIGNED) quad = _mm256_sign_epi8(quad, w), w = _mm256_abs_epi8(w);
+  const __m256i pairs = _mm256_maddubs_epi16(w, quad);
+  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+}
+constexpr int SIGNED_BIAS = 0;
+
+inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+inline void store_floats(float* p, Floats v) { _mm256_storeu_ps(p, v); }
+inline Floats splat(float x) { return _mm256_set1_ps(x); }
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
+inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v.v); }
+template <int K> Floats signed_byte(Bytes v) {
+  if constexpr (K < 3) v = _mm256_slli_epi32(v, 24 - 8 * K);
+  return _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 24));
+}
+
+struct FloatActivations { const float* p; };
+inline FloatActivations load_x(const float* p) { return {p}; }
+template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x) {
+  return _mm256_fmadd_ps(w, _mm256_broadcast_ss(x.p + L), sum);
+}
+
+inline Floats halves_to_floats(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline __m256i widen(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
+inline Floats unsigned_to_floats(const uint8_t* p) { return _mm256_cvtepi32_ps(widen(p)); }
+inline Floats low_nibbles_to_floats(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_and_si256(widen(p), _mm256_set1_epi32(15)));
+}
+inline Floats high_nibbles_to_floats(const uint8_t* p) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(widen(p), 4)); }
+inline Floats signed_to_floats(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+// Bytes e to 2^(e - 127), for e from 1 to 254.
+inline Floats exponents_to_floats(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(widen(p), 23)); }
+// Bytes seeeemmm to s eeee mmm as a half whose bias is 8 too large: times 2^-8 of the E4M3 value.
+inline Floats e4m3_to_floats(const uint8_t* p) {
+  const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m128i sign = _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x80)), 8);
+  return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x7f)), 7)));
+}
+
+}  // namespace BILLFISH_ISA

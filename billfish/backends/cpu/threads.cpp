@@ -1,0 +1,148 @@
+#include "threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace billfish {
+namespace {
+
+constexpr auto SPIN = std::chrono::microseconds(50);
+
+inline void pause() {
+#if defined(__aarch64__)
+  asm volatile("yield");
+#elif defined(__x86_64__)
+  asm volatile("pause");
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int helpers) {
+    for (int i = 0; i < helpers; i++) workers_.emplace_back([this, i] { serve(i + 1); });
+  }
+
+  ~Pool() {
+    stop_.store(true);
+    announce();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  // The caller is thread 0.
+  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+    count_ = count;
+    body_ = &body;
+    left_.store(int(workers_.size()), std::memory_order_relaxed);
+    announce();
+    piece(0);
+    while (left_.load(std::memory_order_acquire) != 0) pause();
+  }
+
+ private:
+  void announce() {
+    round_.fetch_add(1, std::memory_order_acq_rel);
+    if (sleepers_.load(std::memory_order_acquire) != 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      wake_.notify_all();
+    }
+  }
+
+  void piece(int64_t index) {
+    const int64_t parts = int64_t(workers_.size()) + 1;
+    const int64_t first = count_ * index / parts, last = count_ * (index + 1) / parts;
+    if (first < last) (*body_)(first, last);
+  }
+
+  void serve(int index) {
+    uint64_t seen = 0;
+    for (;;) {
+      wait_for_round_after(seen);
+      seen++;
+      if (stop_.load()) return;
+      piece(index);
+      left_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  void wait_for_round_after(uint64_t seen) {
+    const auto deadline = std::chrono::steady_clock::now() + SPIN;
+    do {
+      for (int i = 0; i < 64; i++) {
+        if (round_.load(std::memory_order_acquire) != seen) return;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < deadline);
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1, std::memory_order_acq_rel);
+    wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
+    sleepers_.fetch_sub(1, std::memory_order_acq_rel);
+  }
+
+  std::vector<std::thread> workers_;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int> left_{0}, sleepers_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  int64_t count_ = 0;
+  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
+};
+
+std::mutex in_use;
+std::unique_ptr<Pool> pool;
+int pool_size = 0;
+std::atomic<int> wanted{0};
+
+int default_threads() {
+  if (const char* text = std::getenv("OMP_NUM_THREADS")) {
+    int count = std::atoi(text);
+    if (count > 0) return count;
+  }
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own.
+void forget_in_child() {
+  pool.release();
+  pool_size = 0;
+  new (&in_use) std::mutex;
+}
+
+}  // namespace
+
+int threads() {
+  int count = wanted.load();
+  return count > 0 ? count : default_threads();
+}
+
+void set_threads(int count) { wanted.store(count); }
+
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  static const int registered = pthread_atfork(nullptr, nullptr, forget_in_child);
+  (void)registered;
+  std::unique_lock<std::mutex> lock(in_use, std::try_to_lock);
+  const int size = threads();
+  if (!lock.owns_lock() || size == 1 || count < 2) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  if (pool_size != size) {
+    pool = std::make_unique<Pool>(size - 1);
+    pool_size = size;
+  }
+  pool->run(count, body);
+}
+
+}  // namespace billfish

@@ -1,0 +1,44 @@
+"""The other libraries that `billfish bench` knows, one adapter a file, and which of them are to run."""
+
+from __future__ import annotations
+
+from billfish.bench.peers.base import Case, Peer, Prepared, Rotated, copies_for
+from billfish.bench.peers.ggml import Ggml
+from billfish.bench.peers.mlx import Mlx
+from billfish.bench.peers.numpy import Numpy
+from billfish.bench.peers.onnxruntime import OnnxRuntime
+from billfish.bench.peers.torch import Torch
+from billfish.errors import BackendUnavailable, complaint
+
+__all__ = ["PEERS", "Case", "Peer", "Prepared", "Rotated", "copies_for", "select"]
+
+PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Torch(), Mlx(), Numpy())
+
+
+def select(names: str) -> tuple[list[Peer], list[str]]:
+    """The peers for `--peers`, loaded, and a line about each that is not there.
+
+    "all" takes what is installed; a peer asked for by name must be.
+    """
+    if names == "none":
+        return [], []
+    families = list(dict.fromkeys(peer.family for peer in PEERS))
+    wanted = families if names == "all" else names.split(",")
+    chosen: list[Peer] = []
+    missing: dict[str, None] = {}
+    for name in wanted:
+        if name not in families:
+            takes = f"all, none, or some of {', '.join(families)}"
+            raise BackendUnavailable(complaint("bench", "--peers", repr(name), takes))
+        for peer in PEERS:
+            if peer.family != name or peer in chosen:
+                continue
+            try:
+                peer.load()
+            except BackendUnavailable as error:
+                if names != "all":
+                    raise
+                missing[str(error)] = None
+            else:
+                chosen.append(peer)
+    return chosen, list(missing)

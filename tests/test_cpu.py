@@ -1,0 +1,267 @@
+"""The CPU engine against the oracle: format x activations x dtype x ISA level x shape."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import assert_same_bits, gaussian, options_of, random_storage
+
+import billfish as bf
+from billfish.activations import quantize_activations
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import CpuBackend, _cpu
+
+LEVELS = pytest.mark.parametrize("level", _cpu.levels())
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+REFERENCE = BACKENDS["reference"]
+
+M_SIZES = (0, 1, 2, 3, 8, 16, 17, 31, 33, 256)
+N_SIZES = (1, 4, 7, 96, 200)
+
+
+def backend_at(level: str) -> CpuBackend:
+    backend = CpuBackend()
+    backend.level = level
+    return backend
+
+
+def magnitude(q: bf.QuantizedTensor) -> np.ndarray:
+    """The size of what kernels add up for each weight: code * scale, and the minimum (or zero point) apart."""
+    planes, k = q.planes, q.shape[1]
+    group = q.format.group_values(planes)
+    size = np.abs(q.format.element.decode(planes["codes"]) * np.repeat(group.scale, q.group_size, axis=1)[:, :k])
+    if group.minimum is not None:
+        size += np.repeat(np.abs(group.minimum), q.group_size, axis=1)[:, :k]
+    if group.zero is not None:
+        size += np.repeat(np.abs(group.zero * group.scale), q.group_size, axis=1)[:, :k]
+    return size
+
+
+def assert_close(y: np.ndarray, x: np.ndarray, w: np.ndarray, expected: np.ndarray) -> None:
+    """Within a few roundings of the exact product, measured against the size of what was added up."""
+    size = np.abs(x).astype(np.float64) @ w.astype(np.float64).T
+    step = np.finfo(np.float32).eps
+    if y.dtype != np.float32:
+        step += float(ml_dtypes.finfo(y.dtype).eps)
+    tiny = float(ml_dtypes.finfo(y.dtype).smallest_subnormal)
+    assert (np.abs(y.astype(np.float64) - expected) <= 4 * step * size + tiny + step * np.abs(expected)).all()
+
+
+def check_products(backend: CpuBackend, q: bf.QuantizedTensor, m: int, dtype: type, bias: np.ndarray | None) -> None:
+    k = q.shape[1]
+    x = gaussian((m, k), m).astype(dtype)
+    w = bf.dequantize(q, backend="reference")
+    packed = backend.prepack(q)
+    for activations in ("exact", "q8", "q16"):
+        y = backend.matmul(x, packed, bias, activations)
+        assert (y.dtype, y.shape) == (np.dtype(dtype), (m, q.shape[0]))
+        values = x if activations == "exact" else quantize_activations(x.astype(np.float32), activations).values(k)
+        expected = values.astype(np.float64) @ w.astype(np.float64).T
+        assert_close(y, values, magnitude(q), expected if bias is None else expected + bias.astype(np.float64))
+
+
+@LEVELS
+@FORMATS
+@pytest.mark.parametrize("m", M_SIZES)
+def test_products(level, format, m):
+    """Every M with every N; K from one block on."""
+    for i, n in enumerate(N_SIZES):
+        if m * n > 7000 and level == "portable":
+            continue  # the same code as at smaller sizes, slowly
+        for options in options_of(format):
+            q = bf.quantize(gaussian((n, (1 + i) * format.block_size), n), format, **options)
+            check_products(backend_at(level), q, m, np.float32, gaussian((n,), 3) if i % 2 else None)
+
+
+@LEVELS
+@FORMATS
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["f16", "bf16"])
+def test_narrow_x(level, format, dtype):
+    q = bf.quantize(gaussian((20, 2 * format.block_size)), format)
+    for m in (1, 5, 9):
+        check_products(backend_at(level), q, m, dtype, gaussian((20,), 3).astype(dtype))
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["fp4", "u4", "u4b8", "u8b128"])
+@pytest.mark.parametrize(("k", "group_size"), [(8, 32), (40, 32), (72, 64), (264, 128), (520, -1), (200, -1), (24, 16)])
+def test_group_sizes_and_partial_groups(level, name, k, group_size):
+    if group_size == 16 and name != "fp4":
+        group_size = 32
+    q = bf.quantize(gaussian((11, k)), name, group_size=group_size)
+    for m in (1, 3, 9):
+        check_products(backend_at(level), q, m, np.float32, None)
+
+
+@LEVELS
+@FORMATS
+def test_zero_blocks_and_scales_at_the_float16_limits(level, format):
+    w = gaussian((9, 2 * max(format.block_size, 32)))
+    w[0] = 0
+    w[1] *= np.float32(1e-7)
+    w[2] *= np.float32(5000)
+    q = bf.quantize(w, format)
+    for m in (1, 4, 9):
+        check_products(backend_at(level), q, m, np.float32, None)
+
+
+@LEVELS
+@FORMATS
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dequantize_equals_the_oracle_on_random_bytes(level, format, dtype):
+    k = 3 * format.block_size
+    for group_size in format.group_sizes:
+        storage = random_storage(format, 37, k, np.random.default_rng(1), group_size)
+        q = bf.QuantizedTensor.from_storage(format, storage, group_size)
+        expected = bf.dequantize(q, dtype, backend="reference")
+        out = np.empty_like(expected)
+        backend_at(level).dequantize(q, out)
+        assert_same_bits(out, expected)
+        strided = np.empty((37, 2 * k), expected.dtype)[:, ::2]
+        backend_at(level).dequantize(q, strided)
+        assert_same_bits(strided, expected)
+
+
+@LEVELS
+@FORMATS
+def test_every_scale_that_a_file_can_hold(level, format):
+    """Random bytes: NaN, infinite and subnormal scales give the same NaN and infinities as the oracle."""
+    q = bf.QuantizedTensor.from_storage(
+        format, random_storage(format, 24, 2 * format.block_size, np.random.default_rng(2))
+    )
+    backend = backend_at(level)
+    x = np.abs(gaussian((3, q.shape[1]))) + 1
+    y, expected = backend.matmul(x, backend.prepack(q), None), REFERENCE.matmul(x, REFERENCE.prepack(q), None)
+    finite = np.isfinite(expected) & (np.abs(expected) < 1e30)
+    size = np.abs(x).astype(np.float64) @ np.abs(np.nan_to_num(REFERENCE.prepack(q), posinf=0, neginf=0)).T
+    assert (np.abs(y[finite] - expected[finite]) <= 1e-5 * size[finite] + 1e-37).all()
+    assert not np.isfinite(y[np.isnan(expected)]).any()
+
+
+@LEVELS
+@FORMATS
+def test_packed_weights_take_no_more_than_five_percent_more(level, format):
+    q = bf.quantize(gaussian((256, 1024)), format)
+    assert backend_at(level).prepack(q).nbytes <= 1.05 * q.nbytes
+
+
+@LEVELS
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_same_bits_for_any_number_of_threads(level, activations):
+    q = bf.quantize(gaussian((300, 512)), "q4_k")
+    backend = backend_at(level)
+    packed = backend.prepack(q)
+    before = _cpu.threads()
+    try:
+        for m in (1, 7, 40):
+            x = gaussian((m, 512), m)
+            results = []
+            for count in (1, 2, 3, 7):
+                _cpu.set_threads(count)
+                results.append(backend.matmul(x, packed, None, activations))
+            for y in results[1:]:
+                assert_same_bits(y, results[0])
+    finally:
+        _cpu.set_threads(before)
+
+
+def test_calls_from_several_python_threads_at_once():
+    q = bf.quantize(gaussian((256, 512)), "q4_0")
+    x = gaussian((4, 512))
+    expected = bf.quantized_linear(x, q, activations="q8")
+    wrong = []
+
+    def work() -> None:
+        for _ in range(50):
+            if not np.array_equal(bf.quantized_linear(x, q, activations="q8"), expected):
+                wrong.append(1)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+RUN_IN_A_CHILD = """
+import os, sys, numpy as np, billfish as bf
+q = bf.quantize(np.ones((64, 64), np.float32), "q4_0")
+x = np.ones((2, 64), np.float32)
+before = bf.quantized_linear(x, q, activations="q8")
+child = os.fork()
+same = np.array_equal(bf.quantized_linear(x, q, activations="q8"), before)
+if child == 0:
+    os._exit(0 if same else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or (0 if same else 1))
+"""
+
+
+def test_works_after_fork():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_IN_A_CHILD], check=True, timeout=60)
+
+
+@LEVELS
+def test_an_isa_level_can_be_forced(level):
+    code = "from billfish.backends import BACKENDS; print(BACKENDS['cpu'].level)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "BILLFISH_ISA": level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == level
+
+
+def test_an_unknown_isa_level_is_an_error(monkeypatch):
+    monkeypatch.setenv("BILLFISH_ISA", "mmx")
+    with pytest.raises(bf.BackendUnavailable) as caught:
+        CpuBackend()
+    assert str(caught.value) == (
+        f"[cpu] BILLFISH_ISA: got 'mmx'; takes one that this machine runs: {', '.join(_cpu.levels())}"
+    )
+
+
+@pytest.mark.parametrize("activations", ["q8", "q16"])
+def test_codes_of_x_are_those_of_the_oracle(activations):
+    """Identity weights return codes * scale, so every code can be read off the product."""
+    x = np.concatenate([gaussian((8, 64)), np.zeros((1, 64), np.float32), gaussian((4, 64)) * np.float32(1e-30)])
+    q = bf.quantize(np.eye(64, dtype=np.float32), "q8_0")
+    y = bf.quantized_linear(x, q, activations=activations)
+    values = quantize_activations(x, activations).values(64) @ bf.dequantize(q).T.astype(np.float64)
+    np.testing.assert_allclose(y, values, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("activations", ["q8", "q16"])
+def test_what_is_not_finite_in_x_spoils_only_its_row(activations):
+    q = bf.quantize(gaussian((8, 64)), "q4_0")
+    x = gaussian((3, 64))
+    clean = bf.quantized_linear(x, q, activations=activations)
+    x[1, 40] = np.inf
+    y = bf.quantized_linear(x, q, activations=activations)
+    assert np.isnan(y[1]).all()
+    assert_same_bits(y[[0, 2]], clean[[0, 2]])
+
+
+def test_q16_is_closer_than_float16_activations():
+    q = bf.quantize(gaussian((64, 1024)), "q4_0")
+    x = gaussian((16, 1024))
+    w = bf.dequantize(q).astype(np.float64)
+    exact = x.astype(np.float64) @ w.T
+    ours = np.abs(bf.quantized_linear(x, q, activations="q16") - exact).mean()
+    halves = np.abs(x.astype(np.float16).astype(np.float64) @ w.T - exact).mean()
+    assert ours < halves
+
+
+def test_an_unknown_kind_of_activations_is_an_error():
+    q = bf.quantize(gaussian((8, 64)), "q4_0")
+    with pytest.raises(bf.FormatError) as caught:
+        bf.quantized_linear(gaussian((1, 64)), q, activations="q4")
+    assert str(caught.value) == "[quantized_linear] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"
