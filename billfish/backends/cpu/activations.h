@@ -52,4 +52,11 @@ inline void copy_row(const float* x, int64_t k, float* out, float* sums) {
   }
 }
 
+// Up to eight rows of x [rows, k] to [k padded, 8].
+inline void transpose_rows(const float* x, int64_t k, int64_t rows, float* out) {
+  for (int64_t i = 0; i < k; i++)
+    for (int64_t r = 0; r < 8; r++) out[i * 8 + r] = r < rows ? x[r * k + i] : 0.0f;
+  std::fill(out + k * 8, out + billfish::blocks_of(k) * 32 * 8, 0.0f);
+}
+
 }  // namespace BILLFISH_ISA

@@ -119,13 +119,23 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
   const int64_t m = int64_t(x.shape(0)), blocks = blocks_of(d.k), tiles = (d.n + level.tile_rows - 1) / level.tile_rows;
   const float* added = bias ? bias->data() : nullptr;
   nb::gil_scoped_release unlocked;
+  if (planes == 0 && m >= MANY_ROWS) {
+    std::vector<float> transposed(size_t(m + 7) / 8 * blocks * 32 * 8);
+    parallel_for((m + 7) / 8, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++)
+        level.transpose_rows(x.data() + i * 8 * d.k, d.k, std::min<int64_t>(8, m - i * 8), transposed.data() + i * blocks * 32 * 8);
+    });
+    const ActivationsExact activations{nullptr, nullptr, transposed.data(), m};
+    parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
+    return;
+  }
   if (planes == 0) {
     std::vector<float> padded(size_t(m) * blocks * 32), sums(size_t(m) * blocks * 2);
     parallel_for(m, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++)
         level.copy_row(x.data() + i * d.k, d.k, padded.data() + i * blocks * 32, sums.data() + i * blocks * 2);
     });
-    const ActivationsExact activations{padded.data(), sums.data(), m};
+    const ActivationsExact activations{padded.data(), sums.data(), nullptr, m};
     parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
     return;
   }

@@ -17,7 +17,7 @@ using billfish::ActivationsExact;
 using billfish::Codes;
 using billfish::TileShape;
 
-constexpr int ROWS_DECODED_ONCE = 8;  // from here on a tile is decoded first
+using billfish::MANY_ROWS;
 
 // The widths that people use most are decoded between load and product; the others, chunk by chunk, into a small buffer.
 // Each width in registers is a dozen more kernels to compile.
@@ -192,12 +192,21 @@ inline void write_tile(const float* sums, const float* bias, int64_t n, int64_t 
     for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] + (bias ? bias[column + i] : 0.0f);
 }
 
+inline void start_rows(const float* bias, int64_t rows, int64_t columns, float* y, int64_t stride) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) y[r * stride + c] = bias ? bias[c] : 0.0f;
+}
+
+inline void copy_tile(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r++) std::copy(from + r * from_stride, from + r * from_stride + columns, to + r * to_stride);
+}
+
 template <template <class, int> class Kernel, class Decoder, class X>
 void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
   const int64_t all_blocks = shape.blocks;
-  if (x.m < ROWS_DECODED_ONCE) {
-    alignas(64) float sums[ROWS_DECODED_ONCE * TILE_ROWS];
+  if (x.m < MANY_ROWS) {
+    alignas(64) float sums[MANY_ROWS * TILE_ROWS];
     alignas(64) uint8_t chunk_bytes[8 * Whole::block_bytes];
     ChunkScales scales;
     Weights decoded = w;
@@ -250,16 +259,113 @@ void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, i
   }
 }
 
+// ---- exactly, for many rows -----------------------------------------------------------------------------------------
+//
+// A dense product: some chunks of a tile become float32 values, which stay in the first-level cache while all rows of x
+// pass over them, eight at a time. x comes transposed, so that one load brings one k of several rows.
+
+constexpr int PANEL_CHUNKS = 2;
+
+// sums [8][TILE_ROWS] += W^T x over `count` k: values [count][TILE_ROWS], x [count][8].
+inline void add_products(const float* values, const float* x, int64_t count, float* sums, int64_t stride) {
+  Floats total[8][ROW_VECTORS];
+  unroll<8>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * stride + r * LANES); }); });
+  for (int64_t k = 0; k < count; k++, values += TILE_ROWS, x += 8) {
+    Floats w[ROW_VECTORS];
+    unroll<ROW_VECTORS>([&](auto r) { w[r] = load_floats(values + r * LANES); });
+    unroll<2>([&](auto half) {
+      const FloatActivations piece = load_x(x + 4 * half);
+      unroll<4>([&](auto t) {
+        unroll<ROW_VECTORS>([&](auto r) {
+          Floats& sum = total[decltype(half)::value * 4 + decltype(t)::value][r];
+          sum = multiply_add_x<decltype(t)::value>(sum, w[r], piece);
+        });
+      });
+    });
+  }
+  unroll<8>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * stride + r * LANES, total[t][r]); }); });
+}
+
+// The values of one block, [32][TILE_ROWS].
+template <class Decoder> inline void decode_values(const Weights& w, const uint8_t* codes, const float* scale, const float* minimum, float* out) {
+  const Bytes bias = splat_byte(uint8_t(w.bias));
+  unroll<VECTORS>([&](auto v) {
+    constexpr int quad = decltype(v)::value / ROW_VECTORS, r = decltype(v)::value % ROW_VECTORS;
+    Bytes bytes = Decoder::template vector<decltype(v)::value>(codes, w.table);
+    if constexpr (!Decoder::is_signed) bytes = subtract(bytes, bias);
+    const int group = w.group == 16 ? quad / 4 * TILE_ROWS : 0;
+    const Floats s = load_floats(scale + group + r * LANES);
+    unroll<4>([&](auto j) {
+      Floats value = multiply(signed_byte<decltype(j)::value>(bytes), s);
+      if (minimum) value = add(value, load_floats(minimum + group + r * LANES));
+      store_floats(out + (quad * 4 + j) * TILE_ROWS + r * LANES, value);
+    });
+  });
+}
+
+template <class Decoder>
+void multiply_many(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
+  const TileShape shape(w, TILE_ROWS);
+  constexpr int64_t panel = 128, depth = PANEL_CHUNKS * billfish::CHUNK;
+  const int per_scale = std::max(1, w.group / 32), groups = w.group == 16 ? 2 : 1;
+  std::vector<float> buffer(size_t(depth) * TILE_ROWS + 16), edge(8 * TILE_ROWS);
+  float* values = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) / 4 & 15);
+  for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
+    const int64_t last_row = std::min(x.m, first_row + panel);
+    for (int64_t chunk = 0; chunk < shape.chunks; chunk += PANEL_CHUNKS) {
+      const int64_t end = std::min<int64_t>(shape.chunks, chunk + PANEL_CHUNKS);
+      for (int64_t tile = first; tile < last; tile++) {
+        int64_t count = 0;
+        for (int64_t c = chunk; c < end; c++) {
+          ChunkScales scales;
+          const int blocks = shape.blocks_in(c);
+          const uint8_t* codes = read_scales(w, w.stream + tile * shape.tile_bytes + c * shape.full_chunk_bytes, shape.groups_in(blocks), scales);
+          for (int b = 0; b < blocks; b++, count += 32) {
+            const int at = b / per_scale * groups * TILE_ROWS;
+            decode_values<Decoder>(w, codes + size_t(b) * Decoder::block_bytes, scales.scale + at,
+                                   has_minimum(w.scales) ? scales.minimum + at : nullptr, values + count * TILE_ROWS);
+          }
+        }
+        const int64_t column = tile * TILE_ROWS, columns = std::min<int64_t>(TILE_ROWS, w.n - column);
+        for (int64_t row = first_row; row < last_row; row += 8) {
+          const int64_t rows = std::min<int64_t>(8, last_row - row);
+          const float* piece = x.transposed + (row / 8 * shape.blocks * 32 + chunk * billfish::CHUNK) * 8;
+          float* out = y + row * w.n + column;
+          if (rows == 8 && columns == TILE_ROWS) {
+            if (chunk == 0) start_rows(bias ? bias + column : nullptr, 8, columns, out, w.n);
+            add_products(values, piece, count, out, w.n);
+          } else {  // at the edges of y, by way of a buffer
+            if (chunk == 0) start_rows(bias ? bias + column : nullptr, rows, columns, out, w.n);
+            std::fill(edge.begin(), edge.end(), 0.0f);
+            copy_tile(out, w.n, edge.data(), TILE_ROWS, rows, columns);
+            add_products(values, piece, count, edge.data(), TILE_ROWS);
+            copy_tile(edge.data(), TILE_ROWS, out, w.n, rows, columns);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- one width of codes for each problem ----------------------------------------------------------------------------
+
+template <template <class, int> class Kernel, class Decoder, class X>
+void multiply_decoded(const Weights& w, const X& x, const float* bias, float* y, int64_t first, int64_t last) {
+  if constexpr (std::is_same_v<X, ActivationsExact>)
+    if (x.transposed) return multiply_many<Decoder>(w, x, bias, y, first, last);
+  multiply_tiles<Kernel, Decoder>(w, x, bias, y, first, last);
+}
+
 template <template <class, int> class Kernel, class X>
 void multiply(const Weights& w, const X& x, const float* bias, float* y, int64_t first, int64_t last) {
   switch (w.codes) {
-    case Codes::u2: return multiply_tiles<Kernel, Packed<2>>(w, x, bias, y, first, last);
-    case Codes::u3: return multiply_tiles<Kernel, Packed<2, 1>>(w, x, bias, y, first, last);
-    case Codes::u4: return multiply_tiles<Kernel, Packed<4>>(w, x, bias, y, first, last);
-    case Codes::u5: return multiply_tiles<Kernel, Packed<4, 1>>(w, x, bias, y, first, last);
-    case Codes::u6: return multiply_tiles<Kernel, Packed<4, 2>>(w, x, bias, y, first, last);
-    case Codes::s8: return multiply_tiles<Kernel, Whole>(w, x, bias, y, first, last);
-    case Codes::table: return multiply_tiles<Kernel, Looked>(w, x, bias, y, first, last);
+    case Codes::u2: return multiply_decoded<Kernel, Packed<2>>(w, x, bias, y, first, last);
+    case Codes::u3: return multiply_decoded<Kernel, Packed<2, 1>>(w, x, bias, y, first, last);
+    case Codes::u4: return multiply_decoded<Kernel, Packed<4>>(w, x, bias, y, first, last);
+    case Codes::u5: return multiply_decoded<Kernel, Packed<4, 1>>(w, x, bias, y, first, last);
+    case Codes::u6: return multiply_decoded<Kernel, Packed<4, 2>>(w, x, bias, y, first, last);
+    case Codes::s8: return multiply_decoded<Kernel, Whole>(w, x, bias, y, first, last);
+    case Codes::table: return multiply_decoded<Kernel, Looked>(w, x, bias, y, first, last);
   }
 }
 

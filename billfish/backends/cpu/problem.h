@@ -7,6 +7,7 @@ namespace billfish {
 
 constexpr int CHUNK = 256;  // k covered by one run of scales and codes in the stream
 constexpr int BLOCK = 32;   // k that share a scale of x
+constexpr int MANY_ROWS = 8;  // from here on, weights are decoded once for all rows of x
 
 // How the bits of a code are stored; see decode.h.
 enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };
@@ -35,8 +36,9 @@ struct Activations8 {
 };
 
 struct ActivationsExact {
-  const float* x;         // [m, blocks * 32]
-  const float* sums;      // [m, blocks * 2]: of x, for each 16
+  const float* x;           // [m, blocks * 32]
+  const float* sums;        // [m, blocks * 2]: of x, for each 16
+  const float* transposed;  // or, for many rows, only this: [ceil(m / 8), blocks * 32, 8]
   int64_t m;
 };
 
@@ -68,6 +70,7 @@ struct Level {
   int32_t tile_rows, vector_bytes, row_lanes;
   void (*quantize_row)(const float* x, int64_t k, int planes, int8_t* codes, float* scale, int32_t* sums);
   void (*copy_row)(const float* x, int64_t k, float* out, float* sums);
+  void (*transpose_rows)(const float* x, int64_t k, int64_t rows, float* out);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
