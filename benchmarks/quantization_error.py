@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,10 @@ def main() -> None:
         records.append(record)
         print(f"| {name} | " + " | ".join(cells) + f" | {record['seconds_64m']:.0f} |", flush=True)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(records, indent=1) + "\n")
+        about = {"machine": platform.machine(), "numpy": np.__version__, "billfish": bf.__version__, "ggml": "0.25.3"}
+        partial = Path(arguments.json).with_suffix(".partial")
+        partial.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
+        partial.rename(arguments.json)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,21 @@ FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfl
 FLOAT_NAMES = "float32, float16 or bfloat16"
 
 
+def round_once(values: NDArray[np.float64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """float64 to another type with one rounding. ml_dtypes goes to bfloat16 by way of float32, which makes two.
+
+    Rounded to *odd* on the way (toward zero, and the last bit set if anything was lost), the float32 still tells the
+    second rounding on which side of every tie the value was.
+    """
+    if dtype != bfloat16:
+        return values.astype(dtype)
+    nearest = values.astype(np.float32)
+    inexact = (nearest != values) & np.isfinite(nearest)
+    beyond = inexact & (np.abs(nearest) > np.abs(values))
+    odd = np.where(beyond, np.nextafter(nearest, np.float32(0)), nearest).view(np.uint32) | inexact.astype(np.uint32)
+    return odd.view(np.float32).astype(bfloat16)
+
+
 class Adapter(Protocol):
     """How one library's arrays become NumPy arrays and are made from them."""
 
@@ -58,7 +73,7 @@ class TorchArrays:
 
     def to_numpy(self, array: Any) -> NDArray[Any]:
         torch = sys.modules["torch"]
-        array = array.detach()
+        array = array.detach().resolve_conj().resolve_neg()
         if array.dtype == torch.bfloat16:
             return np.asarray(array.view(torch.int16).numpy()).view(bfloat16)
         return np.asarray(array.numpy())
@@ -100,6 +115,7 @@ class Input:
     """An argument of ours: an array of any library, looked at without moving it."""
 
     def __init__(self, call: str, argument: str, source: object) -> None:
+        self.call, self.argument = call, argument
         for adapter in ADAPTERS:
             if adapter.owns(source):
                 self.source: Any = source
@@ -126,7 +142,14 @@ class Input:
         return self.adapter.device(self.source)
 
     def numpy(self) -> NDArray[Any]:
-        return self.adapter.to_numpy(self.source)
+        if self.device != "cpu":
+            got = f"a {self.kind} array on {self.device}"
+            raise DTypeError(complaint(self.call, self.argument, got, "an array in CPU memory"))
+        try:
+            return self.adapter.to_numpy(self.source)
+        except (TypeError, RuntimeError) as error:  # sparse and other tensors that are no plain array
+            got = f"a {self.kind} array that NumPy cannot read ({error})"
+            raise DTypeError(complaint(self.call, self.argument, got, "a dense array")) from None
 
     def like(self, array: NDArray[Any]) -> Any:
         """`array` as an array of the same library as the argument."""

@@ -1,7 +1,7 @@
 """The bit tricks that turn packed codes into floats inside registers, in NumPy, one function each.
 
-Kernels of all backends use these; here they are slow, exact and explained. A `word` is a uint32 (array), looked at as
-two 16-bit lanes; results are float16 (or bfloat16) arrays with one more axis, lane 0 (the low half) first.
+Kernels of all backends use these; here they are slow, exact and explained. A word is a uint32 (array), looked at as two
+16-bit lanes, or a uint16, which is one. Results are float16 (or bfloat16) with one more axis, the low lane first.
 
 Layout of a float16: s eeeee mmmmmmmmmm, exponent bias 15. Of a bfloat16: s eeeeeeee mmmmmmm, bias 127.
 `skip_flop=True` leaves out the arithmetic at the end, which a kernel can fold into something it does anyway.
@@ -15,15 +15,32 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.errors import DataError, DTypeError, complaint
+
 Words = Any  # uint32 arrays, or a recording word of billfish.explain
 Halves = NDArray[np.float16]
 
 
-def lanes(word: Words, dtype: Any = np.float16) -> Any:
-    """The same 32 bits as two 16-bit floats: [...] -> [..., 2]."""
-    if hasattr(word, "as_lanes"):
-        return word.as_lanes(dtype)
-    return np.ascontiguousarray(word, np.uint32)[..., None].view(dtype)
+def words(q: Words) -> Words:
+    """Words as they come, or an error; plain integers are taken as uint32."""
+    if hasattr(q, "as_lanes"):
+        return q
+    q = np.asarray(q, np.uint32) if isinstance(q, int) else np.asarray(q)
+    if q.dtype not in (np.uint32, np.uint16):
+        raise DTypeError(complaint("bits", "words", f"dtype {q.dtype}", "uint32, or uint16 for a single lane"))
+    return q
+
+
+def both(lane: int, q: Words) -> int:
+    """A 16-bit constant for every lane of q: 0x8000 becomes 0x80008000."""
+    return lane if getattr(q, "dtype", None) == np.uint16 else lane * 0x00010001
+
+
+def lanes(q: Words, dtype: Any = np.float16) -> Any:
+    """The same bits as 16-bit floats: [...] -> [..., 2]."""
+    if hasattr(q, "as_lanes"):
+        return q.as_lanes(dtype)
+    return np.array(q)[..., None].view(dtype)
 
 
 def half(pattern: int) -> np.float16:
@@ -42,6 +59,9 @@ def lop3(a: Words, b: Words, c: Words, lut: int) -> Words:
     Bit i of `lut` is the result where the input bits are a = bit 2, b = bit 1, c = bit 0 of i. So the table of an
     expression is that expression applied to 0xf0, 0xcc and 0xaa: (0xf0 & 0xcc) | 0xaa = 0xea means (a & b) | c.
     """
+    a, b, c = np.broadcast_arrays(words(a), words(b), words(c))
+    if not 0 <= lut <= 255:
+        raise DataError(complaint("lop3", "lut", lut, "a truth table from 0 to 255"))
     result = np.zeros_like(a)
     for i in range(8):
         if lut >> i & 1:
@@ -52,9 +72,13 @@ def lop3(a: Words, b: Words, c: Words, lut: int) -> Words:
 def decode_table(codes: NDArray[np.uint8], table: NDArray[np.float32], scale: Any = None) -> Halves:
     """What the tricks are compared with: look each code up, multiply by its scale in float32, round once."""
     values = table[codes]
-    if scale is not None:
-        values = values * np.asarray(scale, np.float32)
-    return values.astype(np.float16)
+    return values.astype(np.float16) if scale is None else scaled(values, scale)
+
+
+def scaled(values: Any, scale: Any) -> Halves:
+    """values * scale, in float32 and rounded once to half: overflow is infinity, as in a kernel, and no warning."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (values.astype(np.float32) * np.asarray(scale, np.float32)).astype(np.float16)
 
 
 # ---- FP4 (E2M1) -----------------------------------------------------------------------------------------------
@@ -66,7 +90,7 @@ def dequant_fp4_scalar(code: NDArray[np.uint8], scale: Halves) -> Halves:
     subnormal = mantissa * np.float16(0.5)
     normal = np.ldexp(np.float16(1) + mantissa * np.float16(0.5), exponent.astype(np.int32) - 1)
     value = np.where(exponent == 0, subnormal, normal)
-    return np.where(sign == 1, -value, value).astype(np.float16) * scale
+    return scaled(np.where(sign == 1, -value, value), scale)
 
 
 def dequant_fp4_pair(q: Words, skip_flop: bool = False) -> Any:
@@ -80,7 +104,8 @@ def dequant_fp4_pair(q: Words, skip_flop: bool = False) -> Any:
     That reads with bias 15 where bias 1 was meant, so it is 2^14 too small: multiply. Code 1 (0.5) goes through the
     subnormal 0x0200 = 2^-15, which is right only where the device does not flush subnormals.
     """
-    raw = lanes((q & 0x80008000) | ((q & 0x70007000) >> 3))
+    q = words(q)
+    raw = lanes((q & both(0x8000, q)) | ((q & both(0x7000, q)) >> 3))
     return raw if skip_flop else raw * np.float16(2**14)
 
 
@@ -90,8 +115,9 @@ def dequant_fp4_x8(word: Words, scale: Halves) -> Halves:
     A shift left by 12 - 4j brings codes j and j + 4 to the tops of the two lanes. 2^14 comes before the scale: folded
     into it, a scale of 4 would already overflow.
     """
+    word = words(word)
     pairs = [dequant_fp4_pair(word << shift) for shift in (12, 8, 4, 0)]
-    return _in_order(pairs) * scale[..., None]
+    return scaled(_in_order(pairs), np.asarray(scale)[..., None])
 
 
 def _in_order(pairs: list[Any]) -> Any:
@@ -111,7 +137,8 @@ def dequant_integer_pair(q: Words, bits: int, bias: int = 0, skip_flop: bool = F
 
     Raw, they are 1024 + n. The constant to subtract, 1024 + bias, is made by the same trick: 0x6400 | bias.
     """
-    raw = lanes((q & (2**bits - 1) * 0x00010001) | 0x64006400)
+    q = words(q)
+    raw = lanes((q & both(2**bits - 1, q)) | both(0x6400, q))
     return raw if skip_flop else raw - half(0x6400 | bias)
 
 
@@ -127,9 +154,10 @@ def dequant_u4b8_hi(q: Words, skip_flop: bool = False) -> Any:
     gives 64 + n, and adding -72 (0xd480) gives n - 8. Raw, they are shifted down instead, so that lo and hi carry the
     same offset for the kernel to fold.
     """
+    q = words(q)
     if skip_flop:
         return dequant_u4b8_lo(q >> 4, skip_flop=True)
-    return multiply_add(lanes((q & 0x00F000F0) | 0x64006400), half(0x2C00), half(0xD480))
+    return multiply_add(lanes((q & both(0x00F0, q)) | both(0x6400, q)), half(0x2C00), half(0xD480))
 
 
 def dequant_u4_lo(q: Words, skip_flop: bool = False) -> Any:
@@ -139,9 +167,10 @@ def dequant_u4_lo(q: Words, skip_flop: bool = False) -> Any:
 
 def dequant_u4_hi(q: Words, skip_flop: bool = False) -> Any:
     """As dequant_u4b8_hi, without the offset: (1024 + 16n) / 16 - 64, and -64 is 0xd400."""
+    q = words(q)
     if skip_flop:
         return dequant_u4_lo(q >> 4, skip_flop=True)
-    return multiply_add(lanes((q & 0x00F000F0) | 0x64006400), half(0x2C00), half(0xD400))
+    return multiply_add(lanes((q & both(0x00F0, q)) | both(0x6400, q)), half(0x2C00), half(0xD400))
 
 
 def multiply_add(a: Any, b: np.float16, c: np.float16) -> Any:
@@ -157,16 +186,18 @@ def dequant_u4x8(word: Words, scale: Halves, zero: Halves) -> Halves:
     n is exact as a half, but a fractional zero is taken away in float32: in half, a compiler may regroup
     (1024 + n) - 1024 - zero to (1024 + n) - (1024 + zero), and 1024 + 5.5 is not a half.
     """
+    word = words(word)
     n = _in_order([dequant_u4_lo(word >> shift) for shift in (0, 4, 8, 12)])
-    centred = n.astype(np.float32) - zero.astype(np.float32)[..., None]
-    return (centred * scale.astype(np.float32)[..., None]).astype(np.float16)
+    with np.errstate(invalid="ignore"):
+        centred = n.astype(np.float32) - np.asarray(zero, np.float32)[..., None]
+    return scaled(centred, np.asarray(scale)[..., None])
 
 
 def dequant_s4x8(word: Words, scale: Halves, zero: Halves) -> Halves:
     """Signed codes, stored with 8 added: both offsets at once, (n - (8 + zero)) * scale."""
-    combined = (zero.astype(np.float32) + np.float32(8))[..., None]
-    n = _in_order([dequant_u4_lo(word >> shift) for shift in (0, 4, 8, 12)])
-    return ((n.astype(np.float32) - combined) * scale.astype(np.float32)[..., None]).astype(np.float16)
+    with np.errstate(invalid="ignore"):
+        combined = np.asarray(zero, np.float32) + np.float32(8)
+    return dequant_u4x8(word, scale, combined)
 
 
 def dequant_u8b128_pair(q: Words, skip_flop: bool = False) -> Any:
@@ -176,16 +207,19 @@ def dequant_u8b128_pair(q: Words, skip_flop: bool = False) -> Any:
 
 def dequant_s8_pair(q: Words) -> Any:
     """Two's complement bytes. Adding 128 modulo 256 is flipping the top bit, and makes them unsigned."""
-    return dequant_u8b128_pair(q ^ 0x80808080)
+    q = words(q)
+    return dequant_u8b128_pair(q ^ both(0x8080, q))
 
 
 def dequant_u8b128_x4(word: Words) -> Halves:
     """All four bytes of a word, each minus 128: [...] -> [..., 4]."""
+    word = words(word)
     return _in_order([dequant_u8b128_pair(word >> shift) for shift in (0, 8)])
 
 
 def dequant_s8_x4(word: Words) -> Halves:
     """Four two's complement bytes of a word: [...] -> [..., 4]."""
+    word = words(word)
     return _in_order([dequant_s8_pair(word >> shift) for shift in (0, 8)])
 
 
@@ -197,30 +231,33 @@ def dequant_s8_x4(word: Words) -> Halves:
 
 def dequant_fp4_pair_bf16(q: Words, skip_flop: bool = False) -> Any:
     """As dequant_fp4_pair: 8 exponent bits against 2 make a shift of 6, bias 127 against 1 a factor of 2^126."""
-    raw = lanes((q & 0x80008000) | ((q & 0x70007000) >> 6), ml_dtypes.bfloat16)
+    q = words(q)
+    raw = lanes((q & both(0x8000, q)) | ((q & both(0x7000, q)) >> 6), ml_dtypes.bfloat16)
     return raw if skip_flop else raw * bfloat(0x7E80)
 
 
 def dequant_u4b8_lo_bf16(q: Words, skip_flop: bool = False) -> Any:
     """128 + n, minus 136 (0x4308)."""
-    raw = lanes((q & 0x000F000F) | 0x43004300, ml_dtypes.bfloat16)
+    q = words(q)
+    raw = lanes((q & both(0x000F, q)) | both(0x4300, q), ml_dtypes.bfloat16)
     return raw if skip_flop else raw - bfloat(0x4308)
 
 
 def dequant_u4b8_hi_bf16(q: Words, skip_flop: bool = False) -> Any:
     """The high nibble, shifted down first."""
-    return dequant_u4b8_lo_bf16(q >> 4, skip_flop)
+    return dequant_u4b8_lo_bf16(words(q) >> 4, skip_flop)
 
 
 def dequant_u4_lo_bf16(q: Words, skip_flop: bool = False) -> Any:
     """128 + n, minus 128 (0x4300)."""
-    raw = lanes((q & 0x000F000F) | 0x43004300, ml_dtypes.bfloat16)
+    q = words(q)
+    raw = lanes((q & both(0x000F, q)) | both(0x4300, q), ml_dtypes.bfloat16)
     return raw if skip_flop else raw - bfloat(0x4300)
 
 
 def dequant_u4_hi_bf16(q: Words, skip_flop: bool = False) -> Any:
     """The high nibble, shifted down first."""
-    return dequant_u4_lo_bf16(q >> 4, skip_flop)
+    return dequant_u4_lo_bf16(words(q) >> 4, skip_flop)
 
 
 def dequant_u8b128_x4_bf16(word: Words) -> Any:
@@ -229,6 +266,7 @@ def dequant_u8b128_x4_bf16(word: Words) -> Any:
     A byte does not fit beside 128, so it takes the detour over float32, where 2^23 is 0x4b000000 and the last bit is
     worth 1: OR the byte in, subtract 2^23 + 128. The result has at most 8 significant bits, so bfloat16 holds it.
     """
-    shifts = np.arange(0, 32, 8, dtype=np.uint32)
-    raw = np.ascontiguousarray((word[..., None] >> shifts & 0xFF) | 0x4B000000, np.uint32).view(np.float32)
+    word = words(word)
+    shifts = np.arange(0, 8 * word.dtype.itemsize, 8, dtype=word.dtype)
+    raw = ((word[..., None] >> shifts & 0xFF).astype(np.uint32) | 0x4B000000).view(np.float32)
     return (raw - np.float32(2**23 + 128)).astype(ml_dtypes.bfloat16)

@@ -15,7 +15,7 @@ from billfish.arrays import Input, float_input
 from billfish.errors import ShapeError, complaint
 from billfish.format import get_format
 from billfish.formats.ggml import BlockFormat
-from billfish.ops import dequantize, quantize_matrix
+from billfish.ops import check_method, dequantize, quantize_matrix
 from billfish.tensor import QuantizedTensor
 
 
@@ -29,6 +29,7 @@ def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
             raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
         *leading, k = taken.shape
         format.check_k(call, k)
+        check_method(call, method)
         row_bytes = k // format.block_size * format.struct.itemsize
         rows = taken.numpy().reshape(int(np.prod(leading)), k)
         if len(rows) == 0:

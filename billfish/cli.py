@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
     walk = commands.add_parser("explain", help="walk one code through the bits that decode it")
     walk.add_argument("format", metavar="FORMAT", help="a name that `billfish formats` lists")
-    walk.add_argument("code", metavar="CODE", type=_integer, help="the stored code: 5, 0b0101 or 0x5")
+    walk.add_argument("code", metavar="CODE", type=integer, help="the stored code: 5, 0b0101 or 0x5")
     walk.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (1)")
     walk.add_argument("--offset", type=float, metavar="Z", help="its zero point (8) or minimum (0), where it has one")
     walk.set_defaults(run=_explain)
@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
+    """A number as Python writes it; argparse names this function where it complains."""
     return int(text, 0)
 
 

@@ -173,7 +173,7 @@ def explain(format: Format, code: int, scale: float, offset: float | None, out: 
         formula = f"({value:g} - {float(group.zero[0, 0]):g}) * {held:.9g}"
     if group.minimum is not None:
         formula += f" + {float(group.minimum[0, 0]):g}"
-    result = float(format.decode(planes, format.group_sizes[0])[0, 0])
+    result = float(format.decode(planes, format.default_group_size)[0, 0])
     print(f"    scale {scale:g}, held as {format.scale}, is {held:.9g}", file=out)
     print(f"    {formula} = " + style(f"{result:.9g}", "green"), file=out)
     return result
@@ -191,9 +191,11 @@ def record(walk: Walk, code: int, element: Element) -> list[Step]:
 def planes_of(format: Format, code: int, scale: float, offset: float | None) -> Planes:
     """Planes of one block in which every code is `code`, and scale and offset are as near as the format can hold."""
     options = {name: allowed[-1] for name, allowed in format.options.items()}  # zero points that may be fractional
-    run = max(format.block_size, format.quantization_run(format.group_sizes[0]))
-    planes = format.quantize(np.zeros((1, run), np.float32), format.group_sizes[0], "rtn", **options)
+    run = max(format.block_size, format.quantization_run(format.default_group_size))
+    planes = format.quantize(np.zeros((1, run), np.float32), format.default_group_size, "rtn", **options)
     one = getattr(format, "sub_bias", 0) + 1
+    if offset is not None and format.offset == "none":
+        raise DataError(complaint("explain", "--offset", f"{offset:g}", f"none: {format.name} has no offset"))
     fill = {
         "codes": code,
         "scale": scale,
@@ -207,7 +209,17 @@ def planes_of(format: Format, code: int, scale: float, offset: float | None) -> 
     if planes["scale"].dtype == np.uint8:
         encode = encode_e8m0 if format.scale.startswith("e8m0") else encode_e4m3
         fill["scale"] = int(encode(np.float32(scale)))
-    return {name: np.full_like(plane, fill.get(name, 0)) for name, plane in planes.items()}
+    with np.errstate(over="ignore"):
+        planes = {name: np.full_like(plane, fill.get(name, 0)) for name, plane in planes.items()}
+        group = format.group_values(planes)
+    held = group.scale[0, 0]
+    if not np.isfinite(held) or np.signbit(held) != np.signbit(scale):
+        takes = f"what {format.scale} can hold"
+        raise DataError(complaint("explain", "--scale", f"{scale:g}", takes))
+    for values in (group.zero, group.minimum):
+        if values is not None and not np.isfinite(values).all():
+            raise DataError(complaint("explain", "--offset", f"{offset:g}", "what float16 can hold"))
+    return planes
 
 
 def _fields(element: Element, code: int) -> list[tuple[str, str, str]]:
@@ -272,7 +284,7 @@ def format_rows() -> list[tuple[str, ...]]:
         rows.append(
             (
                 format.name,
-                f"{format.bits_per_weight(format.group_sizes[0]):.6g}",
+                f"{format.bits_per_weight(format.default_group_size):.6g}",
                 groups,
                 element.name,
                 format.scale,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import Element
-from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.parallel import map_rows
 
 Array = NDArray[Any]
@@ -45,7 +45,7 @@ class Format(ABC):
     element: Element
     scale: str  # for people: "f16", "e8m0", "6-bit * f16", ...
     offset: str = "none"
-    group_sizes: tuple[int, ...]  # the allowed ones; the first is the default
+    group_sizes: tuple[int, ...]  # the allowed ones
     whole_row_groups: bool = False  # whether group_size=-1, one group for all of K, is allowed
     block_size: int  # K must be a multiple of this: the least run of K that the storage can hold
     layout: str  # the storage in one line, for people
@@ -81,10 +81,10 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def search_groups(self, w: NDArray[np.float32], plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: NDArray[np.float32], **context: Any) -> Planes:
         """As :meth:`round_groups`, but looks for the scale (and offset) with the least squared error.
 
-        `plain` is what :meth:`round_groups` found; where a group of it is better, it will be kept.
+        Where a group comes out worse all the same, the plain one will be kept.
         """
 
     @abstractmethod
@@ -101,14 +101,19 @@ class Format(ABC):
         """The inverse of :meth:`pack`."""
         return {"codes": self.unpack_codes(storage), **self.unpack_scales(storage)}
 
+    @property
+    def default_group_size(self) -> int:
+        """32 where there is a choice."""
+        return 32 if 32 in self.group_sizes else self.group_sizes[0]
+
     def quantization_run(self, group_size: int) -> int:
-        """How many consecutive weights are quantized together: the unit of `quantize_groups`."""
+        """How many consecutive weights are quantized together: the unit of `round_groups`."""
         return group_size
 
     def check_group_size(self, call: str, group_size: int | None, k: int | None) -> int:
         """The group size to use for rows of `k` weights. None is the default, -1 the whole row."""
         if group_size is None:
-            return self.group_sizes[0]
+            return self.default_group_size
         if isinstance(group_size, (int, np.integer)) and not isinstance(group_size, bool):
             if group_size in self.group_sizes:
                 return int(group_size)
@@ -157,7 +162,6 @@ class Format(ABC):
         slices = map_rows(quantize_rows, n, k)
         planes = {name: np.concatenate([part[name] for part in slices]) for name in slices[0]}
         planes.update(tensor_planes)
-        self._check_overflow(planes)
         return planes
 
     def _quantize_runs(self, w: NDArray[np.float32], group_size: int, method: str, context: dict[str, Any]) -> Planes:
@@ -167,21 +171,14 @@ class Format(ABC):
             plain = self.round_groups(w, **context)
             if method == "rtn":
                 return plain
-            searched = self.search_groups(w, plain, **context)
+            searched = self.search_groups(w, **context)
 
             def squared_error(planes: Planes) -> NDArray[np.float64]:
-                difference = w - self.decode({**context, **planes}, group_size)
-                return np.einsum("rk,rk->r", difference, difference, dtype=np.float64)
+                difference = w.astype(np.float64) - self.decode({**context, **planes}, group_size)
+                return np.einsum("rk,rk->r", difference, difference)
 
             better = (squared_error(searched) < squared_error(plain))[:, None]
         return {name: np.where(better, searched[name], plain[name]) for name in plain}
-
-    def _check_overflow(self, planes: Planes) -> None:
-        for name, plane in planes.items():
-            if plane.dtype.kind == "f" and not np.isfinite(plane).all():
-                raise DataError(
-                    complaint("quantize", "w", f"weights whose {name} overflows {plane.dtype}", "smaller weights")
-                )
 
     def decode(self, planes: Planes, group_size: int) -> NDArray[np.float32]:
         """The oracle: planes of a matrix [N, K] to its values, in float32."""
@@ -236,11 +233,13 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
     return FORMATS[name]
 
 
-def check_names(call: str, format: Format, storage: Storage, required: set[str], optional: set[str]) -> None:
+def check_names(call: str, format: Format, storage: Storage, names: set[str]) -> None:
     """Raises unless `storage` has exactly the arrays that the format knows."""
-    if not required <= storage.keys() <= required | optional:
-        takes = ", ".join(sorted(required)) + "".join(f", optionally {name}" for name in sorted(optional))
-        raise FormatError(complaint(call, "storage", f"arrays {sorted(storage)}", f"{takes} for {format.name}"))
+    takes = f"{', '.join(sorted(names))} for {format.name}"
+    if not isinstance(storage, dict):
+        raise DTypeError(complaint(call, "storage", f"a {type(storage).__name__}", f"a dict with {takes}"))
+    if storage.keys() != names:
+        raise FormatError(complaint(call, "storage", f"arrays {sorted(storage)}", takes))
 
 
 def check_array(call: str, argument: str, array: object, dtype: Any, ndim: int) -> Array:

@@ -11,7 +11,7 @@ from billfish.activations import ACTIVATIONS
 from billfish.arrays import FLOATS, Input, float_dtype, float_input
 from billfish.backends import Problem, choose
 from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
-from billfish.format import METHODS, Format, get_format
+from billfish.format import METHODS, Format, check_array, get_format
 from billfish.tensor import QuantizedTensor
 
 
@@ -41,8 +41,7 @@ def quantize_matrix(
 ) -> QuantizedTensor:
     """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K]."""
     format = get_format(format, call)
-    if method not in METHODS:
-        raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
+    check_method(call, method)
     n, k = w.shape
     format.check_k(call, k)
     group_size = format.check_group_size(call, group_size, k)
@@ -52,7 +51,17 @@ def quantize_matrix(
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
         raise DataError(complaint(call, argument, f"{w[where]} at row {where[0]}, k {where[1]}", "finite numbers"))
     planes = format.quantize(w, group_size, method, **options)
+    for name, plane in planes.items():
+        if plane.dtype.kind == "f" and not np.isfinite(plane).all():
+            got = f"weights whose {name} overflows {plane.dtype}"
+            raise DataError(complaint(call, argument, got, "smaller weights"))
     return QuantizedTensor(format, (n, k), group_size, format.pack(planes))
+
+
+def check_method(call: str, method: str) -> None:
+    """Raises unless there is such a method."""
+    if method not in METHODS:
+        raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
 
 
 def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = None, backend: str | None = None) -> Any:
@@ -79,6 +88,8 @@ def _writable(call: str, out: Any, shape: tuple[int, int]) -> NDArray[Any]:
     target = taken.numpy()
     if not target.flags.writeable:
         raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
+    if any(stride == 0 and size > 1 for stride, size in zip(target.strides, target.shape, strict=True)):
+        raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each weight"))
     return target
 
 
@@ -89,7 +100,7 @@ def quantized_linear(
     *,
     bias: Any = None,
     zeros: Any = None,
-    format: str | Format = "fp4",
+    format: str | Format | None = None,
     group_size: int | None = None,
     activations: str = "exact",
     backend: str | None = None,
@@ -97,21 +108,18 @@ def quantized_linear(
     """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
 
     With a QuantizedTensor, `weight` is all there is to say. Packed arrays work too, K-major as `pack_fp4_weights`
-    makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4", "u4" (with `zeros`), "u4b8" or
-    "u8b128", and their `group_size` (32 unless given).
+    makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4" (unless given), "u4" (with
+    `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given).
 
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
     """
     call = "quantized_linear"
     if isinstance(weight, QuantizedTensor):
-        given = {"scales": scales, "zeros": zeros, "group_size": group_size}
-        for name, value in given.items():
-            if value is not None:
-                raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
+        _check_absent(call, scales=scales, zeros=zeros, group_size=group_size, format=format)
         tensor = weight
     else:
-        tensor = _from_words(call, weight, scales, zeros, format, group_size)
+        tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
     n, k = tensor.shape
     taken = float_input(call, "x", x)
     if not taken.shape or taken.shape[-1] != k:
@@ -136,26 +144,43 @@ def _bias(call: str, bias: Any, n: int) -> NDArray[Any] | None:
     return taken.numpy()
 
 
+def _check_absent(call: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
+
+
 def _from_words(
     call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None
 ) -> QuantizedTensor:
     if scales is None:
-        takes = "float16 [K/g, N] beside packed weights"
-        raise DTypeError(complaint(call, "scales", "None", takes))
-    arguments = {"packed": packed, "scales": scales} | ({} if zeros is None else {"zeros": zeros})
-    storage = {name: Input(call, name, array).numpy() for name, array in arguments.items()}
+        raise DTypeError(complaint(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
+    wants_zeros = bool(getattr(get_format(format, call), "zero_dtypes", ()))
+    if wants_zeros != (zeros is not None):
+        takes = "zeros [K/g, N] for u4, and none for other formats"
+        raise FormatError(complaint(call, "zeros", "None" if zeros is None else "a value", takes))
+    arrays = {"weight": packed, "scales": scales} | ({"zeros": zeros} if wants_zeros else {})
+    taken = {name: Input(call, name, array).numpy() for name, array in arrays.items()}
+    check_array(call, "weight", taken["weight"], np.uint32, 2)
+    storage = {"packed": taken.pop("weight"), **taken}
     return QuantizedTensor.from_storage(format, storage, group_size, call=call)
 
 
-def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0", backend: str | None = None) -> Any:
+def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backend: str | None = None) -> Any:
     """y [M, N] float32 = x @ W.T with both sides already quantized.
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
-    w_q4: blocks uint8 [N, ...] of `format`, or a QuantizedTensor of any format whose K is a multiple of 32.
+    w_q4: blocks uint8 [N, ...] of `format` (q4_0 unless given), or a QuantizedTensor of any format.
     """
     call = "gemm_w4a8"
-    weight = w_q4 if isinstance(w_q4, QuantizedTensor) else _from_blocks(call, "w_q4", w_q4, format)
+    if isinstance(w_q4, QuantizedTensor):
+        _check_absent(call, format=format)
+        weight = w_q4
+    else:
+        weight = _from_blocks(call, "w_q4", w_q4, format or "q4_0")
     k = weight.shape[1]
+    if k % 32:
+        raise ShapeError(complaint(call, "w_q4", f"K={k}", "a multiple of 32, as x_q8 has"))
     if isinstance(x_q8, QuantizedTensor):
         x, like = x_q8, None
     else:
@@ -169,13 +194,14 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format = "q4_0", backend: s
         x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
     if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
         raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
-    problem = Problem("matmul", weight.format, weight.group_size, *x.shape[:1], *weight.shape, np.dtype(np.float32))
+    problem = Problem("matmul", weight.format, weight.group_size, x.shape[0], *weight.shape, np.dtype(np.float32))
     chosen = choose(call, problem, backend)
     weights = weight.prepacked_for(chosen.name, chosen.prepack)
-    y = chosen.matmul_codes(x.planes["codes"].view(np.int8), x.planes["scale"].astype(np.float32), weights)
+    planes = x.planes
+    y = chosen.matmul_codes(planes["codes"].view(np.int8), planes["scale"].astype(np.float32), weights)
     return y if like is None else like.like(y)
 
 
 def _from_blocks(call: str, argument: str, array: Any, format: str | Format) -> QuantizedTensor:
-    blocks = Input(call, argument, array).numpy()
+    blocks = check_array(call, argument, Input(call, argument, array).numpy(), np.uint8, 2)
     return QuantizedTensor.from_storage(format, {"blocks": blocks}, call=call)

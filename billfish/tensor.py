@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.errors import DataError, complaint
+from billfish.errors import BillfishError, DataError, complaint
 from billfish.format import Format, Planes, Storage, check_array, get_format
 
 
@@ -40,14 +40,25 @@ class QuantizedTensor:
 
     @classmethod
     def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
-        """Pack planes. What does not fit the format, such as a code too large, is an error."""
-        format = get_format(format, "from_planes")
-        codes = check_array("from_planes", "codes", planes.get("codes"), np.uint8, 2)
-        if codes.size and int(codes.max()) >= 2**format.element.bits:
-            takes = f"codes below {2**format.element.bits} for {format.name}"
-            raise DataError(complaint("from_planes", "codes", f"a code of {codes.max()}", takes))
-        format.check_k("from_planes", codes.shape[1])
-        return cls.from_storage(format, format.pack(planes), group_size, call="from_planes")
+        """Pack planes. What the format cannot hold, such as a code too large, is an error: all must come back."""
+        call = "from_planes"
+        format = get_format(format, call)
+        codes = check_array(call, "codes", planes.get("codes"), np.uint8, 2)
+        format.check_k(call, codes.shape[1])
+        try:
+            tensor = cls.from_storage(format, format.pack(planes), group_size, call=call)
+        except (KeyError, ValueError) as error:
+            if isinstance(error, BillfishError):
+                raise
+            got = f"planes {sorted(planes)} that do not fit together ({error})"
+            raise DataError(complaint(call, "planes", got, f"those of {format.name}")) from None
+        held = tensor.planes
+        for name, plane in planes.items():
+            other = held.get(name)
+            if other is None or other.dtype != plane.dtype or other.tobytes() != plane.tobytes():
+                takes = "no such plane" if other is None else f"{other.dtype} values that {format.name} can store"
+                raise DataError(complaint(call, name, f"{plane.dtype} values up to {plane.max()}", takes))
+        return tensor
 
     @property
     def planes(self) -> Planes:
@@ -62,7 +73,7 @@ class QuantizedTensor:
     @property
     def bits_per_weight(self) -> float:
         """Bits of storage for each weight."""
-        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+        return 8 * self.nbytes / max(1, self.shape[0] * self.shape[1])
 
     def prepacked_for(self, backend: str, prepack: Callable[[QuantizedTensor], Any]) -> Any:
         """The weights as a backend wants them, made at the first call and kept."""

@@ -43,7 +43,7 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 
 def random_storage(format: Format, n: int, k: int, rng: np.random.Generator, group_size: int | None = None) -> Storage:
     """Storage of the right shape, every byte random: all codes, and all scale patterns, NaN and infinities included."""
-    group_size = group_size or format.group_sizes[0]
+    group_size = group_size or format.default_group_size
     w = np.zeros((n, k), np.float32)
     options = {name: allowed[0] for name, allowed in format.options.items()}
     shapes = format.pack(format.quantize(w, group_size, "rtn", **options))

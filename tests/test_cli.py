@@ -40,6 +40,8 @@ def test_the_table_in_the_documentation_is_the_table(capsys):
 def test_explain_ends_with_the_value_of_the_format(format, scale, offset):
     if scale < 0 and "f16" not in format.scale:
         scale = -scale  # E8M0 and unsigned E4M3 have no sign
+    if format.offset == "none":
+        offset = None
     for code in range(2**format.element.bits):
         out = io.StringIO()
         result = explain(format, code, scale, offset, out)
@@ -117,11 +119,28 @@ def test_wrong_arguments_get_one_line(capsys, arguments, message):
     assert (captured.out, captured.err) == ("", message)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fp4", "3", "--scale", "1e10"], "--scale: got 1e+10; takes what f16 can hold"),
+        (["mxfp4", "3", "--scale", "0"], "--scale: got 0; takes what e8m0 can hold"),
+        (["mxfp4_gguf", "3", "--scale", "-1"], "--scale: got -1; takes what e8m0 can hold"),
+        (["nvfp4", "3", "--scale", "1000"], "--scale: got 1000; takes what e4m3 * f32 can hold"),
+        (["nvfp4_gguf", "3", "--scale", "-2"], "--scale: got -2; takes what ue4m3 * f32 can hold"),
+        (["u4", "3", "--offset", "1e9"], "--offset: got 1e+09; takes what float16 can hold"),
+        (["fp4", "3", "--offset", "5"], "--offset: got 5; takes none: fp4 has no offset"),
+    ],
+)
+def test_explain_refuses_what_the_format_cannot_hold(capsys, arguments, message):
+    assert main(["explain", *arguments]) == 2
+    assert capsys.readouterr().err == f"billfish: [explain] {message}\n"
+
+
 def test_a_code_that_is_no_number(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["explain", "fp4", "five"])
     assert caught.value.code == 2
-    assert "'five'" in capsys.readouterr().err
+    assert "invalid integer value: 'five'" in capsys.readouterr().err
 
 
 def test_python_dash_m_and_a_reader_that_stops_early():

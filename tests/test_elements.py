@@ -65,6 +65,11 @@ def test_rounds_to_the_nearest_value(element: Element):
     np.testing.assert_array_equal(element.decode(element.encode(x)), element.round(x))
 
 
+def test_e8m0_encodes_down_to_its_smallest_power():
+    powers = np.ldexp(np.float32(1), np.arange(-127, 128)).astype(np.float32)
+    np.testing.assert_array_equal(encode_e8m0(powers), np.arange(0, 255))
+
+
 def test_iq4nl_levels_rise():
     assert (np.diff(IQ4NL.values) > 0).all()
 

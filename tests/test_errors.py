@@ -8,6 +8,7 @@ import torch
 from support import gaussian
 
 import billfish as bf
+from billfish import bits
 
 W = gaussian((4, 64))
 PACKED, SCALES = bf.pack_fp4_weights(W.T)
@@ -45,7 +46,7 @@ CASES = [
     (
         lambda: bf.quantize(W, "fp4", group_size=48),
         bf.FormatError,
-        "[quantize] group_size: got 48; takes 32, 16, 64, 128 or -1 (all of K) for fp4",
+        "[quantize] group_size: got 48; takes 16, 32, 64, 128 or -1 (all of K) for fp4",
     ),
     (lambda: bf.quantize(W, "q4_0", group_size=64), bf.FormatError, "[quantize] group_size: got 64; takes 32 for q4_0"),
     (
@@ -153,7 +154,7 @@ CASES = [
     (
         lambda: bf.pack_fp4_weights(W.T, 33),
         bf.FormatError,
-        "[pack_fp4_weights] group_size: got 33; takes 32, 16, 64, 128 or -1 (all of K) for fp4",
+        "[pack_fp4_weights] group_size: got 33; takes 16, 32, 64, 128 or -1 (all of K) for fp4",
     ),
     (
         lambda: bf.pack_s4_weights(with_value(np.nan).T),
@@ -216,7 +217,7 @@ CASES = [
     (
         lambda: bf.QuantizedTensor.from_planes("q4_0", {"codes": np.full((1, 32), 16, U8), "scale": SCALES[:1, :1]}),
         bf.DataError,
-        "[from_planes] codes: got a code of 16; takes codes below 16 for q4_0",
+        "[from_planes] codes: got uint8 values up to 16; takes uint8 values that q4_0 can store",
     ),
     (
         lambda: bf.QuantizedTensor.from_planes("q4_0", {}),
@@ -285,7 +286,7 @@ CASES = [
     (
         lambda: bf.quantized_linear(X, PACKED.view(np.int32), SCALES),
         bf.DTypeError,
-        "[quantized_linear] packed: got dtype int32; takes uint32",
+        "[quantized_linear] weight: got dtype int32; takes uint32",
     ),
     (
         lambda: bf.quantized_linear(X, PACKED, SCALES, group_size=64),
@@ -295,7 +296,7 @@ CASES = [
     (
         lambda: bf.quantized_linear(X, PACKED, SCALES, format="u4"),
         bf.FormatError,
-        "[quantized_linear] storage: got arrays ['packed', 'scales']; takes packed, scales, zeros for u4",
+        "[quantized_linear] zeros: got None; takes zeros [K/g, N] for u4, and none for other formats",
     ),
     (
         lambda: bf.quantized_linear(X, Q, backend="tpu"),
@@ -346,6 +347,112 @@ CASES = [
         bf.FormatError,
         "[gemm_w4a8] x_q8: got q8_0 with K=32; takes q8_0 or q8_1 with K=64",
     ),
+    (
+        lambda: bf.quantized_linear(X, PACKED, SCALES, zeros=SCALES),
+        bf.FormatError,
+        "[quantized_linear] zeros: got a value; takes zeros [K/g, N] for u4, and none for other formats",
+    ),
+    (
+        lambda: bf.quantized_linear(X, Q, format="q4_0"),
+        bf.FormatError,
+        "[quantized_linear] format: got a value; takes none beside a QuantizedTensor, which has its own",
+    ),
+    (
+        lambda: bf.quantized_linear(X[:, :0], PACKED[:0], SCALES[:0], group_size=-1),
+        bf.ShapeError,
+        "[quantized_linear] K: got 0; takes a positive multiple of 8 for fp4",
+    ),
+    (
+        lambda: bf.quantized_linear(X, Q, backend=["cpu"]),
+        bf.BackendUnavailable,
+        "[quantized_linear] backend: got ['cpu']; takes one of cpu, reference",
+    ),
+    (
+        lambda: bf.quantized_linear(X, Q, bias=X[:1, :4]),
+        bf.ShapeError,
+        "[quantized_linear] bias: got shape (1, 4); takes (4,)",
+    ),
+    (
+        lambda: bf.quantized_linear(X, Q, bias=torch.empty(4, device="meta")),
+        bf.DTypeError,
+        "[quantized_linear] bias: got a torch array on meta; takes an array in CPU memory",
+    ),
+    (
+        lambda: bf.quantize(torch.empty(4, 64, device="meta"), "q4_0"),
+        bf.DTypeError,
+        "[quantize] w: got a torch array on meta; takes an array in CPU memory",
+    ),
+    (
+        lambda: bf.pack_fp4_weights(W.T * np.float32(1e6)),
+        bf.DataError,
+        "[pack_fp4_weights] w_kn: got weights whose scale overflows float16; takes smaller weights",
+    ),
+    (
+        lambda: bf.pack_fp4_weights(np.zeros((8, 0), np.float32)),
+        bf.ShapeError,
+        "[pack_fp4_weights] w_kn: got shape (8, 0); takes a matrix [K, N] with N > 0",
+    ),
+    (
+        lambda: bf.quantize_q4_0(W[:0], method="x"),
+        bf.FormatError,
+        "[quantize_q4_0] method: got 'x'; takes 'rtn' or 'mse'",
+    ),
+    (
+        lambda: bf.dequantize(Q, out=torch.empty(1, 64).expand(4, 64)),
+        bf.DTypeError,
+        "[dequantize] out: got an array whose rows share memory; takes one place for each weight",
+    ),
+    (
+        lambda: bf.QuantizedTensor.from_storage("q4_0", None),
+        bf.DTypeError,
+        "[from_storage] storage: got a NoneType; takes a dict with blocks for q4_0",
+    ),
+    (
+        lambda: storage("q4_0", blocks=np.zeros((2, 0), U8)),
+        bf.ShapeError,
+        "[from_storage] blocks: got rows of 0 bytes; takes rows of a positive multiple of 18 bytes for q4_0",
+    ),
+    (
+        lambda: bf.QuantizedTensor.from_planes("q4_0", {"codes": np.zeros((1, 32), U8)}),
+        bf.DataError,
+        "[from_planes] planes: got planes ['codes'] that do not fit together ('scale'); takes those of q4_0",
+    ),
+    (
+        lambda: bf.QuantizedTensor.from_planes("q4_0", {"codes": np.zeros((1, 32), U8), "scale": np.ones((1, 1))}),
+        bf.DataError,
+        "[from_planes] scale: got float64 values up to 1.0; takes float16 values that q4_0 can store",
+    ),
+    (
+        lambda: bf.QuantizedTensor.from_planes("q4_0", {**Q.planes, "zero": SCALES}),
+        bf.DataError,
+        f"[from_planes] zero: got float16 values up to {SCALES.max()}; takes no such plane",
+    ),
+    (
+        lambda: bf.QuantizedTensor.from_planes("q4_0", {"codes": np.zeros((1, 24), U8), "scale": SCALES[:1, :1]}),
+        bf.ShapeError,
+        "[from_planes] K: got 24; takes a positive multiple of 32 for q4_0",
+    ),
+    (
+        lambda: bf.gemm_w4a8(bf.quantize(X, "q8_0"), Q, format="q4_0"),
+        bf.FormatError,
+        "[gemm_w4a8] format: got a value; takes none beside a QuantizedTensor, which has its own",
+    ),
+    (
+        lambda: bf.gemm_w4a8(np.zeros((1, 34), U8), bf.quantize(W[:, :8], "fp4")),
+        bf.ShapeError,
+        "[gemm_w4a8] w_q4: got K=8; takes a multiple of 32, as x_q8 has",
+    ),
+    (
+        lambda: bf.gemm_w4a8(np.zeros((1, 68), np.int8), Q),
+        bf.DTypeError,
+        "[gemm_w4a8] x_q8: got dtype int8; takes uint8",
+    ),
+    (
+        lambda: bits.dequant_fp4_pair(np.zeros(2, np.int32)),
+        bf.DTypeError,
+        "[bits] words: got dtype int32; takes uint32, or uint16 for a single lane",
+    ),
+    (lambda: bits.lop3(1, 2, 3, 300), bf.DataError, "[lop3] lut: got 300; takes a truth table from 0 to 255"),
     # the registry
     (
         lambda: bf.register(type("Twice", (type(bf.FORMATS["q4_0"]),), {"name": "q4_0"})),

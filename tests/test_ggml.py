@@ -74,6 +74,7 @@ HARD_ROWS = {
     "large": gaussian((16, 512), 7) * np.float32(5000),
     "ties": np.round(gaussian((64, 512), 8) * 8) / np.float32(8),
     "powers": np.ldexp(np.float32(1), np.random.default_rng(9).integers(-12, 12, (64, 512))).astype(np.float32),
+    "below_half": np.where(np.arange(512) % 32, np.nextafter(np.float32(0.5), np.float32(0)), np.float32(127))[None],
     "half": gaussian((64, 512), 10).astype(np.float16).astype(np.float32),
     "below_powers": np.nextafter(np.ldexp(np.float32(1), np.arange(-8, 8)), np.float32(0))[:, None]
     * np.ones((16, 512), np.float32),

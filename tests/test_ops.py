@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import ml_dtypes
 import mlx.core as mx
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from support import assert_same_bits, gaussian, options_of
 
 import billfish as bf
+from billfish.arrays import round_once
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
@@ -29,8 +32,21 @@ def test_quantized_linear_is_the_exact_product_rounded_once(format, dtype, m, n)
         q = bf.quantize(gaussian((n, k)), format, **options)
         x, bias = gaussian((m, k), 1).astype(dtype), gaussian((n,), 2).astype(dtype)
         y = bf.quantized_linear(x, q, bias=bias, backend="reference")
-        assert_same_bits(y, exact(x, q, bias).astype(dtype))
-        assert_same_bits(bf.quantized_linear(x, q, backend="reference"), exact(x, q).astype(dtype))
+        assert_same_bits(y, round_once(exact(x, q, bias), np.dtype(dtype)))
+        assert_same_bits(bf.quantized_linear(x, q, backend="reference"), round_once(exact(x, q), np.dtype(dtype)))
+
+
+def test_bfloat16_results_are_rounded_once():
+    """1 + 2^-8 + 2^-30 is above the tie between 1 and 1.0078125; by way of float32 it would fall on the tie."""
+    blocks = np.zeros((1, 34), np.uint8)
+    blocks[0, :2] = np.array([1], np.float16).view(np.uint8)
+    blocks[0, 2:5] = 1
+    q = bf.QuantizedTensor.from_storage("q8_0", {"blocks": blocks})
+    x = np.zeros((2, 32), ml_dtypes.bfloat16)
+    x[0, :3] = [1, 2.0**-8, 2.0**-30]
+    x[1, :3] = [1, 2.0**-8, -(2.0**-30)]
+    y = bf.quantized_linear(x, q, backend="reference")
+    assert y[:, 0].astype(float).tolist() == [1.0078125, 1.0]
 
 
 @FORMATS
@@ -42,18 +58,19 @@ def test_identity_activations_give_the_weights(format):
 
 
 def test_leading_axes_strides_and_broadcasts():
+    linear = partial(bf.quantized_linear, backend="reference")
     q = bf.quantize(gaussian((9, 64)), "q4_0")
     x = gaussian((2, 3, 4, 64))
-    y = bf.quantized_linear(x, q)
+    y = linear(x, q)
     assert y.shape == (2, 3, 4, 9)
-    assert_same_bits(y.reshape(-1, 9), bf.quantized_linear(x.reshape(-1, 64), q))
-    assert_same_bits(bf.quantized_linear(x[0, 0, 0], q), y[0, 0, 0])
+    assert_same_bits(y.reshape(-1, 9), linear(x.reshape(-1, 64), q))
+    assert_same_bits(linear(x[0, 0, 0], q), y[0, 0, 0])
     strided = gaussian((8, 128))[::2, ::2]
-    assert_same_bits(bf.quantized_linear(strided, q), bf.quantized_linear(strided.copy(), q))
-    assert_same_bits(bf.quantized_linear(strided.T.copy().T, q), bf.quantized_linear(strided.copy(), q))
+    assert_same_bits(linear(strided, q), linear(strided.copy(), q))
+    assert_same_bits(linear(strided.T.copy().T, q), linear(strided.copy(), q))
     broadcast = np.broadcast_to(x[0, 0, 0], (5, 64))
-    assert_same_bits(bf.quantized_linear(broadcast, q), np.broadcast_to(y[0, 0, 0], (5, 9)))
-    assert bf.quantized_linear(np.zeros((3, 0, 64), np.float32), q).shape == (3, 0, 9)
+    assert_same_bits(linear(broadcast, q), np.broadcast_to(y[0, 0, 0], (5, 9)))
+    assert linear(np.zeros((3, 0, 64), np.float32), q).shape == (3, 0, 9)
 
 
 @pytest.mark.parametrize(

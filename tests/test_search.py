@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import gguf
 import ml_dtypes
 import numpy as np
 import pytest
 from support import gaussian, group_errors, options_of, student_t
+from vectors.make_ggml_vectors import reference_matrices
 
 import billfish as bf
 
+RECORDS = Path(__file__).parent.parent / "benchmarks" / "results" / "quantization_error.json"
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 
 MATRICES = {
@@ -85,3 +90,14 @@ def test_rows_do_not_depend_on_their_neighbours():
         alone = bf.quantize(w[177:178], name, method="mse").planes
         for plane, rows in alone.items():
             np.testing.assert_array_equal(whole[plane][177:178], rows)
+
+
+@FORMATS
+def test_gains_are_those_of_the_documentation(format):
+    """benchmarks/results/quantization_error.json holds them; a search that looks less far would lose some."""
+    recorded = {record["format"]: record for record in json.loads(RECORDS.read_text())["records"]}[format.name]
+    for label, w in reference_matrices().items():
+        error = mean_squared_error(w, bf.dequantize(bf.quantize(w, format, method="mse")))
+        plain = mean_squared_error(w, bf.dequantize(bf.quantize(w, format)))
+        expected = recorded[label]["mse"] / recorded[label]["rtn"]
+        assert error / plain == pytest.approx(expected, abs=0.001)

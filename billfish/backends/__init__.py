@@ -15,7 +15,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CpuBackend
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
     """The backend of that name, or without one the first that can run the problem."""
-    if name is not None and name not in BACKENDS:
+    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
         raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
     reasons = []
     for backend in [BACKENDS[name]] if name is not None else BACKENDS.values():

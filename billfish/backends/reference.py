@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.activations import IntegerActivations, quantize_activations
+from billfish.arrays import round_once
 from billfish.backends.base import Backend, Problem
 from billfish.tensor import QuantizedTensor
 
@@ -37,7 +38,7 @@ class ReferenceBackend(Backend):
             y = values @ weights.T.astype(np.float64)
             if bias is not None:
                 y += bias.astype(np.float64)
-            return y.astype(x.dtype)
+            return round_once(y, x.dtype)
 
     def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
         with np.errstate(invalid="ignore", over="ignore"):

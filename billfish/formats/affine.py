@@ -33,7 +33,7 @@ class U4Format(WordFormat):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, *self._range(w, context["zero_point"]), context["zero_point"])
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         zero_point = context["zero_point"]
 
         def representable(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
@@ -49,7 +49,10 @@ class U4Format(WordFormat):
         low, high = w.min(axis=1), w.max(axis=1)
         if zero_point == "integer":
             low, high = np.minimum(low, 0), np.maximum(high, 0)
-        return (high - low) / np.float32(15), low
+            return (high - low) / np.float32(15), low
+        # Weights that are all nearly equal would need a zero point beyond float16: keep it below 2^15.
+        largest = np.maximum(np.abs(low), np.abs(high))
+        return np.maximum((high - low) / np.float32(15), largest / np.float32(2**15)), low
 
     @staticmethod
     def _zero(scale: Floats, minimum: Floats, zero_point: str) -> NDArray[Any]:

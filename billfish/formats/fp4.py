@@ -30,7 +30,7 @@ class Fp4(ScaledWordFormat):
 
     name = "fp4"
     element = FP4
-    group_sizes = (32, 16, 64, 128)
+    group_sizes = (16, 32, 64, 128)
     block_size = 8
     layout = "u32 [K/8, N], f16 [K/g, N]"
 
@@ -77,7 +77,7 @@ class Mxfp4(MicroscaledFp4):
     layout = "u8 [N, K/2], u8 [N, K/32]"
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales"}, set())
+        check_names(call, self, storage, {"packed", "scales"})
         return super().check_storage(call, storage, group_size)
 
     def group_values(self, planes: Planes) -> GroupValues:
@@ -86,7 +86,7 @@ class Mxfp4(MicroscaledFp4):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, self._floor_code(w))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         # A power of two leaves few choices: a weight just below the next power is clipped to 6/8 of it by the plain
         # rule, which the next scale up would not do; the next one down clips more and rounds finer.
         start = self._floor_code(w)
@@ -137,7 +137,7 @@ class Nvfp4(MicroscaledFp4):
         return {**super().unpack_scales(storage), "global_scale": storage["global_scale"]}
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales", "global_scale"}, set())
+        check_names(call, self, storage, {"packed", "scales", "global_scale"})
         check_array(call, "global_scale", storage["global_scale"], np.float32, 0)
         return super().check_storage(call, storage, group_size)
 
@@ -148,13 +148,14 @@ class Nvfp4(MicroscaledFp4):
         """The global scale that lets the largest weight use the largest E4M3 times the largest E2M1."""
         largest = np.float32(np.abs(w).max())
         scale = largest / np.float32(E4M3_MAX * 6) if largest > 0 else 1
-        return {"global_scale": np.asarray(scale, np.float32)}
+        # Not so small that the quotient of two scales would overflow; weights below that are zero.
+        return {"global_scale": np.asarray(max(scale, np.float32(2.0**-120)), np.float32)}
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         global_scale = context["global_scale"]
         return self._planes(w, np.abs(w).max(axis=1) / np.float32(6), global_scale)
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         global_scale = context["global_scale"]
 
         def representable(scale: Floats) -> Floats:

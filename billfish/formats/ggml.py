@@ -17,7 +17,7 @@ from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16
 from billfish.errors import ShapeError, complaint
 from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
 from billfish.formats.fp4 import Mxfp4, Nvfp4
-from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum
+from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
 from billfish.scales import decode_e8m0_half, decode_ue4m3_half
 
 Floats = NDArray[np.float32]
@@ -97,7 +97,7 @@ class BlockFormat(Format):
         return np.ascontiguousarray(storage["blocks"]).view(self.struct)
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"blocks"}, set())
+        check_names(call, self, storage, {"blocks"})
         return self._check_blocks(call, storage, group_size)
 
     def _check_blocks(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
@@ -138,15 +138,14 @@ class ScaledBlock(BlockFormat):
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(planes["scale"].astype(np.float32))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         scale = search_scale(w, self.element, self._scale(w), float16_scale)
         stored = scale.astype(np.float16)[:, None]
         return {"codes": self.element.encode(w * reciprocal(scale)[:, None]), "scale": stored}
 
     def _scale(self, w: Floats) -> Floats:
         """ggml's: the weight of largest magnitude, sign and all, becomes the least value of the element."""
-        index = np.abs(w).argmax(axis=1)
-        return np.take_along_axis(w, index[:, None], axis=1)[:, 0] / np.float32(self.element.low)
+        return signed_extreme(w) / np.float32(self.element.low)
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         # The codes follow the scale before it is rounded to float16, and ties go up: bit for bit what ggml does.
@@ -178,7 +177,7 @@ class MinimumBlock(BlockFormat):
             "minimum": minimum.astype(np.float16),
         }
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         scale, minimum = search_scale_and_minimum(
             w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
         )
@@ -233,7 +232,9 @@ class Q8_0(ScaledBlock):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         scale = self._scale(w)[:, None]
         scaled = w * reciprocal(scale)
-        codes = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)  # ties away from zero, as ggml
+        # Ties away from zero, as ggml; |x| + 0.5 would round up the float just below 0.5.
+        whole = np.floor(np.abs(scaled))
+        codes = np.copysign(whole + np.floor(2 * (np.abs(scaled) - whole)), scaled)
         return {"codes": codes.astype(np.int8).view(np.uint8), "scale": scale.astype(np.float16)}
 
 
@@ -249,14 +250,16 @@ class Q8_1(Q8_0):
         # The sum takes d before it is rounded to float16, as in ggml.
         return self._with_sum(super().round_groups(w), self._scale(w))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
-        planes = super().search_groups(w, plain)
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
+        planes = super().search_groups(w)
         return self._with_sum(planes, planes["scale"][:, 0].astype(np.float32))
 
     @staticmethod
     def _with_sum(planes: Planes, scale: Floats) -> Planes:
         total = planes["codes"].view(np.int8).sum(axis=1, dtype=np.int32)
-        return {**planes, "sum": (scale * total.astype(np.float32)).astype(np.float16)[:, None]}
+        # Decoding does not need the sum, so it saturates where ggml's would be infinite.
+        sums = np.clip(scale * total.astype(np.float32), -65504, 65504)
+        return {**planes, "sum": sums.astype(np.float16)[:, None]}
 
 
 @register
@@ -270,6 +273,10 @@ class Iq4Nl(ScaledBlock):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         scale = self._scale(w)[:, None]
         return {"codes": self.element.encode(w * reciprocal(scale)), "scale": scale.astype(np.float16)}
+
+
+# The next two take how they are stored from BlockFormat, which comes first, and how they are quantized from OCP's and
+# NVIDIA's format. What they say themselves is how ggml reads the bytes.
 
 
 @register
@@ -305,7 +312,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
         return group_size
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"blocks", "global_scale"}, set())
+        check_names(call, self, storage, {"blocks", "global_scale"})
         check_array(call, "global_scale", storage["global_scale"], np.float32, 0)
         return self._check_blocks(call, storage, group_size)
 

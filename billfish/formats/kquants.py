@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from billfish.elements import U2, U3B4, U4, U5, U6B32
 from billfish.format import Array, GroupValues, Planes, register
 from billfish.formats.ggml import BlockFormat, fold, unfold
-from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum
+from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
 
 Floats = NDArray[np.float32]
 
@@ -24,6 +24,12 @@ def two_level(upper: Array, lower: Array) -> Floats:
     n, blocks = upper.shape
     product = upper.astype(np.float32)[..., None] * lower.reshape(n, blocks, -1).astype(np.float32)
     return product.reshape(n, -1)
+
+
+def share_upper(per_block: Floats, integer: int) -> Floats:
+    """d for each group of blocks [R, groups], equal within a block, at which the largest of it takes `integer`."""
+    upper = float16_scale(signed_extreme(per_block) / np.float32(integer))
+    return np.repeat(upper, per_block.shape[1])
 
 
 class TwoLevelMinimum(BlockFormat):
@@ -43,7 +49,7 @@ class TwoLevelMinimum(BlockFormat):
         groups = w.reshape(-1, self.group_sizes[0])
         return self._planes(w, *self._range(groups))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         groups = w.reshape(-1, self.group_sizes[0])
 
         def negative(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
@@ -90,9 +96,7 @@ class TwoLevelMinimum(BlockFormat):
 
     def _upper(self, w: Floats, wanted: Floats) -> Floats:
         """d for each group, equal within a block: the largest magnitude wanted there takes the largest integer."""
-        per_block = wanted.reshape(len(w), -1)
-        largest = np.take_along_axis(per_block, np.abs(per_block).argmax(axis=1)[:, None], axis=1)
-        return np.repeat(float16_scale(largest / np.float32(self.sub_limit)), per_block.shape[1])
+        return share_upper(wanted.reshape(len(w), -1), self.sub_limit)
 
     def _lower(self, wanted: Floats, upper: Floats) -> Floats:
         """The integer of each group under its block's `upper`."""
@@ -130,7 +134,7 @@ class TwoLevelScaled(BlockFormat):
         scale = self._signed_scale(w.reshape(-1, 16))
         return self._planes(w, scale, self._upper(w, scale))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         groups = w.reshape(-1, 16)
         # First what each group wants, free of the others; then again, among what the block's d can give.
         wanted = search_scale(groups, self.element, self._signed_scale(groups), lambda scale: scale)
@@ -140,14 +144,11 @@ class TwoLevelScaled(BlockFormat):
 
     def _signed_scale(self, groups: Floats) -> Floats:
         """As in q4_0: the weight of largest magnitude, sign and all, becomes the least value of the element."""
-        index = np.abs(groups).argmax(axis=1)
-        return np.take_along_axis(groups, index[:, None], axis=1)[:, 0] / np.float32(self.element.low)
+        return signed_extreme(groups) / np.float32(self.element.low)
 
     def _upper(self, w: Floats, scale: Floats) -> Floats:
         """d for each group, equal within a block: the same rule one level up."""
-        per_block = scale.reshape(len(w), -1)
-        largest = np.take_along_axis(per_block, np.abs(per_block).argmax(axis=1)[:, None], axis=1)
-        return np.repeat(float16_scale(largest / np.float32(self.sub_range[0])), per_block.shape[1])
+        return share_upper(scale.reshape(len(w), -1), self.sub_range[0])
 
     def _lower(self, scale: Floats, upper: Floats) -> Floats:
         return np.rint(scale * reciprocal(upper)).clip(*self.sub_range)

@@ -24,9 +24,15 @@ RepresentablePair = Callable[[Floats, Floats], tuple[Floats, Floats]]
 
 
 def reciprocal(x: Floats) -> Floats:
-    """1 / x, and 0 where x is 0: a group with no scale has only zeros."""
-    with np.errstate(divide="ignore"):
-        return np.where(x == 0, np.float32(0), np.float32(1) / x)
+    """1 / x, and 0 where that is infinite: a group with no scale, or next to none, has only zeros."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / x
+    return np.where(np.isinf(inverse), np.float32(0), inverse)
+
+
+def signed_extreme(w: Floats) -> Floats:
+    """Of each row, the number of largest magnitude, with its sign."""
+    return np.take_along_axis(w, np.abs(w).argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
 def float16_scale(scale: Floats) -> Floats:

@@ -67,9 +67,10 @@ class WordFormat(Format):
         return planes
 
     def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales"} | ({"zeros"} if self.zero_dtypes else set()), set())
+        check_names(call, self, storage, {"packed", "scales"} | ({"zeros"} if self.zero_dtypes else set()))
         packed = check_array(call, "packed", storage["packed"], np.uint32, 2)
         k, n = packed.shape[0] * (32 // self.element.bits), packed.shape[1]
+        self.check_k(call, k)
         group_size = self.check_group_size(call, group_size, k)
         expected = (-(-k // group_size), n)
         scales = check_array(call, "scales", storage["scales"], np.float16, 2)
@@ -98,7 +99,7 @@ class ScaledWordFormat(WordFormat):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, self._smallest_scale(w))
 
-    def search_groups(self, w: Floats, plain: Planes, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, search_scale(w, self.element, self._smallest_scale(w), float16_scale))
 
     def _smallest_scale(self, w: Floats) -> Floats:

@@ -36,7 +36,7 @@ class Case:
     @property
     def label(self) -> str:
         """The format as `--formats` takes it: with its group size where that is not the default."""
-        default = self.format.group_sizes[0]
+        default = self.format.default_group_size
         return self.format.name if self.group_size == default else f"{self.format.name}:{self.group_size}"
 
     def restated(self, format: str, group_size: int) -> Case:
