@@ -7,14 +7,14 @@
 
 namespace BILLFISH_ISA {
 
+using billfish::Activations8;
+
 // One row of x [k], padded with zeros to whole blocks. The codes are those that billfish.activations computes.
-inline void quantize_row(const float* x, int64_t k, int planes, int8_t* codes, float* scale, int32_t* sums) {
-  const int64_t blocks = billfish::blocks_of(k);
-  const float top = planes == 2 ? 32639.0f : 127.0f;
-  for (int64_t b = 0; b < blocks; b++) {
+inline void quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
+  const float top = out.planes == 2 ? 32639.0f : 127.0f;
+  for (int64_t b = 0; b < out.blocks; b++) {
     float padded[32] = {};
-    const int count = int(std::min<int64_t>(32, k - b * 32));
-    std::copy(x + b * 32, x + b * 32 + count, padded);
+    std::copy(x + b * 32, x + std::min(k, b * 32 + 32), padded);
     float largest = 0, poison = 0;
     for (int i = 0; i < 32; i++) {
       largest = std::max(largest, std::fabs(padded[i]));
@@ -24,18 +24,13 @@ inline void quantize_row(const float* x, int64_t k, int planes, int8_t* codes, f
     const bool usable = poison == 0.0f && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
     int32_t whole[32];
     for (int i = 0; i < 32; i++) whole[i] = int32_t(std::nearbyint(padded[i] * (usable ? inverse : 0.0f)));
-    scale[b] = usable ? largest / top : poison;
     if (!usable) std::fill(whole, whole + 32, 0);
-    sums[2 * b] = sums[2 * b + 1] = 0;
-    for (int i = 0; i < 16; i++) sums[2 * b] += whole[i], sums[2 * b + 1] += whole[16 + i];
-    if (planes == 1) {
-      for (int i = 0; i < 32; i++) codes[b * 32 + i] = int8_t(whole[i]);
-    } else {
-      for (int i = 0; i < 32; i++) {
-        const int8_t low = int8_t(whole[i]);  // the digit from -128 to 127 with the same last 8 bits
-        codes[blocks * 32 + b * 32 + i] = low;
-        codes[b * 32 + i] = int8_t((whole[i] - low) >> 8);
-      }
+    billfish::finish_block(out, row, b, usable ? largest / top : poison, whole);
+    int8_t* low = out.codes_of(row, b, out.planes - 1);
+    for (int i = 0; i < 32; i++) low[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
+    if (out.planes == 2) {
+      int8_t* high = out.codes_of(row, b, 0);
+      for (int i = 0; i < 32; i++) high[i] = int8_t((whole[i] - low[i]) >> 8);
     }
   }
 }

@@ -94,6 +94,19 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   });
 }
 
+// Room for x in integers. Vectors of four may be read at the last row, so there is room behind the end as well.
+struct ActivationBuffers {
+  std::vector<int8_t> codes;
+  std::vector<float> scale, totals;
+  std::vector<int32_t> sums;
+  Activations8 activations;
+
+  ActivationBuffers(int64_t m, int64_t blocks, int planes)
+      : codes(size_t(m + 3) / 4 * blocks * planes * 128 + 64), scale(size_t(m + 3) / 4 * blocks * 4 + 4),
+        totals(size_t(m + 3) / 4 * blocks * 8 + 4), sums(size_t(m + 3) / 4 * blocks * 8 + 4),
+        activations{codes.data(), scale.data(), sums.data(), totals.data(), m, blocks, planes} {}
+};
+
 void multiply_integers(const Level& level, const Weights& w, const Activations8& x, const float* bias, float* y) {
   parallel_for((w.n + level.tile_rows - 1) / level.tile_rows,
                [&](int64_t first, int64_t last) { level.multiply8(w, x, bias, y, first, last); });
@@ -103,12 +116,18 @@ void multiply_integers(const Level& level, const Weights& w, const Activations8&
 void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
                     Contiguous<const float> scale, Contiguous<float> y) {
   const Level& level = find_level(name);
-  const int64_t m = int64_t(codes.shape(0)), halves = d.k / 16;
+  const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
   nb::gil_scoped_release unlocked;
-  std::vector<int32_t> sums(size_t(m) * halves);
-  for (size_t i = 0; i < sums.size(); i++)
-    for (int j = 0; j < 16; j++) sums[i] += codes.data()[i * 16 + j];
-  multiply_integers(level, d.weights(stream.data()), {codes.data(), scale.data(), sums.data(), m, 1}, nullptr, y.data());
+  ActivationBuffers x(m, blocks, 1);
+  for (int64_t row = 0; row < m; row++)
+    for (int64_t b = 0; b < blocks; b++) {
+      const int8_t* from = codes.data() + row * d.k + b * 32;
+      int32_t whole[32];
+      std::copy(from, from + 32, whole);
+      std::copy(from, from + 32, x.activations.codes_of(row, b, 0));
+      finish_block(x.activations, row, b, scale.data()[row * blocks + b], whole);
+    }
+  multiply_integers(level, d.weights(stream.data()), x.activations, nullptr, y.data());
 }
 
 // planes: 0 for exact, 1 for q8, 2 for q16.
@@ -139,15 +158,11 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
     parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
     return;
   }
-  std::vector<int8_t> codes(size_t(m) * planes * blocks * 32);
-  std::vector<float> scale(size_t(m) * blocks);
-  std::vector<int32_t> sums(size_t(m) * blocks * 2);
+  ActivationBuffers integers(m, blocks, planes);
   parallel_for(m, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++)
-      level.quantize_row(x.data() + i * d.k, d.k, planes, codes.data() + i * planes * blocks * 32, scale.data() + i * blocks,
-                         sums.data() + i * blocks * 2);
+    for (int64_t i = first; i < last; i++) level.quantize_row(x.data() + i * d.k, d.k, integers.activations, i);
   });
-  multiply_integers(level, w, {codes.data(), scale.data(), sums.data(), m, planes}, added, y.data());
+  multiply_integers(level, w, integers.activations, added, y.data());
 }
 
 // What the Python side says about storage; scales is empty where a block holds float16 ones at the offsets.

@@ -22,10 +22,12 @@ template <int N, class F> inline __attribute__((always_inline)) void unroll(F&& 
   unroll_over(f, std::make_integer_sequence<int, N>{});
 }
 
-// Field v % (8 / BITS) of the packed vector that holds vector v, in the low bits; whatever else is in the byte stays.
+// Field v % (8 / BITS) of the packed vector that holds vector v, alone in the low bits. The topmost is so after the shift.
 template <int BITS, int V> inline Bytes field(const uint8_t* plane) {
-  constexpr int per_byte = 8 / BITS;
-  return shift_right<BITS * (V % per_byte)>(load_bytes(plane + V / per_byte * VECTOR_BYTES));
+  constexpr int per_byte = 8 / BITS, shift = BITS * (V % per_byte);
+  const Bytes bits = shift_right<shift>(load_bytes(plane + V / per_byte * VECTOR_BYTES));
+  if constexpr (shift + BITS == 8) return bits;
+  else return bit_and(bits, splat_byte((1 << BITS) - 1));
 }
 
 // Codes of LOW bits, with HIGH more bits in a second plane behind the first.
@@ -33,12 +35,9 @@ template <int LOW, int HIGH = 0> struct Packed {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES * (LOW + HIGH) / 8;
   static constexpr bool is_signed = false;
   template <int V> static Bytes vector(const uint8_t* block, const uint8_t*) {
-    Bytes low = bit_and(field<LOW, V>(block), splat_byte((1 << LOW) - 1));
+    const Bytes low = field<LOW, V>(block);
     if constexpr (HIGH == 0) return low;
-    else {
-      Bytes high = bit_and(field<HIGH, V>(block + VECTORS * VECTOR_BYTES * LOW / 8), splat_byte((1 << HIGH) - 1));
-      return bit_or(low, shift_left<LOW>(high));
-    }
+    else return bit_or(low, shift_left<LOW>(field<HIGH, V>(block + VECTORS * VECTOR_BYTES * LOW / 8)));
   }
 };
 

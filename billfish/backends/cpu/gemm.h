@@ -24,36 +24,43 @@ using billfish::MANY_ROWS;
 template <class Decoder> constexpr bool decoded_in_registers =
     std::is_same_v<Decoder, Packed<4>> || std::is_same_v<Decoder, Looked> || std::is_same_v<Decoder, Whole>;
 
+// Blocks to groups: 0 where each block has its own, 2 where four share one.
+inline int scale_shift(int group) { return group <= 32 ? 0 : group == 64 ? 1 : group == 128 ? 2 : 3; }
+
 // ---- integers -------------------------------------------------------------------------------------------------------
 
-// Adds `blocks` blocks of one tile, multiplied with T rows of x, to sums [T][TILE_ROWS].
-// GROUPS: how many groups of weights share a block of 32 (2 where a group is 16).
-template <class Decoder, int T, int PLANES, int GROUPS>
-inline void add_blocks8(const uint8_t* codes, const uint8_t* table, const float* scale, const float* minimum,
-                        int blocks_per_scale, int blocks, int32_t bias, const Activations8& x, int64_t row,
-                        int64_t first_block, int64_t all_blocks, float* sums) {
+// Adds `blocks` blocks of one tile, multiplied with T rows of x from `row` on, to sums [T][TILE_ROWS].
+// GROUPS: how many groups of weights share a block of 32 (2 where a group is 16). BIASED: whether codes need `bias` off.
+template <class Decoder, int T, int PLANES, int GROUPS, bool BIASED>
+__attribute__((flatten)) inline void add_blocks8(const uint8_t* codes, const uint8_t* table, const float* scale,
+                                                 const float* minimum, int scale_shift, int blocks, int32_t bias,
+                                                 const Activations8& x, int64_t row, int64_t first_block, float* sums) {
+  // One row of x alone has few sums to work on at a time, each waiting for its last product: give it twice as many.
+  constexpr int CHAINS = T * PLANES == 1 ? 2 : 1;
   Floats total[T][ROW_VECTORS];
   unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * TILE_ROWS + r * LANES); }); });
-  for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
-    const int64_t at = first_block + b;
-    const float* group_scale = scale + b / blocks_per_scale * GROUPS * TILE_ROWS;
-    const float* group_minimum = minimum ? minimum + (group_scale - scale) : nullptr;
+  const int64_t at = x.block_of(row, first_block), lane = row % 4;
+  const int8_t* x_codes = x.codes + at * PLANES * 4 * 32 + lane * 32;
+  const float* x_scale = x.scale + at * 4 + lane;
+  const int32_t* x_sums = x.sums + at * 8 + lane;
+  const float* x_totals = x.totals + at * 8 + lane;
+  for (int b = 0; b < blocks; b++) {
+    const int64_t group_at = int64_t(b >> scale_shift) * GROUPS * TILE_ROWS;
     unroll<GROUPS>([&](auto g) {
-      Ints sum[T][PLANES][ROW_VECTORS];
+      Ints sum[T][PLANES][ROW_VECTORS][CHAINS];
       unroll<T>([&](auto t) {
-        const int32_t* x_sum = x.sums + ((row + t) * all_blocks + at) * 2;
-        const int32_t start = -bias * (GROUPS == 2 ? x_sum[g] : x_sum[0] + x_sum[1]);
+        const int32_t start = BIASED ? -bias * (GROUPS == 2 ? x_sums[4 * g + t] : x_sums[t] + x_sums[4 + t]) : 0;
         unroll<ROW_VECTORS>([&](auto r) {
-          unroll<PLANES>([&](auto p) { sum[t][p][r] = splat_int(p + 1 == PLANES ? start : 0); });
+          unroll<PLANES>([&](auto p) {
+            unroll<CHAINS>([&](auto c) { sum[t][p][r][c] = splat_int(BIASED && p + 1 == PLANES && c == 0 ? start : 0); });
+          });
         });
       });
       constexpr int halves = 2 / GROUPS;  // 16-byte pieces of x in this group
       unroll<halves>([&](auto h) {
         Activations piece[T][PLANES];
         unroll<T>([&](auto t) {
-          unroll<PLANES>([&](auto p) {
-            piece[t][p] = load_activations(x.codes + (((row + t) * PLANES + p) * all_blocks + at) * 32 + (g * halves + h) * 16);
-          });
+          unroll<PLANES>([&](auto p) { piece[t][p] = load_activations(x_codes + (p * 4 + t) * 32 + (g * halves + h) * 16); });
         });
         unroll<4>([&](auto quad) {
           unroll<ROW_VECTORS>([&](auto r) {
@@ -61,27 +68,32 @@ inline void add_blocks8(const uint8_t* codes, const uint8_t* table, const float*
             Bytes w = Decoder::template vector<v>(codes, table);
             unroll<T>([&](auto t) {
               unroll<PLANES>([&](auto p) {
-                sum[t][p][r] = dot<decltype(quad)::value, Decoder::is_signed>(sum[t][p][r], w, piece[t][p]);
+                Ints& s = sum[t][p][r][quad % CHAINS];
+                s = dot<decltype(quad)::value, Decoder::is_signed>(s, w, piece[t][p]);
               });
             });
           });
         });
       });
-      unroll<T>([&](auto t) {
-        const float x_scale = x.scale[(row + t) * all_blocks + at];
-        const int32_t* x_sum = x.sums + ((row + t) * all_blocks + at) * 2;
-        unroll<ROW_VECTORS>([&](auto r) {
-          Ints whole = sum[t][PLANES - 1][r];
-          if constexpr (PLANES == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
-          Floats s = multiply(load_floats(group_scale + g * TILE_ROWS + r * LANES), splat(x_scale));
-          total[t][r] = multiply_add(total[t][r], to_floats(whole), s);
-          if (group_minimum) {
-            const float x_total = x_scale * float(GROUPS == 2 ? x_sum[g] : x_sum[0] + x_sum[1]);
-            total[t][r] = multiply_add(total[t][r], load_floats(group_minimum + g * TILE_ROWS + r * LANES), splat(x_total));
-          }
+      const FloatActivations scales = load_x(x_scale), totals = load_x(x_totals + (GROUPS == 2 ? 4 * g : 0)), more = load_x(x_totals + 4);
+      unroll<ROW_VECTORS>([&](auto r) {
+        const Floats group_scale = load_floats(scale + group_at + g * TILE_ROWS + r * LANES);
+        unroll<T>([&](auto t) {
+          Ints whole = sum[t][PLANES - 1][r][0];
+          if constexpr (CHAINS == 2) whole = add(whole, sum[t][PLANES - 1][r][1]);
+          if constexpr (PLANES == 2) whole = add(whole, shift_left<8>(sum[t][0][r][0]));
+          total[t][r] = multiply_add(total[t][r], to_floats(whole), multiply_x<decltype(t)::value>(group_scale, scales));
         });
+        if (minimum) {
+          const Floats group_minimum = load_floats(minimum + group_at + g * TILE_ROWS + r * LANES);
+          unroll<T>([&](auto t) {
+            total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], group_minimum, totals);
+            if constexpr (GROUPS == 1) total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], group_minimum, more);
+          });
+        }
       });
     });
+    codes += Decoder::block_bytes, x_codes += PLANES * 4 * 32, x_scale += 4, x_sums += 8, x_totals += 8;
   }
   unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * TILE_ROWS + r * LANES, total[t][r]); }); });
 }
@@ -89,14 +101,15 @@ inline void add_blocks8(const uint8_t* codes, const uint8_t* table, const float*
 // The kernel for T rows of x in one plane, or half as many in two.
 template <class Decoder, int T> struct Kernel8 {
   static constexpr int most_rows(const Activations8& x) { return x.planes == 2 ? 2 : 4; }
-  static void run(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const Activations8& x,
-                  int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
+  static void run(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const Activations8& x,
+                  int64_t row, int64_t first_block, int64_t, float* sums) {
     const float* minimum = has_minimum(w.scales) ? s.minimum : nullptr;
     const int32_t bias = w.bias + (Decoder::is_signed ? SIGNED_BIAS : 0);
-    const int per_scale = std::max(1, w.group / 32);
+    const int shift = scale_shift(w.group);
+    constexpr bool biased = !Decoder::is_signed || SIGNED_BIAS != 0;
     auto call = [&](auto rows, auto planes, auto groups) {
-      add_blocks8<Decoder, decltype(rows)::value, decltype(planes)::value, decltype(groups)::value>(
-          codes, w.table, s.scale, minimum, per_scale, blocks, bias, x, row, first_block, all_blocks, sums);
+      add_blocks8<Decoder, decltype(rows)::value, decltype(planes)::value, decltype(groups)::value, biased>(
+          codes, w.table, s.scale, minimum, shift, blocks, bias, x, row, first_block, sums);
     };
     constexpr std::integral_constant<int, 1> one;
     constexpr std::integral_constant<int, 2> two;
@@ -111,23 +124,23 @@ template <class Decoder, int T> struct Kernel8 {
 
 template <class Decoder, int T> struct KernelExact {
   static constexpr int most_rows(const ActivationsExact&) { return 4; }
-  static void run(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const ActivationsExact& x,
+  static void run(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const ActivationsExact& x,
                   int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
     if (w.group == 16) add_blocks<2>(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
     else add_blocks<1>(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
   }
 
   template <int GROUPS>
-  static void add_blocks(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const ActivationsExact& x,
+  __attribute__((flatten)) static void add_blocks(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const ActivationsExact& x,
                          int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
     const bool minimum = has_minimum(w.scales);
-    const int per_scale = std::max(1, w.group / 32);
+    const int shift = scale_shift(w.group);
     const Bytes bias = splat_byte(uint8_t(w.bias));
     Floats total[T][ROW_VECTORS];
     unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * TILE_ROWS + r * LANES); }); });
     for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
       const int64_t at = first_block + b;
-      const int scale_at = b / per_scale * GROUPS * TILE_ROWS;
+      const int scale_at = (b >> shift) * GROUPS * TILE_ROWS;
       unroll<GROUPS>([&](auto g) {
         Floats sum[T][ROW_VECTORS];
         unroll<T>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { sum[t][r] = splat(0); }); });
@@ -165,7 +178,7 @@ template <class Decoder, int T> struct KernelExact {
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 template <template <class, int> class Kernel, class Decoder, class X>
-inline void add_chunk(const Weights& w, const uint8_t* codes, const ChunkScales& s, int blocks, const X& x, int64_t first_row,
+inline void add_chunk(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const X& x, int64_t first_row,
                       int64_t last_row, int64_t first_block, int64_t all_blocks, float* sums) {
   const int most = Kernel<Decoder, 4>::most_rows(x);
   int64_t row = first_row;
@@ -175,7 +188,7 @@ inline void add_chunk(const Weights& w, const uint8_t* codes, const ChunkScales&
     Kernel<Decoder, 1>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
 }
 
-template <class Decoder> inline void decode_blocks(const uint8_t* codes, const uint8_t* table, int blocks, int32_t bias, uint8_t* out) {
+template <class Decoder> __attribute__((flatten)) inline void decode_blocks(const uint8_t* codes, const uint8_t* table, int blocks, int32_t bias, uint8_t* out) {
   const Bytes shift = splat_byte(uint8_t(bias));
   for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes, out += Whole::block_bytes)
     unroll<VECTORS>([&](auto v) {
@@ -234,7 +247,8 @@ void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, i
   Weights decoded = w;
   decoded.bias = 0;
   std::vector<uint8_t> buffer(size_t(all_blocks) * Whole::block_bytes + 64);
-  std::vector<ChunkScales> scales(shape.chunks);
+  const int64_t full = shape.groups_in(8) * TILE_ROWS;  // scales of a whole chunk
+  std::vector<float> scales(size_t(shape.chunks * full)), minimums(has_minimum(w.scales) ? scales.size() : 0);
   uint8_t* bytes = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63);
   alignas(64) float sums[4 * TILE_ROWS];
   for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
@@ -243,16 +257,15 @@ void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, i
       const uint8_t* p = w.stream + tile * shape.tile_bytes;
       for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
         const int blocks = shape.blocks_in(chunk);
-        const uint8_t* codes = read_scales(w, p, shape.groups_in(blocks), scales[chunk]);
+        const GroupScales out{scales.data() + chunk * full, minimums.data() + (minimums.empty() ? 0 : chunk * full)};
+        const uint8_t* codes = read_scales(w, p, shape.groups_in(blocks), out);
         decode_blocks<Decoder>(codes, w.table, blocks, w.bias, bytes + chunk * 8 * Whole::block_bytes);
         p = codes + size_t(blocks) * Decoder::block_bytes;
       }
       for (int64_t row = first_row; row < last_row; row += 4) {
         const int64_t end = std::min(row + 4, last_row);
         std::fill(sums, sums + 4 * TILE_ROWS, 0.0f);
-        for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
-          add_chunk<Kernel, Whole>(decoded, bytes + chunk * 8 * Whole::block_bytes, scales[chunk], shape.blocks_in(chunk), x, row,
-                                   end, chunk * 8, all_blocks, sums);
+        add_chunk<Kernel, Whole>(decoded, bytes, {scales.data(), minimums.data()}, int(all_blocks), x, row, end, 0, all_blocks, sums);
         write_tile(sums, bias, w.n, tile, row, end, y);
       }
     }
@@ -267,7 +280,7 @@ void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, i
 constexpr int PANEL_CHUNKS = 2;
 
 // sums [8][TILE_ROWS] += W^T x over `count` k: values [count][TILE_ROWS], x [count][8].
-inline void add_products(const float* values, const float* x, int64_t count, float* sums, int64_t stride) {
+__attribute__((flatten)) inline void add_products(const float* values, const float* x, int64_t count, float* sums, int64_t stride) {
   Floats total[8][ROW_VECTORS];
   unroll<8>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * stride + r * LANES); }); });
   for (int64_t k = 0; k < count; k++, values += TILE_ROWS, x += 8) {
@@ -287,7 +300,7 @@ inline void add_products(const float* values, const float* x, int64_t count, flo
 }
 
 // The values of one block, [32][TILE_ROWS].
-template <class Decoder> inline void decode_values(const Weights& w, const uint8_t* codes, const float* scale, const float* minimum, float* out) {
+template <class Decoder> __attribute__((flatten)) inline void decode_values(const Weights& w, const uint8_t* codes, const float* scale, const float* minimum, float* out) {
   const Bytes bias = splat_byte(uint8_t(w.bias));
   unroll<VECTORS>([&](auto v) {
     constexpr int quad = decltype(v)::value / ROW_VECTORS, r = decltype(v)::value % ROW_VECTORS;
@@ -307,7 +320,7 @@ template <class Decoder>
 void multiply_many(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
   constexpr int64_t panel = 128, depth = PANEL_CHUNKS * billfish::CHUNK;
-  const int per_scale = std::max(1, w.group / 32), groups = w.group == 16 ? 2 : 1;
+  const int shift = scale_shift(w.group), groups = w.group == 16 ? 2 : 1;
   std::vector<float> buffer(size_t(depth) * TILE_ROWS + 16), edge(8 * TILE_ROWS);
   float* values = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) / 4 & 15);
   for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
@@ -321,7 +334,7 @@ void multiply_many(const Weights& w, const ActivationsExact& x, const float* bia
           const int blocks = shape.blocks_in(c);
           const uint8_t* codes = read_scales(w, w.stream + tile * shape.tile_bytes + c * shape.full_chunk_bytes, shape.groups_in(blocks), scales);
           for (int b = 0; b < blocks; b++, count += 32) {
-            const int at = b / per_scale * groups * TILE_ROWS;
+            const int at = (b >> shift) * groups * TILE_ROWS;
             decode_values<Decoder>(w, codes + size_t(b) * Decoder::block_bytes, scales.scale + at,
                                    has_minimum(w.scales) ? scales.minimum + at : nullptr, values + count * TILE_ROWS);
           }

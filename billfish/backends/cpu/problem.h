@@ -26,14 +26,33 @@ struct Weights {
   uint8_t table[16];      // for Codes::table
 };
 
-// x in integers: `planes` rows of int8 for each row of x (two for q16: 256 * first + second), padded to blocks.
+// x in integers: int8 codes in one plane, or in two for q16 (256 * first + second), with a scale for each block. Rows go
+// in groups of four, side by side, because that is how many a kernel takes: [ceil(m / 4), blocks, ..., 4].
 struct Activations8 {
-  const int8_t* codes;    // [m, planes, blocks * 32]
-  const float* scale;     // [m, blocks]
-  const int32_t* sums;    // [m, blocks * 2]: of the codes, for each 16
-  int64_t m;
+  int8_t* codes;     // [groups, blocks, planes, 4, 32]
+  float* scale;      // [groups, blocks, 4]
+  int32_t* sums;     // [groups, blocks, 2, 4]: of the codes, for each 16
+  float* totals;     // the same times the scale
+  int64_t m, blocks;
   int32_t planes;
+
+  int64_t block_of(int64_t row, int64_t block) const { return row / 4 * blocks + block; }
+  int8_t* codes_of(int64_t row, int64_t block, int plane) const {
+    return codes + ((block_of(row, block) * planes + plane) * 4 + row % 4) * 32;
+  }
 };
+
+// The scale and the sums of one block, once its codes are known.
+inline void finish_block(const Activations8& out, int64_t row, int64_t block, float scale, const int32_t* whole) {
+  const int64_t at = out.block_of(row, block), lane = row % 4;
+  out.scale[at * 4 + lane] = scale;
+  for (int half = 0; half < 2; half++) {
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += whole[half * 16 + i];
+    out.sums[(at * 2 + half) * 4 + lane] = sum;
+    out.totals[(at * 2 + half) * 4 + lane] = scale * float(sum);
+  }
+}
 
 struct ActivationsExact {
   const float* x;           // [m, blocks * 32]
@@ -68,7 +87,7 @@ struct Storage {
 struct Level {
   const char* name;
   int32_t tile_rows, vector_bytes, row_lanes;
-  void (*quantize_row)(const float* x, int64_t k, int planes, int8_t* codes, float* scale, int32_t* sums);
+  void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row);
   void (*copy_row)(const float* x, int64_t k, float* out, float* sums);
   void (*transpose_rows)(const float* x, int64_t k, int64_t rows, float* out);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);

@@ -7,10 +7,16 @@ namespace BILLFISH_ISA {
 using billfish::Scales;
 using billfish::Weights;
 
-// Scales and minimums of the groups of one chunk, [groups][TILE_ROWS], value = code * scale + minimum.
+// Decoded scales and minimums, [groups][TILE_ROWS]: value = code * scale + minimum.
+struct GroupScales {
+  float *scale, *minimum;
+};
+
+// Room for those of one chunk.
 struct ChunkScales {
   alignas(64) float scale[16 * TILE_ROWS];
   alignas(64) float minimum[16 * TILE_ROWS];
+  operator GroupScales() { return {scale, minimum}; }
 };
 
 inline bool has_minimum(Scales s) {
@@ -19,7 +25,7 @@ inline bool has_minimum(Scales s) {
 }
 
 // Decodes the scales of `groups` groups at p; returns where the codes begin.
-inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, ChunkScales& out) {
+inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out) {
   const Floats factor = splat(w.factor), minus = splat(-1);
   constexpr int R = TILE_ROWS;
   const int n = groups * R;

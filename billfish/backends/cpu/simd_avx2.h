@@ -69,6 +69,8 @@ template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x)
   return _mm256_fmadd_ps(w, _mm256_broadcast_ss(x.p + L), sum);
 }
 
+template <int L> Floats multiply_x(Floats w, FloatActivations x) { return _mm256_mul_ps(w, _mm256_broadcast_ss(x.p + L)); }
+
 inline Floats halves_to_floats(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline __m256i widen(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 inline Floats unsigned_to_floats(const uint8_t* p) { return _mm256_cvtepi32_ps(widen(p)); }

@@ -66,6 +66,8 @@ template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x)
   return _mm512_fmadd_ps(w, _mm512_set1_ps(x.p[L]), sum);
 }
 
+template <int L> Floats multiply_x(Floats w, FloatActivations x) { return _mm512_mul_ps(w, _mm512_set1_ps(x.p[L])); }
+
 inline Floats halves_to_floats(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline __m512i widen(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline Floats unsigned_to_floats(const uint8_t* p) { return _mm512_cvtepi32_ps(widen(p)); }

@@ -64,6 +64,8 @@ using FloatActivations = float32x4_t;
 inline FloatActivations load_x(const float* p) { return vld1q_f32(p); }
 template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x) { return vfmaq_laneq_f32(sum, w, x, L); }
 
+template <int L> Floats multiply_x(Floats w, FloatActivations x) { return vmulq_laneq_f32(w, x, L); }
+
 // LANES stored numbers to float32.
 inline Floats halves_to_floats(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 inline uint32x4_t widen(const uint8_t* p) {

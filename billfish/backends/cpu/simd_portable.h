@@ -65,6 +65,8 @@ struct FloatActivations { const float* p; };
 inline FloatActivations load_x(const float* p) { return {p}; }
 template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x) { return sum + w * x.p[L]; }
 
+template <int L> Floats multiply_x(Floats w, FloatActivations x) { return w * x.p[L]; }
+
 template <class F> inline Floats each_lane(F f) { return Floats{f(0), f(1), f(2), f(3)}; }
 inline Floats halves_to_floats(const uint8_t* p) {
   return each_lane([&](int i) { return half_to_float(uint16_t(p[2 * i] | p[2 * i + 1] << 8)); });
