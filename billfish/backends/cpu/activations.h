@@ -3,11 +3,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "halves.h"
 #include "problem.h"
 
 namespace BILLFISH_ISA {
 
 using billfish::Activations8;
+
+// To the nearest integer, ties to even, for |x| < 2^22: the magic number again. 1.5 * 2^23 has its last bit worth 1, so
+// adding it rounds x, and the integer is what its bits have more than the magic number's. Compilers vectorise this.
+inline int32_t round_to_int(float x) { return int32_t(float_to_bits(x + 12582912.0f)) - 0x4b400000; }
 
 // One row of x [k], padded with zeros to whole blocks. The codes are those that billfish.activations computes.
 inline void quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
@@ -15,17 +20,16 @@ inline void quantize_row(const float* x, int64_t k, const Activations8& out, int
   for (int64_t b = 0; b < out.blocks; b++) {
     float padded[32] = {};
     std::copy(x + b * 32, x + std::min(k, b * 32 + 32), padded);
-    float largest = 0, poison = 0;
-    for (int i = 0; i < 32; i++) {
-      largest = std::max(largest, std::fabs(padded[i]));
-      poison += padded[i] * 0.0f;  // NaN if any is NaN or infinite
-    }
-    const float inverse = top / largest;
-    const bool usable = poison == 0.0f && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
+    // Magnitudes compare as their bits do, and integers are something a compiler takes the largest of in vectors.
+    uint32_t largest_bits = 0;
+    for (int i = 0; i < 32; i++) largest_bits = std::max(largest_bits, float_to_bits(padded[i]) & 0x7fffffff);
+    const float largest = bits_to_float(largest_bits), inverse = top / largest;
+    const bool finite = largest_bits < 0x7f800000;
+    const bool usable = finite && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
     int32_t whole[32];
-    for (int i = 0; i < 32; i++) whole[i] = int32_t(std::nearbyint(padded[i] * (usable ? inverse : 0.0f)));
+    for (int i = 0; i < 32; i++) whole[i] = round_to_int(padded[i] * (usable ? inverse : 0.0f));
     if (!usable) std::fill(whole, whole + 32, 0);
-    billfish::finish_block(out, row, b, usable ? largest / top : poison, whole);
+    billfish::finish_block(out, row, b, usable ? largest / top : finite ? 0.0f : std::nanf(""), whole);
     int8_t* low = out.codes_of(row, b, out.planes - 1);
     for (int i = 0; i < 32; i++) low[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
     if (out.planes == 2) {

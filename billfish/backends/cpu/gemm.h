@@ -19,6 +19,9 @@ using billfish::TileShape;
 
 using billfish::MANY_ROWS;
 
+// Rows of x that a kernel takes at a time: as many as leave registers for their sums.
+constexpr int MOST_ROWS = ROW_VECTORS == 4 ? 2 : 4;
+
 // The widths that people use most are decoded between load and product; the others, chunk by chunk, into a small buffer.
 // Each width in registers is a dozen more kernels to compile.
 template <class Decoder> constexpr bool decoded_in_registers =
@@ -26,6 +29,8 @@ template <class Decoder> constexpr bool decoded_in_registers =
 
 // Blocks to groups: 0 where each block has its own, 2 where four share one.
 inline int scale_shift(int group) { return group <= 32 ? 0 : group == 64 ? 1 : group == 128 ? 2 : 3; }
+
+constexpr int PREFETCH = 2048;  // bytes ahead
 
 // ---- integers -------------------------------------------------------------------------------------------------------
 
@@ -45,6 +50,8 @@ __attribute__((flatten)) inline void add_blocks8(const uint8_t* codes, const uin
   const int32_t* x_sums = x.sums + at * 8 + lane;
   const float* x_totals = x.totals + at * 8 + lane;
   for (int b = 0; b < blocks; b++) {
+    if constexpr (T * PLANES <= 2)  // the stream is the traffic: ask for it before the hardware does
+      unroll<(Decoder::block_bytes + 63) / 64>([&](auto line) { __builtin_prefetch(codes + PREFETCH + line * 64); });
     const int64_t group_at = int64_t(b >> scale_shift) * GROUPS * TILE_ROWS;
     unroll<GROUPS>([&](auto g) {
       Ints sum[T][PLANES][ROW_VECTORS][CHAINS];
@@ -100,7 +107,7 @@ __attribute__((flatten)) inline void add_blocks8(const uint8_t* codes, const uin
 
 // The kernel for T rows of x in one plane, or half as many in two.
 template <class Decoder, int T> struct Kernel8 {
-  static constexpr int most_rows(const Activations8& x) { return x.planes == 2 ? 2 : 4; }
+  static constexpr int most_rows(const Activations8& x) { return x.planes == 2 ? MOST_ROWS / 2 : MOST_ROWS; }
   static void run(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const Activations8& x,
                   int64_t row, int64_t first_block, int64_t, float* sums) {
     const float* minimum = has_minimum(w.scales) ? s.minimum : nullptr;
@@ -123,7 +130,7 @@ template <class Decoder, int T> struct Kernel8 {
 // ---- exactly --------------------------------------------------------------------------------------------------------
 
 template <class Decoder, int T> struct KernelExact {
-  static constexpr int most_rows(const ActivationsExact&) { return 4; }
+  static constexpr int most_rows(const ActivationsExact&) { return MOST_ROWS; }
   static void run(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const ActivationsExact& x,
                   int64_t row, int64_t first_block, int64_t all_blocks, float* sums) {
     if (w.group == 16) add_blocks<2>(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
@@ -180,10 +187,10 @@ template <class Decoder, int T> struct KernelExact {
 template <template <class, int> class Kernel, class Decoder, class X>
 inline void add_chunk(const Weights& w, const uint8_t* codes, GroupScales s, int blocks, const X& x, int64_t first_row,
                       int64_t last_row, int64_t first_block, int64_t all_blocks, float* sums) {
-  const int most = Kernel<Decoder, 4>::most_rows(x);
+  const int most = Kernel<Decoder, MOST_ROWS>::most_rows(x);
   int64_t row = first_row;
   for (; row + most <= last_row; row += most, sums += most * TILE_ROWS)
-    Kernel<Decoder, 4>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
+    Kernel<Decoder, MOST_ROWS>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
   for (; row < last_row; row++, sums += TILE_ROWS)
     Kernel<Decoder, 1>::run(w, codes, s, blocks, x, row, first_block, all_blocks, sums);
 }
@@ -279,14 +286,16 @@ void multiply_tiles(const Weights& w, const X& x, const float* bias, float* y, i
 
 constexpr int PANEL_CHUNKS = 2;
 
-// sums [8][TILE_ROWS] += W^T x over `count` k: values [count][TILE_ROWS], x [count][8].
+constexpr int PRODUCT_ROWS = ROW_VECTORS == 4 ? 4 : 8;
+
+// sums [PRODUCT_ROWS][TILE_ROWS] += W^T x over `count` k: values [count][TILE_ROWS], x [count][8].
 __attribute__((flatten)) inline void add_products(const float* values, const float* x, int64_t count, float* sums, int64_t stride) {
-  Floats total[8][ROW_VECTORS];
-  unroll<8>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * stride + r * LANES); }); });
+  Floats total[PRODUCT_ROWS][ROW_VECTORS];
+  unroll<PRODUCT_ROWS>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * stride + r * LANES); }); });
   for (int64_t k = 0; k < count; k++, values += TILE_ROWS, x += 8) {
     Floats w[ROW_VECTORS];
     unroll<ROW_VECTORS>([&](auto r) { w[r] = load_floats(values + r * LANES); });
-    unroll<2>([&](auto half) {
+    unroll<PRODUCT_ROWS / 4>([&](auto half) {
       const FloatActivations piece = load_x(x + 4 * half);
       unroll<4>([&](auto t) {
         unroll<ROW_VECTORS>([&](auto r) {
@@ -296,7 +305,7 @@ __attribute__((flatten)) inline void add_products(const float* values, const flo
       });
     });
   }
-  unroll<8>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * stride + r * LANES, total[t][r]); }); });
+  unroll<PRODUCT_ROWS>([&](auto t) { unroll<ROW_VECTORS>([&](auto r) { store_floats(sums + t * stride + r * LANES, total[t][r]); }); });
 }
 
 // The values of one block, [32][TILE_ROWS].
@@ -340,12 +349,12 @@ void multiply_many(const Weights& w, const ActivationsExact& x, const float* bia
           }
         }
         const int64_t column = tile * TILE_ROWS, columns = std::min<int64_t>(TILE_ROWS, w.n - column);
-        for (int64_t row = first_row; row < last_row; row += 8) {
-          const int64_t rows = std::min<int64_t>(8, last_row - row);
-          const float* piece = x.transposed + (row / 8 * shape.blocks * 32 + chunk * billfish::CHUNK) * 8;
+        for (int64_t row = first_row; row < last_row; row += PRODUCT_ROWS) {
+          const int64_t rows = std::min<int64_t>(PRODUCT_ROWS, last_row - row);
+          const float* piece = x.transposed + (row / 8 * shape.blocks * 32 + chunk * billfish::CHUNK) * 8 + row % 8;
           float* out = y + row * w.n + column;
-          if (rows == 8 && columns == TILE_ROWS) {
-            if (chunk == 0) start_rows(bias ? bias + column : nullptr, 8, columns, out, w.n);
+          if (rows == PRODUCT_ROWS && columns == TILE_ROWS) {
+            if (chunk == 0) start_rows(bias ? bias + column : nullptr, rows, columns, out, w.n);
             add_products(values, piece, count, out, w.n);
           } else {  // at the edges of y, by way of a buffer
             if (chunk == 0) start_rows(bias ? bias + column : nullptr, rows, columns, out, w.n);

@@ -35,7 +35,10 @@ inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups
   };
   switch (w.scales) {
     case Scales::f16:
-      for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * i), factor));
+      if (w.factor == 1)
+        for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, halves_to_floats(p + 2 * i));
+      else
+        for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * i), factor));
       return p + 2 * n;
     case Scales::f16_minimum:
       each_row([&](int i, int r, int g) {

@@ -7,7 +7,7 @@
 namespace BILLFISH_ISA {
 
 constexpr int LANES = 4;
-constexpr int TILE_ROWS = 8;
+constexpr int TILE_ROWS = 16;
 
 using Bytes = uint8x16_t;
 using Ints = int32x4_t;
