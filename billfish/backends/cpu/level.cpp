@@ -5,7 +5,7 @@
 #include "activations.h"
 #include "dequantize.h"
 #include "gemm.h"
-#include "limits.h"
+#include "machine.h"
 
 #define TEXT(x) #x
 #define NAME_OF(x) TEXT(x)

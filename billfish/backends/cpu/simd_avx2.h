@@ -39,15 +39,21 @@ template <int N> Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
-// maddubs multiplies unsigned with signed bytes and adds pairs in 16 bits. Codes below 64 cannot overflow that. Signed
-// weights hand their sign to x first; 128 * 127 * 2 still fits.
+// maddubs multiplies unsigned with signed bytes and adds pairs in 16 bits: codes below 64 cannot overflow that. Signed
+// weights are widened instead, even and odd bytes apart, so that -128 times -128 is right too.
 template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   int32_t four;
   std::memcpy(&four, x.p + 4 * L, 4);
-  __m256i quad = _mm256_set1_epi32(four);
-  if constexpr (SIGNED) quad = _mm256_sign_epi8(quad, w), w = _mm256_abs_epi8(w);
-  const __m256i pairs = _mm256_maddubs_epi16(w, quad);
-  return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+  const __m256i quad = _mm256_set1_epi32(four);
+  if constexpr (!SIGNED) {
+    const __m256i pairs = _mm256_maddubs_epi16(w, quad);
+    return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
+  } else {
+    const auto even = [](__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); };
+    const auto odd = [](__m256i v) { return _mm256_srai_epi16(v, 8); };
+    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even(w), even(quad)), _mm256_madd_epi16(odd(w), odd(quad)));
+    return {_mm256_add_epi32(sum.v, products)};
+  }
 }
 constexpr int SIGNED_BIAS = 0;
 

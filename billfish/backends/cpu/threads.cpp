@@ -29,7 +29,7 @@ inline void pause() {
 class Pool {
  public:
   explicit Pool(int helpers) {
-    for (int i = 0; i < helpers; i++) workers_.emplace_back([this, i] { serve(i + 1); });
+    for (int i = 0; i < helpers; i++) workers_.emplace_back([this] { serve(); });
   }
 
   ~Pool() {
@@ -38,59 +38,70 @@ class Pool {
     for (auto& worker : workers_) worker.join();
   }
 
-  // The caller is thread 0.
+  // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+    const uint64_t pieces = std::min<int64_t>(count, PIECES * (int64_t(workers_.size()) + 1));
     count_ = count;
     body_ = &body;
-    left_.store(int(workers_.size()), std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(pieces, std::memory_order_release);
     announce();
-    piece(0);
-    while (left_.load(std::memory_order_acquire) != 0) pause();
+    work();
+    while (done_.load(std::memory_order_acquire) != pieces) pause();
   }
 
  private:
+  // More pieces than threads, so that a slow one takes fewer.
+  static constexpr int64_t PIECES = 4;
+
   void announce() {
-    round_.fetch_add(1, std::memory_order_acq_rel);
-    if (sleepers_.load(std::memory_order_acquire) != 0) {
+    round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
+    if (sleepers_.load() != 0) {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
   }
 
-  void piece(int64_t index) {
-    const int64_t parts = int64_t(workers_.size()) + 1;
-    const int64_t first = count_ * index / parts, last = count_ * (index + 1) / parts;
-    if (first < last) (*body_)(first, last);
-  }
-
-  void serve(int index) {
-    uint64_t seen = 0;
+  // A ticket holds the number of the next piece and how many there are: (next << 32) | pieces. Whoever draws a valid
+  // one knows from it alone that its round is not over, so that count_ and body_ are still that round's.
+  void work() {
     for (;;) {
-      wait_for_round_after(seen);
-      seen++;
-      if (stop_.load()) return;
-      piece(index);
-      left_.fetch_sub(1, std::memory_order_acq_rel);
+      const uint64_t ticket = ticket_.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
+      const int64_t piece = int64_t(ticket >> 32), pieces = int64_t(ticket & 0xffffffff);
+      if (piece >= pieces) return;
+      (*body_)(count_ * piece / pieces, count_ * (piece + 1) / pieces);
+      done_.fetch_add(1, std::memory_order_acq_rel);
     }
   }
 
-  void wait_for_round_after(uint64_t seen) {
+  void serve() {
+    uint64_t seen = 0;
+    for (;;) {
+      seen = wait_for_round_after(seen);
+      if (stop_.load()) return;
+      work();
+    }
+  }
+
+  uint64_t wait_for_round_after(uint64_t seen) {
     const auto deadline = std::chrono::steady_clock::now() + SPIN;
     do {
       for (int i = 0; i < 64; i++) {
-        if (round_.load(std::memory_order_acquire) != seen) return;
+        const uint64_t round = round_.load(std::memory_order_acquire);
+        if (round != seen) return round;
         pause();
       }
     } while (std::chrono::steady_clock::now() < deadline);
     std::unique_lock<std::mutex> lock(mutex_);
-    sleepers_.fetch_add(1, std::memory_order_acq_rel);
-    wake_.wait(lock, [&] { return round_.load(std::memory_order_acquire) != seen; });
-    sleepers_.fetch_sub(1, std::memory_order_acq_rel);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, [&] { return round_.load() != seen; });
+    sleepers_.fetch_sub(1);
+    return round_.load();
   }
 
   std::vector<std::thread> workers_;
-  std::atomic<uint64_t> round_{0};
-  std::atomic<int> left_{0}, sleepers_{0};
+  std::atomic<uint64_t> round_{0}, ticket_{0}, done_{0};
+  std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
   std::condition_variable wake_;

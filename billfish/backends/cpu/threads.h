@@ -1,7 +1,7 @@
 // A small pool of threads that share one loop at a time.
 //
-// Idle threads wait a moment by spinning, because the next product of a model comes at once, and then sleep. The split of
-// the work does not depend on which thread runs what, so results are the same for any number of threads.
+// Idle threads wait a moment by spinning, because the next product of a model comes at once, and then sleep. Pieces of the
+// work are drawn by whoever is free; no result depends on who drew what, so they are the same for any number of threads.
 #pragma once
 #include <cstdint>
 #include <functional>
