@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
 
 import billfish
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.errors import BillfishError
 from billfish.explain import explain, print_formats
 from billfish.format import get_format
@@ -22,6 +25,9 @@ def parser() -> argparse.ArgumentParser:
     formats = commands.add_parser("formats", help="list every format: size, group, element, scale, storage")
     formats.add_argument("--markdown", action="store_true", help="as a Markdown table")
     formats.set_defaults(run=_formats)
+
+    info = commands.add_parser("info", help="what was found on this machine, and what will be used")
+    info.set_defaults(run=_info)
 
     walk = commands.add_parser("explain", help="walk one code through the bits that decode it")
     walk.add_argument("format", metavar="FORMAT", help="a name that `billfish formats` lists")
@@ -51,6 +57,17 @@ def integer(text: str) -> int:
 
 def _formats(arguments: argparse.Namespace) -> None:
     print_formats(sys.stdout, arguments.markdown)
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    cpu = BACKENDS["cpu"]
+    assert isinstance(cpu, CpuBackend)
+    forced = f" (BILLFISH_ISA={os.environ['BILLFISH_ISA']})" if "BILLFISH_ISA" in os.environ else ""
+    print(f"billfish {billfish.__version__}, Python {platform.python_version()}, {platform.machine()}")
+    print(f"backends     {', '.join(BACKENDS)}")
+    print(f"ISA levels   {', '.join(_cpu.levels())}")
+    print(f"chosen       {cpu.level}{forced}")
+    print(f"threads      {_cpu.threads()}")
 
 
 def _explain(arguments: argparse.Namespace) -> None:

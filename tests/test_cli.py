@@ -148,3 +148,11 @@ def test_python_dash_m_and_a_reader_that_stops_early():
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("format ")
     assert done.stderr == ""
+
+
+def test_info_says_what_was_found_and_chosen(capsys):
+    assert main(["info"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["ISA"].removeprefix("levels").split(", ")[-1] == "portable"
+    assert lines["chosen"].split()[0] in lines["ISA"]
+    assert int(lines["threads"]) >= 1
