@@ -105,7 +105,8 @@ class E2M1(Element):
         # that step, so adding it and taking it away again rounds |x| to the step, ties to even.
         power = np.maximum(magnitude, np.float32(1)).view(np.uint32) & np.uint32(0x7F800000)
         anchor = power.view(np.float32) * np.float32(2**22)
-        return np.copysign((magnitude + anchor) - anchor, x)
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            return np.copysign((magnitude + anchor) - anchor, x)
 
     def encode(self, x: Floats) -> Codes:
         rounded = self.round(np.asarray(x, np.float32))
