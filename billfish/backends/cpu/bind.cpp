@@ -17,7 +17,7 @@
 #include "problem.h"
 #include "threads.h"
 
-#if defined(__aarch64__)
+#if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -30,8 +30,10 @@ BILLFISH_LEVELS(DECLARE_LEVEL)
 namespace {
 
 bool runs_here(const std::string& name) {
-#if defined(__aarch64__)
+#if defined(__aarch64__) && defined(__linux__)
   if (name == "neon_dotprod") return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#elif defined(__aarch64__) && defined(__APPLE__)
+  if (name == "neon_dotprod") return true;  // every Mac with an Apple processor has it
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

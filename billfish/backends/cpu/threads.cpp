@@ -1,7 +1,9 @@
 #include "threads.h"
 
 #include <pthread.h>
+#if defined(__linux__)
 #include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -119,8 +121,10 @@ int default_threads() {
     int count = std::atoi(text);
     if (count > 0) return count;
   }
+#if defined(__linux__)
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+#endif
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
