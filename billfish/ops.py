@@ -131,17 +131,16 @@ def quantized_linear(
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device, activations)
     chosen = choose(call, problem, backend)
     weights = tensor.prepacked_for(chosen.name, chosen.prepack)
-    y = chosen.matmul(taken.numpy().reshape(m, k), weights, _bias(call, bias, n), activations)
-    return taken.like(y.reshape(*taken.shape[:-1], n))
+    return chosen.linear(taken, weights, n, _bias(call, bias, n), activations)
 
 
-def _bias(call: str, bias: Any, n: int) -> NDArray[Any] | None:
+def _bias(call: str, bias: Any, n: int) -> Input | None:
     if bias is None:
         return None
     taken = float_input(call, "bias", bias)
     if taken.shape != (n,):
         raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))
-    return taken.numpy()
+    return taken
 
 
 def _check_absent(call: str, **arguments: Any) -> None:

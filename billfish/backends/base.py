@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.arrays import Input
 from billfish.format import Format
 from billfish.tensor import QuantizedTensor
 
@@ -49,6 +51,15 @@ class Backend(ABC):
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
     ) -> NDArray[Any]:
         """x [M, K] @ W.T + bias [N] -> [M, N] of x's type; `weights` is what `prepack` returned."""
+
+    def linear(self, x: Input, weights: Any, n: int, bias: Input | None, activations: str) -> Any:
+        """`matmul` for arrays of any library: x [..., K] -> y [..., N] of x's kind and type.
+
+        This goes through NumPy; a backend that computes on other memory overrides it and never copies to the host.
+        """
+        rows = x.numpy().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y = self.matmul(rows, weights, None if bias is None else bias.numpy(), activations)
+        return x.like(y.reshape(*x.shape[:-1], n))
 
     @abstractmethod
     def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
