@@ -193,7 +193,7 @@ def storage_of(tensor: QuantizedTensor) -> Source:
     format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
     element = format.element
     kind = "table_of_16" if isinstance(element, Table) else "e2m1" if isinstance(element, E2M1) else "integer"
-    about = {
+    about: dict[str, Any] = {
         "n": n,
         "k": k,
         "group": tensor.group_size,
