@@ -23,6 +23,10 @@ class DataError(BillfishError, ValueError):
     """Numbers that cannot be stored, such as NaN, infinity or a scale that overflows."""
 
 
+class CheckpointError(BillfishError, ValueError):
+    """A file that is damaged, of a layout that is not supported, or that cannot be written."""
+
+
 class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 
