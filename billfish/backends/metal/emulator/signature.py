@@ -51,7 +51,7 @@ ATTRIBUTES = {
     "thread_index_in_threadgroup": ("uint", "emulator::position->index"),
     "thread_position_in_grid": ("uint3", "emulator_uint3(emulator::position->in_grid)"),
     "thread_position_in_threadgroup": ("uint3", "emulator_uint3(emulator::position->in_threadgroup)"),
-    "threadgroup_position_in_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroup)"),
+    "threadgroup_position_in_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroup_position)"),
     "threadgroups_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroups)"),
     "threads_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.grid)"),
     "threads_per_simdgroup": ("uint", "emulator::simd_width"),

@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from billfish.backends.metal.emulator.faults import CompileError
 from billfish.backends.metal.emulator.signature import ATTRIBUTES, Signature
 
 SHIM = Path(__file__).parent / "shim"
@@ -21,11 +22,14 @@ _KERNEL_MACRO = re.compile(r"#define instantiate_kernel\((?:.*\\\n)*.*\n")
 _VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
 # The head of a declaration such as `threadgroup half tile[64][32]`, where statements can begin.
 _VARIABLE = re.compile(
-    r"(?P<before>[;{}]\s*|\n[ \t]*|^[ \t]*)"
+    r"(?P<before>(?:(?<=[;{}])|^)\s*)"
     r"(?:alignas\([^()]*\)\s*)?threadgroup\s+(?:alignas\([^()]*\)\s*)?"  # all of them are aligned to 16 bytes
     r"(?P<type>(?:const\s+)?[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
-    r"(?=[A-Za-z_]\w*\s*[\[;,])"
+    r"(?=[A-Za-z_]\w*\s*[\[;,])",
+    re.MULTILINE,
 )
+# Any other statement that looks like one, which would silently become a variable of each thread.
+_LEFT_OVER = re.compile(r"(?:(?<=[;{}])|^)\s*threadgroup\s[^*&();{}]*;", re.MULTILINE)
 _DECLARATOR = re.compile(r"\s*([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)*)([,;])")
 _INCLUDE = re.compile(r'^[ \t]*#include\s+"(mlx/[^"]+)"[^\n]*$', re.MULTILINE)
 
@@ -39,11 +43,14 @@ def threadgroup_variables(text: str) -> str:
             name, dimensions, last = found.groups()
             statements.append(f"EMULATOR_THREADGROUP({name}, {head['type']}{dimensions.strip()});")
             at = found.end()
-        if last == ";" and head.start() >= position:
+        if last == ";":
             lines = "\n" * text.count("\n", head.end(), at)
             out += [text[position : head.start()], head["before"], *statements, lines]
             position = at
-    return "".join([*out, text[position:]])
+    text = "".join([*out, text[position:]])
+    if left := _LEFT_OVER.search(text):
+        raise CompileError(f"the emulator does not understand this declaration: {left[0].strip()}")
+    return text
 
 
 def rewrite(text: str) -> str:
@@ -107,7 +114,7 @@ def translate(signature: Signature, label: str) -> str:
         + before
         + f'\n#line 1 "{label} header"\n'
         + rewrite(header + mark + signature.opening + f'#line 1 "{label}"\n' + signature.source + signature.ending)
-        + '\n#include "entry.h"\n'
+        + '\n#line 1 "entry"\n#include "entry.h"\n'
         + 'extern "C" EMULATOR_UNSEEN void emulator_kernel(void** arguments) {\n'
         + f"  {signature.instance}({', '.join(passed)});\n}}\n"
     )

@@ -2,7 +2,7 @@
 // the shim may include one; plain C types are used throughout.
 #pragma once
 
-#define EMULATOR_CONVERGENT __attribute__((convergent, noinline))
+#define EMULATOR_CONVERGENT __attribute__((convergent, noinline, nomerge))
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))  // its accesses are reported by hand, not by the compiler
 #define EMULATOR_SITE __builtin_return_address(0)               // where in the kernel a function of the shim was called
 
@@ -23,7 +23,7 @@ struct Position {
 // What all threads of a threadgroup have in common.
 struct Dispatch {
   Uint3 grid, threadgroups, threads_per_threadgroup;  // the last is smaller at the edge of the grid
-  Uint3 threadgroup;                                  // the position of the one that runs
+  Uint3 threadgroup_position;                         // of the one that runs
   unsigned threads, simdgroups;
 };
 
@@ -41,12 +41,12 @@ struct Exchange {
   alignas(16) unsigned char bytes[simd_width][64];
   unsigned lanes;  // a bit for each lane that took part; lanes that have returned from the kernel do not
 
-  template <class T> T get(unsigned lane) const {
+  template <class T> EMULATOR_UNSEEN T get(unsigned lane) const {
     T value;
     __builtin_memcpy(&value, bytes[lane], sizeof(T));
     return value;
   }
-  bool has(unsigned lane) const { return lane < simd_width && (lanes >> lane & 1); }
+  EMULATOR_UNSEEN bool has(unsigned lane) const { return lane < simd_width && (lanes >> lane & 1); }
 };
 
 // Waits until every lane of the simdgroup has come to the same call, and returns what they brought.
@@ -54,9 +54,14 @@ EMULATOR_CONVERGENT const Exchange& exchange(const char* operation, const void* 
 [[noreturn]] void report_non_uniform(const char* operation, const char* argument, const void* site);
 [[noreturn]] void report_inactive_lane(const char* operation, unsigned lane, const void* site);
 
-// Memory accesses that the shim makes itself. The others are reported by the compiler, in instrumented builds.
+// Memory accesses that the shim makes itself, in instrumented builds; the others are reported by the compiler.
+#if defined(EMULATOR_INSTRUMENTED) || defined(EMULATOR_RUNTIME)
 void reading(const void* address, unsigned size, const void* site);
 void writing(const void* address, unsigned size, const void* site);
+#else
+inline void reading(const void*, unsigned, const void*) {}
+inline void writing(const void*, unsigned, const void*) {}
+#endif
 void atomic_access(const volatile void* address, unsigned size, bool reads, bool writes, const void* site);
 void count_matrix_multiply();
 

@@ -86,7 +86,7 @@ void run_grid(const Launch& launch) {
     Uint3 at{index % groups.x, index / groups.x % groups.y, index / (groups.x * groups.y)};
     Uint3 first{at.x * most.x, at.y * most.y, at.z * most.z};
     Uint3 size{least(most.x, grid.x - first.x), least(most.y, grid.y - first.y), least(most.z, grid.z - first.z)};
-    dispatch.threadgroup = at;
+    dispatch.threadgroup_position = at;
     dispatch.threads_per_threadgroup = size;
     dispatch.threads = size.x * size.y * size.z;
     dispatch.simdgroups = (dispatch.threads + simd_width - 1) / simd_width;

@@ -176,7 +176,7 @@ void aligned_access(unsigned long address, unsigned size, bool writes, const voi
 }  // namespace
 
 unsigned linear_threadgroup() {
-  const Uint3 &at = dispatch.threadgroup, &of = dispatch.threadgroups;
+  const Uint3 &at = dispatch.threadgroup_position, &of = dispatch.threadgroups;
   return at.x + of.x * (at.y + of.y * at.z);
 }
 

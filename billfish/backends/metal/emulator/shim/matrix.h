@@ -34,7 +34,7 @@ template <class T, int columns, int rows> inline simdgroup_matrix<T, columns, ro
   return out;
 }
 
-inline void need_all_lanes(const emulator::Exchange& all, const char* name, const void* site) {
+EMULATOR_UNSEEN inline void need_all_lanes(const emulator::Exchange& all, const char* name, const void* site) {
   if (~all.lanes) emulator::report_inactive_lane(name, __builtin_ctz(~all.lanes), site);
 }
 
@@ -44,7 +44,7 @@ struct MatrixAddress {
   ulong elements_per_row, x, y;
   bool transpose;
 
-  void check(const emulator::Exchange& all, const char* name, const void* site) const {
+  EMULATOR_UNSEEN void check(const emulator::Exchange& all, const char* name, const void* site) const {
     need_all_lanes(all, name, site);
     MatrixAddress first = all.get<MatrixAddress>(0);
     if (first.pointer != pointer) emulator::report_non_uniform(name, "the pointer", site);
@@ -52,7 +52,7 @@ struct MatrixAddress {
     if (first.x != x || first.y != y) emulator::report_non_uniform(name, "matrix_origin", site);
     if (first.transpose != transpose) emulator::report_non_uniform(name, "transpose_matrix", site);
   }
-  ulong offset(int i) const {  // of the lane's element i
+  EMULATOR_UNSEEN ulong offset(int i) const {  // of the lane's element i
     ulong row = fragment_row(current_lane()), column = fragment_column(current_lane()) + i;
     return transpose ? (y + column) * elements_per_row + x + row : (y + row) * elements_per_row + x + column;
   }

@@ -6,9 +6,9 @@ namespace metal {
 #define METAL_SIMD EMULATOR_CONVERGENT EMULATOR_UNSEEN
 #define METAL_EXCHANGE(name) const emulator::Exchange& all = emulator::exchange(name, &v, sizeof v, EMULATOR_SITE)
 
-inline uint current_lane() { return emulator::position->lane; }
+EMULATOR_UNSEEN inline uint current_lane() { return emulator::position->lane; }
 
-template <class T> inline T from_lane(const emulator::Exchange& all, uint lane, const char* name, const void* site) {
+template <class T> EMULATOR_UNSEEN inline T from_lane(const emulator::Exchange& all, uint lane, const char* name, const void* site) {
   if (!all.has(lane)) emulator::report_inactive_lane(name, lane, site);
   return all.get<T>(lane);
 }
@@ -59,7 +59,7 @@ template <class T> METAL_SIMD T simd_shuffle_and_fill_down(T value, T filling, u
 }
 
 // By halves, so that the result does not depend on the order in which lanes ran. Lanes that are not there are left out.
-template <class T, class F> inline T reduce(const emulator::Exchange& all, uint first, uint count, F f) {
+template <class T, class F> EMULATOR_UNSEEN inline T reduce(const emulator::Exchange& all, uint first, uint count, F f) {
   T values[32];
   bool there[32];
   for (uint i = 0; i < count; i++) {
