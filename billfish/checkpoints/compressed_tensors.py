@@ -77,8 +77,7 @@ class Fp4Matrix(Matrix):
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
         group = self.format.default_group_size
-        packed = self.packed.array().view(np.uint8).reshape(self.n, self.k // 2)
-        scales = self.stored_scales.array().view(np.uint8).reshape(self.n, self.k // group)
+        packed, scales = self.packed.rows_of_bytes(self.n), self.stored_scales.rows_of_bytes(self.n)
         storage = {
             "packed": packed[rows, columns.start // 2 : columns.stop // 2],
             "scales": scales[rows, columns.start // group : columns.stop // group],
@@ -122,11 +121,12 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     n, k = (int(size) for size in shape.array())
     scales = parts["weight_scale"]
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
-    words = packed.shape[1]
-    bits = next((b for b in range(1, 9) if k > 0 and words in (-(-k * b // 32), -(-k // (32 // b)))), 0)
+    words, weights = packed.shape[1], weights_of(config)
+    # Widths that do not divide 32 are dense across words in newer files, and padded in older ones.
+    widths = [b for b in (weights.get("num_bits"), 4, 8, *range(1, 9)) if isinstance(b, int) and 0 < b <= 8]
+    bits = next((b for b in widths if k > 0 and words in (-(-k * b // 32), -(-k // (32 // b)))), 0)
     if packed.shape[0] != n or not bits:
         raise CheckpointError(complaint(CALL, shape.name, f"[{n}, {k}]", f"what fits {packed.shape} words"))
-    weights = weights_of(config)
     group = group_of(k, groups, weights.get("group_size"))
     reason = why_not(bits, k, group)
     if reason:

@@ -80,8 +80,11 @@ class MappedFile:
 
     def view(self, offset: int, nbytes: int, dtype: Any, shape: tuple[int, ...]) -> Array:
         """An array whose bytes begin at `offset`; a copy only where the file has it at an odd address."""
-        array = self._bytes[offset : offset + nbytes].view(dtype)
-        return np.require(array.reshape(shape), requirements="A")
+        array = self._bytes[offset : offset + nbytes].view(dtype).reshape(shape)
+        if not array.flags.aligned:
+            array = array.copy()
+            array.setflags(write=False)
+        return array
 
     def release(self) -> None:
         """Let go of the pages read so far; they come in again when touched. Views stay valid."""
@@ -106,6 +109,10 @@ class Stored:
         if self.dtype is None:
             raise damaged(self.file.path, f"{self.name} of type {self.kind}", "a type that NumPy has")
         return self.file.view(self.offset, self.nbytes, self.dtype, self.shape)
+
+    def rows_of_bytes(self, rows: int) -> Array:
+        """The same as uint8 [rows, ...]: a view even where the file has it at an odd address, as MLX's often have."""
+        return self.file.view(self.offset, self.nbytes, np.uint8, (rows, self.nbytes // max(1, rows)))
 
 
 def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[str, str]]:

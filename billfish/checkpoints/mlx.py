@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from billfish.checkpoints.compressed_tensors import Fp4Matrix
 from billfish.checkpoints.container import CALL, Stored
 from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
@@ -35,7 +33,7 @@ class AffineMatrix(Matrix):
         self.bits, self.group = bits, group
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
-        packed = self.weight.array().view(np.uint8).reshape(self.n, -1)
+        packed = self.weight.rows_of_bytes(self.n)
         groups = slice(columns.start // self.group, -(-columns.stop // self.group))
         per_byte = 8 // self.bits
         storage = {"packed": packed[rows, columns.start // per_byte : columns.stop // per_byte]}
