@@ -6,6 +6,7 @@ habits too: what looks like a name in `source` counts as one, even inside a long
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,7 +152,7 @@ def write(
 
     full_name = f"custom_kernel_{name}"
     if given:
-        full_name += "_" + given.replace("<", "_").replace(">", "_").replace(", ", "_")[:-1]
+        full_name += "_" + re.sub(r"<|>|, |-", "_", given)[:-1]
     for array in inputs:
         full_name += "_" + type_name("inputs", array.dtype)
         full_name += "s" if array.ndim == 0 else "c" if array.size < SMALLEST_DEVICE_ARRAY else ""

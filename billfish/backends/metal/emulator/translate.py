@@ -20,6 +20,9 @@ _INSTANTIATION = re.compile(r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kerne
 _KERNEL_MACRO = re.compile(r"#define instantiate_kernel\((?:.*\\\n)*.*\n")
 # A constructor such as `vec<T, 4>(x)`. Those of named types, `half4(x)`, are macros.
 _VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
+# A constant that Metal would be given when it makes the pipeline; MLX gives none to custom kernels. It is zero here.
+_FUNCTION_CONSTANT = re.compile(r"\[\[\s*function_constant\([^\]]*\)\s*\]\]\s*;")
+_THREADGROUP_ARGUMENT = re.compile(r"\[\[\s*threadgroup\([^\]]*\)\s*\]\]")
 # The head of a declaration such as `threadgroup half tile[64][32]`, where statements can begin.
 _VARIABLE = re.compile(
     r"(?P<before>(?:(?<=[;{}])|^)\s*)"
@@ -57,6 +60,7 @@ def rewrite(text: str) -> str:
     """One piece of Metal as C++."""
     text = _KERNEL_MACRO.sub(lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text)
     text = _INSTANTIATION.sub(lambda found: "\n" * found[0].count("\n"), text)
+    text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
     text = _VECTOR.sub(r"metal::make<\1>(", text)
     return threadgroup_variables(text)
 
