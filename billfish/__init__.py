@@ -27,7 +27,7 @@ from billfish.errors import (
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
-from billfish.nn import MarlinLinear, ModelReport, quantize_model
+from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
 from billfish.ops import dequantize, gemm_w4a8, quantize, quantized_linear
 from billfish.packing import (
     pack_fp4_weights,
@@ -66,6 +66,7 @@ __all__ = [
     "gemm_w4a8",
     "get_format",
     "load",
+    "load_into",
     "pack_fp4_weights",
     "pack_s4_weights",
     "pack_u4_weights",

@@ -26,6 +26,7 @@ class MarlinLinear:
     handed, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
     """
 
+    kind: str  # as in billfish.arrays
     in_features: int
     out_features: int
     format: str

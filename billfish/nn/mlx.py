@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
+from mlx.utils import tree_flatten
 
 from billfish.arrays import MlxArrays
 from billfish.errors import BillfishError, DTypeError, complaint
@@ -49,6 +50,8 @@ class MarlinLinear(base.MarlinLinear, Module):
     Parameters are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
     and `permutation` int32 [K] where columns are stored in another order (act-order); then `bias`. All start frozen.
     """
+
+    kind = "mlx"
 
     def __init__(
         self,
@@ -167,6 +170,16 @@ class MarlinLinear(base.MarlinLinear, Module):
 
         visit(model, "")
         return base.Walk(Linear, linears, others)
+
+    @staticmethod
+    def parameter_arrays(model: Module) -> dict[str, mx.array]:
+        """All parameters by their paths."""
+        return dict(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def set_parameter(model: Module, name: str, value: mx.array) -> None:
+        """Put a value in the place of one of them."""
+        model.load_weights([(name, value)], strict=False)
 
     @property
     def storage(self) -> list[mx.array]:

@@ -128,6 +128,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     `.to(dtype)`, `.half()` and the like convert the bias and leave storage alone: another type would be other weights.
     """
 
+    kind = "torch"
     bias: torch.nn.Parameter | None
     permutation: Tensor | None
 
@@ -246,6 +247,17 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             if not isinstance(module, torch.nn.Linear):
                 others |= {id(p): prefix + name for name, p in module.named_parameters(recurse=False)}
         return base.Walk(torch.nn.Linear, linears, others)
+
+    @staticmethod
+    def parameter_arrays(model: torch.nn.Module) -> dict[str, Tensor]:
+        """Everything that a state dict holds, under all its names."""
+        return dict(model.state_dict(keep_vars=True))
+
+    @staticmethod
+    def set_parameter(model: torch.nn.Module, name: str, value: Tensor) -> None:
+        """Write a value into one of them."""
+        with torch.no_grad():
+            model.state_dict(keep_vars=True)[name].copy_(value)
 
     @property
     def storage(self) -> list[Tensor]:
