@@ -27,10 +27,10 @@ SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
 OLDEST_CLANG = 17
 
 _DARWIN = sys.platform == "darwin"
-# Half and bfloat are rounded after each operation, as a GPU does; constants such as 0.1 are float, as in Metal.
+# Half and bfloat are rounded after each operation, as on a GPU.
 _KERNEL_FLAGS = (
     "-x c++ -std=c++17 -O2 -fPIC -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-strict-aliasing -Wno-everything "
-    "-fno-math-errno -fno-optimize-sibling-calls -fconvergent-functions -cl-single-precision-constant "
+    "-fno-math-errno -fno-optimize-sibling-calls -fconvergent-functions "
     "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none "
     "-gline-tables-only -fno-stack-protector -fno-sanitize=undefined"
 ).split()

@@ -18,6 +18,11 @@ SHIM = Path(__file__).parent / "shim"
 # `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` gives an instance a name; we call it by its own.
 _INSTANTIATION = re.compile(r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kernel\]\]\s*decltype\([^;]*;")
 _KERNEL_MACRO = re.compile(r"#define instantiate_kernel\((?:.*\\\n)*.*\n")
+# 1.0h and 1.0bf, which C++ has not, and 1.0, which is float in Metal: it has no double.
+_HALF_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(h|H|bf|BF)\b")
+_FLOAT_LITERAL = re.compile(
+    r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F.]+[pP][+-]?\d+)(?![\w.])"
+)
 # A constructor such as `vec<T, 4>(x)`. Those of named types, `half4(x)`, are macros.
 _VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
 # A constant that Metal would be given when it makes the pipeline; MLX gives none to custom kernels. It is zero here.
@@ -61,6 +66,8 @@ def rewrite(text: str) -> str:
     text = _KERNEL_MACRO.sub(lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text)
     text = _INSTANTIATION.sub(lambda found: "\n" * found[0].count("\n"), text)
     text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
+    text = _FLOAT_LITERAL.sub(r"\1f", text)
+    text = _HALF_LITERAL.sub(lambda found: f"(({'half' if found[2] in 'hH' else 'bfloat'})({found[1]}))", text)
     text = _VECTOR.sub(r"metal::make<\1>(", text)
     return threadgroup_variables(text)
 

@@ -19,14 +19,6 @@ typedef unsigned long ulong;
 typedef _Float16 half;
 typedef __bf16 bfloat;
 
-constexpr half operator""h(long double x) { return (half)x; }
-constexpr half operator""h(unsigned long long x) { return (half)x; }
-constexpr half operator""H(long double x) { return (half)x; }
-constexpr half operator""H(unsigned long long x) { return (half)x; }
-constexpr bfloat operator""bf(long double x) { return (bfloat)(float)x; }
-constexpr bfloat operator""bf(unsigned long long x) { return (bfloat)(float)x; }
-constexpr bfloat operator""BF(long double x) { return (bfloat)(float)x; }
-
 namespace metal {
 
 using ::bfloat;
