@@ -159,6 +159,17 @@ def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
     return _cached(key, ".so", make)
 
 
+def check_syntax(text: str, folder: Path, *, address_spaces: bool) -> str:
+    """What the compiler says about a translated kernel; "" if nothing."""
+    (folder / "kernel.cpp").write_text(text, "utf-8")
+    flags = [*_KERNEL_FLAGS, *_SAFE_MATH, "-ferror-limit=0", *(["-DEMULATOR_LINT"] if address_spaces else [])]
+    try:
+        find_compiler().run([*flags, "-I", SHIM, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+    except CompileError as error:
+        return str(error)
+    return ""
+
+
 @cache
 def load(path: Path) -> ctypes.CDLL:
     """A library, loaded once."""
