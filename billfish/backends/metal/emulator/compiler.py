@@ -40,7 +40,10 @@ _INSTRUMENTED_FLAGS = (
     "-mllvm -tsan-instrument-read-before-write=1 -mllvm -tsan-handle-cxx-exceptions=0 -fno-vectorize -fno-slp-vectorize"
 ).split()
 _SAFE_MATH, _HOSTILE_MATH = ["-ffp-contract=off"], ["-ffast-math", "-ffp-contract=fast", "-fno-finite-math-only"]
-_RUNTIME_FLAGS = "-DEMULATOR_RUNTIME -x c++ -std=c++17 -O2 -fPIC -fno-exceptions -fno-rtti -fno-stack-protector -fno-sanitize=undefined".split()
+_RUNTIME_FLAGS = (
+    "-DEMULATOR_RUNTIME -x c++ -std=c++17 -O2 -fPIC -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-stack-protector "
+    "-fno-sanitize=undefined"
+).split()
 # Without the C library's own libraries, which the process has anyway: zig would build stubs of them for half a minute.
 _LINK_FLAGS = ["-shared", "-fPIC", *(["-undefined", "dynamic_lookup"] if _DARWIN else ["-nostdlib"])]
 
