@@ -348,7 +348,7 @@ def load_model(
     path: a folder with its config.json, or a GGUF file of a Llama, Qwen2 or Qwen3 model.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
-    kwargs: for from_pretrained, such as dtype.
+    kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
     """
     path = Path(path)
     weights = ModelWeights(path)
@@ -358,6 +358,7 @@ def load_model(
     )
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
+    kwargs.setdefault("dtype", config.dtype or torch.float32)
     with torch.device("meta"):
         skeleton = auto_class.from_config(config)
     places = find_places(skeleton, weights)
