@@ -91,7 +91,12 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Prob
     if choice is not None and settings.requantize:
         return _quantized(checkpoint, name, about.shape, *choice, settings)
     try:
-        return _as_it_is(checkpoint, name, order is not None, settings)
+        item = _as_it_is(checkpoint, name, order is not None, settings)
+        if item.format is not None and item.bits > about.format.element.bits:
+            left.append(
+                Problem(name, f"{about.format.name}, held as {item.format.name} with {item.bits} bits for each code")
+            )
+        return item
     except Misfit as reason:
         fallback = settings.target.fallback(about.format, about.shape[-1])
         if not settings.requantize or fallback is None:
