@@ -70,11 +70,11 @@ def parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
 
     bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
-    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels (cpu)")
+    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu or metal (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
     bench.add_argument("--m", default="1,16,256", metavar="LIST", help="rows of x (1,16,256)")
-    bench.add_argument("--activations", default="q8", metavar="LIST", help="q8, q16, exact (q8)")
+    bench.add_argument("--activations", metavar="LIST", help="q8, q16, exact (q8 for cpu, exact for metal)")
     bench.add_argument("--threads", metavar="N", help="for all contenders (as many as billfish uses otherwise)")
     bench.add_argument("--peers", default="all", metavar="LIST", help="all, none, or names such as ggml,numpy (all)")
     bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
