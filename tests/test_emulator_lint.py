@@ -48,20 +48,50 @@ PLANTED = {
         "const threadgroup half* p = x + 1;",
         "cannot initialize",
     ),
-    "cast between address spaces": ("address-space", "(device const half4*)x", "(device const half4*)tile", "threadgroup"),
-    "no address space": ("address-space", "threadgroup float* p = tile + 1;", "float* p = mine;", "`float* p` names no"),
+    "cast between address spaces": (
+        "address-space",
+        "(device const half4*)x",
+        "(device const half4*)tile",
+        "threadgroup",
+    ),
+    "no address space": (
+        "address-space",
+        "threadgroup float* p = tile + 1;",
+        "float* p = mine;",
+        "`float* p` names no",
+    ),
     "device pointer into a function that takes threadgroup": (
         "address-space",
         "float first(const device half* x)",
         "float first(const threadgroup half* x)",
         "no matching function",
     ),
-    "simdgroup_load from thread memory": ("address-space", "simdgroup_load(m, tile);", "simdgroup_load(m, mine);", "no matching"),
-    "cast of what is read": ("address-space", "(const device Pair*)x", "(const threadgroup Pair*)x", "cast into another address space of 'device"),
-    "cast of what is written": ("address-space", "threadgroup float* p = tile + 1;", "*(device float*)tile = 1;\nauto p = tile;", "cast"),
+    "simdgroup_load from thread memory": (
+        "address-space",
+        "simdgroup_load(m, tile);",
+        "simdgroup_load(m, mine);",
+        "no matching",
+    ),
+    "cast of what is read": (
+        "address-space",
+        "(const device Pair*)x",
+        "(const threadgroup Pair*)x",
+        "cast into another address space of 'device",
+    ),
+    "cast of what is written": (
+        "address-space",
+        "threadgroup float* p = tile + 1;",
+        "*(device float*)tile = 1;\nauto p = tile;",
+        "cast",
+    ),
     "cast of a vector in C's way": ("vector-cast", "float4(vectors[i])", "(float4)vectors[i]", "write float4(...)"),
     "cast of a vec": ("vector-cast", "float4(vectors[i])", "(vec<float, 4>)(vectors[i])", "which converts"),
-    "matrices to a function that is not inlined": ("matrix-array", "METAL_FUNC void fill", "inline void fill", "fill takes an array"),
+    "matrices to a function that is not inlined": (
+        "matrix-array",
+        "METAL_FUNC void fill",
+        "inline void fill",
+        "fill takes an array",
+    ),
     "matrices as a pointer": (
         "matrix-array",
         "METAL_FUNC void fill(thread simdgroup_float8x8 (&a)[2][2]) { a[0][0] = simdgroup_float8x8(1.0f); }",
@@ -75,7 +105,12 @@ PLANTED = {
         "inline float ceildiv(float a) { return a; }\ninline float first(",
         "ceildiv is a name",
     ),
-    "a macro of the prelude": ("mlx-name", "constant float table", "#define MTL_CONST constant\nconstant float table", "MTL_CONST is a name"),
+    "a macro of the prelude": (
+        "mlx-name",
+        "constant float table",
+        "#define MTL_CONST constant\nconstant float table",
+        "MTL_CONST is a name",
+    ),
     "a constant of the prelude": (
         "mlx-name",
         "constant float table",
@@ -130,7 +165,16 @@ def test_templates_are_instantiated() -> None:
 
 def test_names_of_mlx() -> None:
     names = lint.mlx_names()
-    assert {"Limits", "WorkPerThread", "elem_to_loc", "ceildiv", "log1p", "complex64_t", "bfloat16_t", "float16_t"} <= names
+    assert {
+        "Limits",
+        "WorkPerThread",
+        "elem_to_loc",
+        "ceildiv",
+        "log1p",
+        "complex64_t",
+        "bfloat16_t",
+        "float16_t",
+    } <= names
     assert {"MLX_MTL_PRAGMA_UNROLL", "instantiate_kernel", "SOFTMAX_N_READS", "simd_shuffle_down", "cast_to"} <= names
     assert not names & {"T", "x", "loc", "return", "i", "float", "constant"}
 
@@ -138,7 +182,8 @@ def test_names_of_mlx() -> None:
 def test_mlx_kernels_keep_their_address_spaces() -> None:
     headers = ("steel/gemm/gemm.h", "quantized_utils.h", "fp_quantized.h")
     text = "".join(f'#include "mlx/backend/metal/kernels/{header}"\n' for header in headers)
-    text += "template [[host_name(\"q\")]] [[kernel]] decltype(fp_dequantize<half, 32, 4, false>) fp_dequantize<half, 32, 4, false>;\n"
+    instance = "fp_dequantize<half, 32, 4, false>"
+    text += f'template [[host_name("q")]] [[kernel]] decltype({instance}) {instance};\n'
     assert lint.check_text(text) == []
 
 

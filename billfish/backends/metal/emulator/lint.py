@@ -35,8 +35,9 @@ _SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat"
 _NAMED = r"u?int(?:8|16|32|64)_t|size_t|float16_t|bfloat16_t|packed_\w+"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
 _VECTOR_CAST = re.compile(rf"(?<![\w\]>])\(\s*(?:const\s+)?(?:(?:{_SCALARS})[234]|vec<[^<>()]*>)\s*\)\s*(?=[\w(.])")
-_BEFORE_CAST = re.compile(r"(?:sizeof|alignof|decltype|operator|[\w\])])\s*$")
-_POINTER = re.compile(rf"\b(?:(?:{_SCALARS})[234]?|{_NAMED}|T)\s*(?:const\s*)?[*&]\s*(?:const\s+|restrict\s+)*\w+\s*(?=[,;)=\[])")
+_POINTER = re.compile(
+    rf"\b(?:(?:{_SCALARS})[234]?|{_NAMED}|T)\s*(?:const\s*)?[*&]\s*(?:const\s+|restrict\s+)*\w+\s*(?=[,;)=\[])"
+)
 _SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread|threadgroup_imageblock|ray_data|object_data)\b")
 _FUNCTION = re.compile(r"(?P<before>[^;{}()]*?)\b(?P<name>\w+)\s*\((?P<parameters>[^;{}]*)\)\s*(?:const|thread|\s)*\{")
 _MATRIX = re.compile(r"\bsimdgroup_(?:matrix<[^<>]*>|(?:half|float|bfloat)8x8)[^,]*(?:\[|\*)")
@@ -120,7 +121,9 @@ class _Text:
 
     def vector_casts(self) -> Iterator[Finding]:
         for found in _VECTOR_CAST.finditer(self.plain):
-            if not _BEFORE_CAST.search(self.plain[: found.start()]) or self.plain[: found.start()].rstrip().endswith("return"):
+            # After a name it is a call or a parameter list, such as sizeof(half4).
+            before = re.search(r"(\w+|[)\]])?\s*$", self.plain[: found.start()])
+            if before is None or before[1] in (None, "return"):
                 cast = found[0].strip()
                 message = f"{cast} is a cast of C; write {cast[1:-1].strip()}(...), which converts"
                 yield self.finding(found.start(), "vector-cast", message)
@@ -168,7 +171,9 @@ def _readable(message: str) -> str:
         message = message.replace(f"__attribute__((address_space({number})))", space)
         message = message.replace(f"address space '{number}'", f"the {space} address space")
     message = message.replace("_Float16", "half").replace("__bf16", "bfloat")
-    return message.replace("right hand operand to ->* has non-pointer-to-member type", "cast into another address space of")
+    return message.replace(
+        "right hand operand to ->* has non-pointer-to-member type", "cast into another address space of"
+    )
 
 
 def _compiled(text: str, label: str, places: set[str]) -> Iterator[Finding]:
