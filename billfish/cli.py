@@ -80,6 +80,14 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
     bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
     bench.set_defaults(run=_bench)
+
+    profile = commands.add_parser("profile", help="count what the Metal kernels do, in the emulator, beside MLX's")
+    profile.add_argument("--formats", default="mxfp4,nvfp4,affine4", metavar="LIST", help="(mxfp4,nvfp4,affine4)")
+    profile.add_argument("--shape", default="512x256", metavar="KxN", help="of the weights (512x256)")
+    profile.add_argument("--m", default="1,8,16,64", metavar="LIST", help="rows of x (1,8,16,64)")
+    profile.add_argument("--json", metavar="FILE", help="write the counts there")
+    profile.add_argument("--plot", metavar="FILE.png", help="draw them there; needs billfish[bench]")
+    profile.set_defaults(run=_profile)
     return top
 
 
@@ -148,6 +156,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         complete = False
     if not complete:
         raise SystemExit(130)  # what a shell expects after Ctrl-C
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from billfish import profile  # here, because the other commands do without a compiler
+
+    profile.run(profile.Settings.parse(**{n: v for n, v in vars(arguments).items() if n not in ("command", "run")}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
