@@ -524,6 +524,19 @@ class TestHostile:
         assert (self.halves("y[i] = a[i] * 0.25h;", x, True) == 0).all()
         assert (self.halves("y[i] = half(float(a[i]) * 0.25);", x, True) == 0).all()
 
+    def test_vectors_and_constants(self) -> None:
+        x = ALL_HALVES[: 16 * 1024]  # positive, and not too large
+        source = "if (i % 4 == 0) ((device half4*)y)[i / 4] = ((const device half4*)a)[i / 4] * half4(1, 2, 0.5, 1.5);"
+        expected = x * np.tile(np.array([1, 2, 0.5, 1.5], np.float16), x.size // 4)
+        assert_same_bits(self.halves(source, x, False), expected)
+        small = (x < 2.0**-14) | (expected < 2.0**-14)
+        assert_same_bits(self.halves(source, x, True), np.where(small, np.float16(0), expected))
+
+    def test_comparisons_see_zero(self) -> None:
+        x = np.full(8, 2.0**-15, np.float16)
+        assert (self.halves("y[i] = a[i] > half(0);", x, False) == 1).all()
+        assert (self.halves("y[i] = a[i] > half(0);", x, True) == 0).all()
+
     def test_moving_bits_does_not_flush(self) -> None:
         x = np.full(8, 2.0**-15, np.float16)
         assert (self.halves("y[i] = as_type<half>(ushort(as_type<ushort>(a[i]) + 1));", x, True) > 0).all()
