@@ -169,11 +169,11 @@ def test_compressed_tensors_as_transformers_itself_reads_it(tmp_path):
     torch.testing.assert_close(logits(load_model(tmp_path)), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("format", ["q4_0", "q5_1"])
-def test_gguf_as_transformers_itself_reads_it(format, tmp_path):
-    """Rows of queries and keys are in another order there. transformers decodes all weights, and we none."""
+@pytest.mark.parametrize(("architecture", "format"), [("llama", "q4_0"), ("qwen2", "q5_1"), ("qwen3", "q4_1")])
+def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
+    """A Llama's queries and keys have their rows in another order. transformers decodes all weights, and we none."""
     path = tmp_path / "model.gguf"
-    write_gguf(path, format)
+    write_gguf(path, format, architecture)
     model = load_model(path, dtype=torch.float32)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MarlinLinear)}
     assert layers.keys() == matrices().keys() | {"lm_head"}

@@ -120,6 +120,7 @@ class BillfishQuantizer(HfQuantizer):
         else:
             source = ModelWeights(Path(checkpoint_files[0]).parent)
             places = find_places(model, source)
+            refuse_others(model, source, places)
         for path, name in places.names.items():
             layer = make_layer(
                 model.get_submodule(path),
@@ -238,6 +239,16 @@ def find_places(model: Any, source: ModelWeights) -> Places:
             if name is not None and source.describe(name).format is not None and len(source.describe(name).shape) == 2:
                 names[path] = name
     return Places(names, {}, None)
+
+
+def refuse_others(model: Any, source: ModelWeights, places: Places) -> None:
+    """from_pretrained reads arrays itself and could not decode a quantized embedding."""
+    wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
+    for name in source:
+        if source.describe(name).format is not None and name in wanted and name not in places.names.values():
+            got = f"a {source.describe(name).format} matrix that belongs to no Linear"
+            takes = "billfish.nn.transformers.load_model, which decodes it"
+            raise CheckpointError(complaint("from_pretrained", name, got, takes))
 
 
 def make_layer(
