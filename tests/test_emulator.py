@@ -300,6 +300,7 @@ class TestThreads:
     def test_threadgroup_memory_and_barriers(self) -> None:
         source = """
             threadgroup float tile[4][64], sum;
+            threadgroup unsigned int unused[2];
             uint i = thread_index_in_threadgroup;
             tile[i / 64][i % 64] = x[thread_position_in_grid.x];
             threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -323,8 +324,8 @@ class TestThreads:
                 )
             assert_same_bits(y, np.repeat(x.reshape(4, 256).sum(1), 256))
         (launch,) = log
-        assert launch.threadgroup_variables == {"tile": 1024, "sum": 4}
-        assert launch.threadgroup_memory == 1040
+        assert launch.threadgroup_variables == {"tile": 1024, "sum": 4, "unused": 8}
+        assert launch.threadgroup_memory == 1056
         assert launch.threadgroup_barriers == 8
         assert launch.read == {"x": 4096, "y": 0}
         assert launch.written == {"x": 0, "y": 4096}
@@ -463,6 +464,7 @@ class TestArguments:
             ({"output_shapes": [(1,), (1,)]}, "output_shapes: got 2; takes 1"),
             ({"output_dtypes": []}, "output_dtypes: got 0; takes 1"),
             ({"template": [("T", np.float64)]}, "template: got float64; takes one of"),
+            ({"template": [("T", 0.5)]}, "template: got 0.5; takes one of"),
         ],
     )
     def test_bad_arguments(self, change: dict[str, Any], message: str) -> None:

@@ -34,7 +34,7 @@ _THREADGROUP_ARGUMENT = re.compile(r"\[\[\s*threadgroup\([^\]]*\)\s*\]\]")
 _VARIABLE = re.compile(
     r"(?P<before>(?:(?<=[;{}])|^)\s*)"
     r"(?:alignas\([^()]*\)\s*)?threadgroup\s+(?:alignas\([^()]*\)\s*)?"  # all of them are aligned to 16 bytes
-    r"(?P<type>(?:const\s+)?[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
+    r"(?P<type>(?:(?:const|volatile|unsigned|signed|long|struct)\s+)*[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
     r"(?=[A-Za-z_]\w*\s*[\[;,])",
     re.MULTILINE,
 )
