@@ -83,7 +83,7 @@ def _linear_fake(
 
 @torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
 def _dequantize(storage: list[Tensor], format: str, group_size: int, n: int, k: int) -> Tensor:
-    return torch.from_numpy(dequantize(WEIGHTS.get(storage, format, group_size))).to(storage[0].device)
+    return dequantize(WEIGHTS.get(storage, format, group_size), out=torch.empty(n, k, device=storage[0].device))
 
 
 @torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]
@@ -274,15 +274,14 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        device = self.storage[0].device
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.storage[0].device)
         dequantize(self.quantized(), out=weight)
         if self.permutation is not None:
             original = torch.empty_like(weight)
-            original[:, self.permutation.cpu()] = weight
+            original[:, self.permutation] = weight
             weight = original
         linear = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta", dtype)
-        linear.weight = torch.nn.Parameter(weight.to(device))
+        linear.weight = torch.nn.Parameter(weight)
         if self.bias is not None:
             linear.bias = torch.nn.Parameter(self.bias.detach().to(dtype, copy=True))
         return linear.train(self.training)
