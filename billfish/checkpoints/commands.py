@@ -16,6 +16,7 @@ from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.entry import Description
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
+from billfish.checkpoints.writers.names import for_folders, is_gguf
 from billfish.checkpoints.writers.plan import Quantization, Settings, by_reason, unsorted
 from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import Format, get_format
@@ -179,6 +180,8 @@ class Comparison(NamedTuple):
 def verify(a: str, b: str, out: TextIO) -> bool:
     """Compare two checkpoints tensor by tensor and print the result; whether all values are the same."""
     first, second = load(a), load(b)
+    if is_gguf(first) != is_gguf(second):  # by the names of models
+        first, second = for_folders(first), for_folders(second)
     same = True
     with Progress(first.nbytes + second.nbytes, "B") as bar:
         for name in dict.fromkeys([*first, *second]):

@@ -22,6 +22,7 @@ from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTar
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
 from billfish.checkpoints.writers.mlx import MlxTarget
+from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
 from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
 from billfish.errors import CheckpointError, complaint
@@ -53,9 +54,9 @@ def export(
     start: Callable[[int], Callable[[int, str], None]],
 ) -> Report:
     """Write a checkpoint to `out`. `start` is given the number of bytes, and returns what is told of progress."""
-    path = Path(out)
+    path, target = Path(out), settings.target
+    checkpoint = for_gguf(checkpoint) if isinstance(target, GgufTarget) else for_folders(checkpoint)
     items, problems, notes = plan(checkpoint, settings)
-    target = settings.target
     takes = f"what {target.name} holds as it is; --requantize quantizes these again, and loses something"
     refuse(call, problems, takes)
     if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
@@ -118,7 +119,10 @@ def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
-    """The fields of a GGUF file as they are; of other checkpoints, the architecture and the whole configuration."""
+    """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
+    not, the architecture and the whole configuration."""
+    if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
+        return dict(checkpoint.metadata)
     if isinstance(checkpoint.metadata, Metadata):
         dropped = ("general.file_type", "general.quantization_version", "general.alignment")
         return {

@@ -37,10 +37,10 @@ class Quantization:
     method: str
     rules: tuple[tuple[re.Pattern[str], Format | None, int | None], ...] = ()
 
-    def choice(self, name: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
-        """The format of a tensor; None to leave it as it is."""
+    def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
+        """The format of a tensor; None to leave it as it is. Rules are for its name, or the one it had."""
         for pattern, format, group_size in self.rules:
-            if pattern.search(name):
+            if pattern.search(name) or pattern.search(origin):
                 return None if format is None else (format, group_size)
         ordinary = len(shape) == 2 and name.endswith("weight") and not SENSITIVE.search(name)
         return (self.format, self.group_size) if ordinary else None
@@ -77,7 +77,8 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Prob
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
-    choice = quantization.choice(name, about.shape) if quantization else None
+    origin = checkpoint.origins.get(name, name)
+    choice = quantization.choice(name, origin, about.shape) if quantization else None
     if about.format is None:
         dtype = np.dtype(TYPES[about.dtype][1])
         if choice is not None and dtype.name in FLOATS and len(about.shape) >= 2:
