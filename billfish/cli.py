@@ -1,4 +1,4 @@
-"""The command line: `billfish formats`, `billfish explain FORMAT CODE`, `billfish bench`."""
+"""The command line: formats, explain and bench; and for checkpoints inspect, quantize, convert and verify."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def inspect(path: str, as_json: bool, out: TextIO) -> None:
     totals = [("format", "tensors", "weights", "bits/weight", "MB")]
     for kind, (count, weights, nbytes) in sorted(_totals(checkpoint).items(), key=lambda row: -row[1][2]):
         totals.append((kind, str(count), str(weights), f"{8 * nbytes / max(1, weights):.3f}", f"{nbytes / 1e6:.3f}"))
-    count, weights, nbytes = (sum(column) for column in zip(*_totals(checkpoint).values(), strict=True))
+    count, weights, nbytes = (sum(row[i] for row in _totals(checkpoint).values()) for i in range(3))
     totals.append(("all", str(count), str(weights), f"{8 * nbytes / max(1, weights):.3f}", f"{nbytes / 1e6:.3f}"))
     _print_table(totals, out)
 

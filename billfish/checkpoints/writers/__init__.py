@@ -53,7 +53,7 @@ def export(
     settings: Settings,
     start: Callable[[int], Callable[[int, str], None]],
 ) -> Report:
-    """Write a checkpoint to `out`. `start` is given the number of bytes, and returns what is told of progress."""
+    """Write a checkpoint to `out`. `start` is given the number of bytes left, and returns what is told of progress."""
     path, target = Path(out), settings.target
     checkpoint = for_gguf(checkpoint) if isinstance(target, GgufTarget) else for_folders(checkpoint)
     items, problems, notes = plan(checkpoint, settings)
@@ -63,7 +63,7 @@ def export(
         takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
         raise CheckpointError(complaint(call, "OUT", path.name, takes))
     output = _output(checkpoint, path, items, settings)
-    write(call, path, output, start(output.nbytes))
+    write(call, path, output, start)
     return Report(items, notes, output.nbytes)
 
 
@@ -106,7 +106,7 @@ def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
 
 def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if not checkpoint.config:  # a file in some folder, not a model's
+    if not (folder / "config.json").is_file():  # a file in some folder, not a model's
         return {}
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return {

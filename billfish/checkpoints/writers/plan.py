@@ -177,13 +177,13 @@ def _quantized(
     def load() -> QuantizedTensor:
         weights = _weights(checkpoint, name).reshape(-1, k)
         tensor = quantize_matrix(call, name, weights, format, group, method, options)
-        return _with_reciprocal(tensor) if "global_scale" in tensor.storage else tensor
+        return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
 
     return Item(name, format, shape, group, stored_types(format, planes), False, load, lambda: None)
 
 
 def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
-    """A global scale moved by an ulp, so that it is the reciprocal of a float32: one container stores that."""
+    """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
     one, scale = np.float32(1), tensor.storage["global_scale"]
     moved = np.asarray(one / np.float32(one / scale), np.float32)
     return QuantizedTensor(tensor.format, tensor.shape, tensor.group_size, {**tensor.storage, "global_scale": moved})
