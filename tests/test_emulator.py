@@ -486,6 +486,25 @@ class TestArguments:
         ):
             pass
 
+    def test_comments_are_comments(self) -> None:
+        source = """
+            // At first; threadgroup memory is not there;
+            /* a comment; threadgroup float gone[4];
+            threadgroup words that mean nothing; */
+            threadgroup float tile[8]; // "half of a string
+            tile[i % 8] = 0.5; // 1.5h
+            y[i] = tile[i % 8] + /* vec<float, 2>( */ 1;
+        """
+        assert (each(source, [np.zeros(8, np.float32)], FLOAT) == 1.5).all()
+
+    def test_a_declaration_that_is_not_understood(self) -> None:
+        kernel = emulator.metal_kernel("odd", [], ["y"], "threadgroup float tile[2] = 1;")
+        call: dict[str, Any] = {"inputs": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        with pytest.raises(
+            emulator.CompileError, match=r"does not understand this declaration: threadgroup float tile"
+        ):
+            kernel(**call, output_shapes=[(1,)], output_dtypes=[FLOAT])
+
     def test_a_kernel_that_does_not_compile(self) -> None:
         kernel = emulator.metal_kernel("broken", ["x"], ["y"], "y[0] = x[0]\ny[1] = undeclared;")
         with pytest.raises(emulator.CompileError, match=r"broken does not compile:\nbroken:1:\d+: error: expected ';'"):
