@@ -120,7 +120,6 @@ def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Sett
         except Misfit as reason:
             reasons.append((_distance(tensor.format, format), str(reason)))
             continue
-
         types = stored_types(format, planes) | target.preferred(format, planes, checkpoint.config)
         return Item(
             name,
