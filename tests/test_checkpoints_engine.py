@@ -155,6 +155,9 @@ def test_an_existing_output_is_not_touched(tmp_path):
             write("convert", path, output([]), quiet)
         assert not (tmp_path / f"{out}.partial").exists()
     assert (tmp_path / "file").read_text() == "mine"
+    for path in (".", "/"):
+        with pytest.raises(bf.CheckpointError, match="a path that exists"):
+            write("convert", Path(path), output([]), quiet)
 
 
 def test_a_parent_that_is_not_there_or_is_a_file(tmp_path):

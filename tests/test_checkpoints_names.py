@@ -145,3 +145,52 @@ def test_rules_may_use_either_name(tmp_path):
         settings = quantization_of("q4_0", None, "rtn", [rule])
         convert(str(tmp_path / "in"), str(tmp_path / f"{i}.gguf"), "gguf", False, settings)
         assert bf.load(tmp_path / f"{i}.gguf").describe("blk.1.ffn_up.weight").format.name == "q8_0"
+
+
+@pytest.mark.parametrize("source", ["folder", "gguf", "gptq"])
+def test_mlx_lm_loads_what_we_write(tmp_path, source):
+    """From a plain folder, from GGUF with its own names and order, and from GPTQ, which mlx-lm itself cannot load."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    write_model(tmp_path / "in", "llama", tie_word_embeddings=False)
+    start = tmp_path / "in"
+    if source == "gguf":
+        start = tmp_path / "m.gguf"
+        convert(str(tmp_path / "in"), str(start), "gguf", False, quantization_of("q4_1", None, "mse", []))
+    elif source == "gptq":
+        start = tmp_path / "gptq"
+        write_gptq(tmp_path / "in", start)
+    settings = quantization_of("affine4", 64, "mse", ["lm_head=affine8:32"]) if source == "folder" else None
+    convert(str(start), str(tmp_path / "out"), "mlx", False, settings)
+    model, _ = load_model(tmp_path / "out")
+    model.set_dtype(mx.float32, lambda dtype: mx.issubdtype(dtype, mx.floating))
+    theirs = np.array(model(mx.array(TOKENS.numpy())))
+    decoded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "in"))
+    ck = bf.load(tmp_path / "out")
+    state = {n: bf.dequantize(t) if isinstance(t, bf.QuantizedTensor) else t.astype(np.float32) for n, t in ck.items()}
+    assert not decoded.load_state_dict({n: torch.from_numpy(np.array(w)) for n, w in state.items()}).missing_keys
+    with torch.no_grad():
+        expected = decoded(TOKENS).logits.numpy()
+    np.testing.assert_allclose(theirs, expected, rtol=1e-3, atol=1e-3)
+
+
+def write_gptq(source: Path, folder: Path) -> None:
+    """The linear layers of a model in GPTQ, symmetric, by plain rounding."""
+    import checkpoint_samples as samples
+    from safetensors.numpy import save_file
+
+    config = json.loads((source / "config.json").read_text())
+    about = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    samples.write_config(folder, **config, quantization_config=about)
+    arrays = {}
+    for name, w in bf.load(source).items():
+        if "proj" not in name:
+            arrays[name] = np.array(w)
+            continue
+        planes = bf.quantize(np.array(w), "u4b8", group_size=32).planes
+        module, groups = name.removesuffix(".weight"), w.shape[1] // 32
+        arrays[f"{module}.qweight"] = samples.pack_along(planes["codes"].T, 4, 0).view(np.int32)
+        arrays[f"{module}.qzeros"] = np.full((groups, w.shape[0] // 8), 0x77777777, np.int32)
+        arrays[f"{module}.scales"] = np.ascontiguousarray(planes["scale"].T)
+    save_file(arrays, folder / "model.safetensors")

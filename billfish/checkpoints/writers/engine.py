@@ -81,7 +81,8 @@ def write(call: str, out: Path, output: Output, start: Callable[[int], Advance])
 
     `start` is told how many bytes are left to write, and returns what is told of each: how many, and of what.
     """
-    partial, plan = out.with_name(f"{out.name}.partial"), output.plan()
+    out = Path(os.path.abspath(out))
+    partial, plan = Path(f"{out}.partial"), output.plan()
     known = _known_plan(partial)
     if out.exists() or out.is_symlink():
         if known == plan and not _files_in(partial / "output"):  # killed between the renaming and the end
