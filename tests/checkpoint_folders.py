@@ -139,7 +139,9 @@ def write_folder(
     return truth
 
 
-def write_gguf(path: Path, format: str = "q4_0", architecture: str = "llama", seed: int = 0) -> None:
+def write_gguf(
+    path: Path, format: str = "q4_0", architecture: str = "llama", rope: NDArray | None = None, seed: int = 0
+) -> None:
     """The same Llama as llama.cpp writes it, its matrices quantized, its embedding too; or a Qwen of that size."""
     rng = np.random.default_rng(seed)
     head = 128 if architecture == "qwen3" else 16  # as every Qwen3 has it, whatever its size
@@ -156,6 +158,8 @@ def write_gguf(path: Path, format: str = "q4_0", architecture: str = "llama", se
     writer.add_vocab_size(CONFIG["vocab_size"])
     writer.add_key_length(head)
     writer.add_value_length(head)
+    if rope is not None:
+        writer.add_tensor("rope_freqs.weight", rope)
     kind = gguf.GGMLQuantizationType[format.upper()]
     names = {hf: ggml for ggml, hf in {**TOP, **LAYER}.items()}
     shapes = {name: array.shape for name, array in plain_arrays(rng).items()}
