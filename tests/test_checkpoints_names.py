@@ -130,12 +130,13 @@ def test_a_real_file_by_the_names_of_models(tmp_path, capsys):
     assert "the same values" in capsys.readouterr().out
 
 
-def test_scaled_positions_are_not_dropped(tmp_path):
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scaled_positions_are_not_dropped(tmp_path, key):
     write_model(tmp_path / "in", "llama")
     config = json.loads((tmp_path / "in" / "config.json").read_text())
-    config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0}
+    config[key] = {"rope_type": "llama3", "factor": 8.0}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(bf.CheckpointError, match="rope_scaling"):
+    with pytest.raises(bf.CheckpointError, match="rotary positions scaled by"):
         convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
 
 

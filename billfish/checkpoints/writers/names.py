@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.container import extra
+from billfish.checkpoints.container import extra, section
 from billfish.checkpoints.entry import Entry, Span, check_span
 from billfish.checkpoints.gguf import Metadata
 from billfish.errors import CheckpointError, complaint
@@ -101,12 +101,10 @@ def for_folders(checkpoint: Checkpoint) -> Checkpoint:
         )
         if known is None:
             return checkpoint  # not one of the decoders that we know
-        heads = _heads(fields, architecture, match[2] if match else "")
-        order = None
-        if heads:
-            n = entry.description.shape[0]
-            order = np.arange(n).reshape(heads, n // heads // 2, 2).swapaxes(1, 2).ravel()
+        order = _row_order(entry, _heads(fields, architecture, match[2] if match else ""), to_gguf=False)
         entries[f"{known}.{kind}"] = Renamed(entry, f"{known}.{kind}", order)
+    if "model.embed_tokens.weight" not in entries:
+        return checkpoint
     return _view(checkpoint, entries, _config(architecture, fields, entries), {})
 
 
@@ -114,10 +112,12 @@ def for_gguf(checkpoint: Checkpoint) -> Checkpoint:
     """A model's folder as llama.cpp names it, with the fields it reads. Other checkpoints as they are."""
     config = checkpoint.config
     architecture = ARCHITECTURE_OF.get(str(config.get("model_type")))
-    if is_gguf(checkpoint) or architecture is None or not all(isinstance(config.get(k), int) for k in list(SIZES)[:4]):
+    needed = (config.get(name) for name in list(SIZES)[:4])
+    if is_gguf(checkpoint) or architecture is None or not all(isinstance(size, int) and size > 0 for size in needed):
         return checkpoint
-    if config.get("rope_scaling"):
-        got = f"rope_scaling {config['rope_scaling']!r}"
+    scaling = config.get("rope_scaling") or section(config, "rope_parameters")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        got = f"rotary positions scaled by {scaling!r}"
         raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model without: it is not translated"))
     theirs = {ours: name for name, ours in TOP.items()} | {ours: name for name, ours in LAYER.items()}
     entries: dict[str, Entry] = {}
@@ -128,11 +128,7 @@ def for_gguf(checkpoint: Checkpoint) -> Checkpoint:
         if known is None:
             return checkpoint
         new = f"blk.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
-        heads = _heads(config, architecture, known)
-        order = None
-        if heads:
-            n = entry.description.shape[0]
-            order = np.arange(n).reshape(heads, 2, n // heads // 2).swapaxes(1, 2).ravel()
+        order = _row_order(entry, _heads(config, architecture, known), to_gguf=True)
         renamed: Entry = Renamed(entry, new, order)
         vector = entry.description.format is None and len(entry.description.shape) == 1
         entries[new] = Widened(renamed) if vector else renamed
@@ -159,7 +155,24 @@ def _heads(about: Mapping[str, Any], architecture: str, module: str) -> int:
     names = ["num_attention_heads", f"{architecture}.attention.head_count"]
     if module == "attn_k":
         names = ["num_key_value_heads", f"{architecture}.attention.head_count_kv", *names]
-    return int(next(about[name] for name in names if about.get(name)))
+    heads = next((about[name] for name in names if about.get(name)), 0)
+    if not isinstance(heads, int) or heads < 1:
+        raise CheckpointError(
+            complaint("convert", names[0], repr(heads), "the number of heads, the same in all layers")
+        )
+    return heads
+
+
+def _row_order(entry: Entry, heads: int, to_gguf: bool) -> NDArray[np.int64] | None:
+    """Which row of a matrix goes where, see `_heads`."""
+    if not heads:
+        return None
+    n = entry.description.shape[0] if entry.description.shape else 0
+    if n % (2 * heads) or n == 0:
+        got = f"{n} rows for {heads} heads"
+        raise CheckpointError(complaint("convert", entry.description.name, got, "an even number for each"))
+    half = n // heads // 2
+    return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
 
 
 # ---- configuration ------------------------------------------------------------------------------------------------
@@ -184,9 +197,9 @@ def _fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     writer, config = gguf.GGUFWriter(None, architecture), checkpoint.config
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     writer.add_name(str(config.get("_name_or_path") or folder.name))
-    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta")
+    theta = config.get("rope_theta") or section(config, "rope_parameters").get("rope_theta")
     for ours, value in ({**config, "rope_theta": theta} | _derived(config)).items():
-        if ours in SIZES and value is not None:
+        if ours in SIZES and isinstance(value, (int, float)):
             add = writer.add_float32 if isinstance(value, float) or ours == "rope_theta" else writer.add_uint32
             add(f"{architecture}.{SIZES[ours]}", value)
     head = _derived(config)["head_dim"]
