@@ -16,6 +16,7 @@ from support import assert_same_bits
 from transformers import AutoModel, AutoModelForCausalLM
 
 import billfish as bf
+from billfish.cli import main
 from billfish.nn.torch import MarlinLinear
 from billfish.nn.transformers import BillfishConfig, load_model
 
@@ -184,6 +185,19 @@ def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     ours, expected = logits(model), logits(theirs)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_quantized_embeddings_are_for_load_model(tmp_path):
+    """from_pretrained would not know what to do with them."""
+    truth = write_folder(tmp_path / "in", "plain")
+    command = ["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0", "--keep", "embed=q4_0"]
+    assert main(command) == 0
+    assert bf.load(tmp_path / "out").describe("model.embed_tokens.weight").format.name == "q4_0"
+    with pytest.raises(bf.CheckpointError, match=r"embed_tokens\.weight: got a q4_0 matrix that belongs to no Linear"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    embedding = load_model(tmp_path / "out").model.embed_tokens.weight.detach().numpy()
+    expected = bf.dequantize(bf.quantize(truth["model.embed_tokens.weight"], "q4_0", method="mse"))
+    assert_same_bits(embedding, expected)
 
 
 def test_scaled_rotary_positions_of_gguf(tmp_path):

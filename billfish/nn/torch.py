@@ -184,7 +184,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             self.register_buffer(name, storage[name])
         self.register_buffer("permutation", permutation)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
-            bias = torch.nn.Parameter(bias, requires_grad=bias.requires_grad)
+            bias = torch.nn.Parameter(bias.detach())
         self.register_parameter("bias", bias)
 
     @classmethod

@@ -50,9 +50,10 @@ def find_places(model: Any, source: ModelWeights) -> Places:
 def refuse_others(model: Any, source: ModelWeights, places: Places) -> None:
     """from_pretrained reads arrays itself and could not decode a quantized embedding."""
     wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
-    for name in source:
-        if source.describe(name).format is not None and name in wanted and name not in places.names.values():
-            got = f"a {source.describe(name).format} matrix that belongs to no Linear"
+    for name in wanted.intersection(source).difference(places.names.values()):
+        format = source.describe(name).format
+        if format is not None:
+            got = f"a {format.name} matrix that belongs to no Linear"
             takes = "billfish.nn.transformers.load_model, which decodes it"
             raise CheckpointError(complaint("from_pretrained", name, got, takes))
 
