@@ -53,6 +53,7 @@ torch.library.define(
     " -> Tensor",
 )
 torch.library.define("billfish::dequantize", "(Tensor[] storage, str format, int group_size, int n, int k) -> Tensor")
+LINEAR, DEQUANTIZE = torch.ops.billfish.linear.default, torch.ops.billfish.dequantize.default
 
 
 @torch.library.impl("billfish::linear", ["cpu", "cuda"])
@@ -102,7 +103,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     wide = gradient.float()
     for_x = for_bias = None
     if ctx.needs_input_grad[0]:
-        w = torch.ops.billfish.dequantize(ctx.storage, ctx.format, ctx.group_size, ctx.out_features, ctx.in_features)
+        w = DEQUANTIZE(ctx.storage, ctx.format, ctx.group_size, ctx.out_features, ctx.in_features)
         for_x = (wide @ w).to(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         for_bias = wide.reshape(-1, ctx.out_features).sum(0).to(ctx.bias_dtype)
@@ -118,7 +119,7 @@ def _vmap(
 ) -> Any:
     if in_dims[0] is None or in_dims[2] is not None or any(dim is not None for dim in in_dims[1]):
         raise DTypeError(complaint("MarlinLinear", "vmap", f"in_dims {in_dims}", "a batch of x, and of nothing else"))
-    return torch.ops.billfish.linear(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
+    return LINEAR(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -289,9 +290,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x.index_select(-1, self.permutation)
-        return torch.ops.billfish.linear(
-            x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations
-        )
+        return LINEAR(x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
