@@ -44,7 +44,9 @@ inline void pack_tile(const Weights& w, const Level& level, const uint8_t* codes
         for (int byte = 0; byte < vector_bytes; byte++) {
           const int64_t row = tile * rows + v % row_vectors * lanes + byte / 4;
           const int64_t k = (chunk * 8 + b) * BLOCK + v / row_vectors * 4 + byte % 4;
-          const uint8_t code = row < w.n && k < w.k ? codes[row * w.k + k] : padding;
+          uint8_t code = row < w.n && k < w.k ? codes[row * w.k + k] : padding;
+          if (w.codes == Codes::s8) code = uint8_t(code + level.signed_bias);
+          if (w.codes == Codes::u4 && v % 2) code = uint8_t(code ^ level.high_flip);
           put_plane(out, v, byte, vector_bytes, low, uint8_t(code & ((1 << low) - 1)));
           if (high) put_plane(out + rows * BLOCK * low / 8, v, byte, vector_bytes, high, uint8_t(code >> low));
         }
