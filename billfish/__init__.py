@@ -2,6 +2,8 @@
 
 import billfish.formats  # noqa: F401  (registers the formats)
 from billfish.backends import BACKENDS
+from billfish.backends.cpu import set_threads
+from billfish.backends.cpu.packed import PackedWeights
 from billfish.blocks import (
     dequantize_q4_0,
     dequantize_q4_1,
@@ -28,7 +30,7 @@ from billfish.errors import (
 )
 from billfish.format import FORMATS, Format, get_format, register
 from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
-from billfish.ops import dequantize, gemm_w4a8, quantize, quantized_linear
+from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear
 from billfish.packing import (
     pack_fp4_weights,
     pack_s4_weights,
@@ -54,6 +56,7 @@ __all__ = [
     "FormatError",
     "MarlinLinear",
     "ModelReport",
+    "PackedWeights",
     "QuantizedTensor",
     "ShapeError",
     "dequantize",
@@ -70,6 +73,7 @@ __all__ = [
     "pack_fp4_weights",
     "pack_s4_weights",
     "pack_u4_weights",
+    "prepack",
     "quantize",
     "quantize_model",
     "quantize_q4_0",
@@ -80,6 +84,7 @@ __all__ = [
     "quantize_q8_1",
     "quantized_linear",
     "register",
+    "set_threads",
     "unpack_fp4_weights",
     "unpack_s4_weights",
     "unpack_u4_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from billfish.activations import ACTIVATIONS
 from billfish.arrays import FLOATS, Input, float_dtype, float_input
-from billfish.backends import Problem, choose
-from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.backends import BACKENDS, Problem, choose
+from billfish.backends.cpu.packed import PackedWeights
+from billfish.errors import BackendUnavailable, DataError, DTypeError, FormatError, ShapeError, complaint
 from billfish.format import METHODS, Format, check_array, get_format
 from billfish.tensor import QuantizedTensor
 
@@ -116,7 +118,8 @@ def quantized_linear(
 ) -> Any:
     """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
 
-    With a QuantizedTensor, `weight` is all there is to say. Packed arrays work too, K-major as `pack_fp4_weights`
+    With a QuantizedTensor, `weight` is all there is to say, and so it is with what `prepack` made of one. Packed arrays
+    work too, K-major as `pack_fp4_weights`
     makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4" (unless given), "u4" (with
     `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given).
 
@@ -124,7 +127,8 @@ def quantized_linear(
     the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
     """
     call = "quantized_linear"
-    if isinstance(weight, QuantizedTensor):
+    tensor: QuantizedTensor | PackedWeights
+    if isinstance(weight, (QuantizedTensor, PackedWeights)):
         _check_absent(call, scales=scales, zeros=zeros, group_size=group_size, format=format)
         tensor = weight
     else:
@@ -133,14 +137,34 @@ def quantized_linear(
     taken = float_input(call, "x", x)
     if not taken.shape or taken.shape[-1] != k:
         raise ShapeError(complaint(call, "x", f"shape {taken.shape}", f"[..., {k}] for weights [{n}, {k}]"))
-    m = int(np.prod(taken.shape[:-1]))
+    m = math.prod(taken.shape[:-1])
     dtype = FLOATS[taken.dtype_name]
     if activations not in ACTIVATIONS:
         raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device, activations)
-    chosen = choose(call, problem, backend)
-    weights = tensor.prepacked_for(chosen.name, chosen.prepack)
+    if isinstance(tensor, PackedWeights):
+        if backend not in (None, "cpu"):
+            raise BackendUnavailable(
+                complaint(call, "backend", repr(backend), "'cpu', for which the weights are packed")
+            )
+        chosen, weights = choose(call, problem, "cpu"), tensor
+    else:
+        chosen = choose(call, problem, backend)
+        weights = tensor.prepacked_for(chosen.name, chosen.prepack)
     return chosen.linear(taken, weights, n, _bias(call, bias, n), activations)
+
+
+def prepack(q: QuantizedTensor) -> PackedWeights:
+    """The weights as the CPU's kernels read them, for `quantized_linear`; the tensor itself need not be kept.
+
+    `quantized_linear` does this at its first call with a tensor, and then holds both. This is for whoever wants one of
+    them, or wants to save it: packed.save(path), PackedWeights.load(path).
+    """
+    if not isinstance(q, QuantizedTensor):
+        raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", "a QuantizedTensor"))
+    packed = BACKENDS["cpu"].prepack(q)
+    assert isinstance(packed, PackedWeights)
+    return packed
 
 
 def _bias(call: str, bias: Any, n: int) -> Input | None:

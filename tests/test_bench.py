@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from billfish.bench.limits import Limits
 from billfish.bench.peers import PEERS, Case, copies_for, select
 from billfish.bench.peers.turns import take_turns
 from billfish.cli import main
+from billfish.files import write_atomically
 
 RECORD_KEYS = {
     "backend",
@@ -123,9 +125,9 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     def fail(source, target):
         raise OSError("no")
 
-    monkeypatch.setattr(bench.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no"):
-        bench.write_atomically(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

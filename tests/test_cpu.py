@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ import pytest
 from support import assert_same_bits, gaussian, options_of, random_storage
 
 import billfish as bf
-from billfish.activations import quantize_activations
+from billfish.activations import ACTIVATIONS, quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 
@@ -267,3 +269,55 @@ def test_an_unknown_kind_of_activations_is_an_error():
     with pytest.raises(bf.FormatError) as caught:
         bf.quantized_linear(gaussian((1, 64)), q, activations="q4")
     assert str(caught.value) == "[quantized_linear] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"
+
+
+# ---- packed weights as an object ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", bf.FORMATS)
+def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_path):
+    tensor = bf.quantize(gaussian((37, 512)), name)
+    packed, x, bias = bf.prepack(tensor), gaussian((3, 512), seed=1), gaussian((37,), seed=2)
+    packed.save(tmp_path / "packed.npz")
+    for weights in (packed, bf.PackedWeights.load(tmp_path / "packed.npz"), pickle.loads(pickle.dumps(packed))):
+        for activations in ACTIVATIONS:
+            y = bf.quantized_linear(x, weights, bias=bias, activations=activations)
+            assert_same_bits(y, bf.quantized_linear(x, tensor, bias=bias, activations=activations, backend="cpu"))
+    assert [path.name for path in tmp_path.iterdir()] == ["packed.npz"]
+
+
+def test_packed_weights_say_what_is_wrong(tmp_path):
+    packed, x = bf.prepack(bf.quantize(gaussian((4, 64)), "q4_0")), gaussian((1, 64))
+    with pytest.raises(bf.FormatError, match="group_size: got a value; takes none"):
+        bf.quantized_linear(x, packed, group_size=32)
+    with pytest.raises(bf.BackendUnavailable, match="takes 'cpu', for which the weights are packed"):
+        bf.quantized_linear(x, packed, backend="reference")
+    with pytest.raises(bf.DTypeError, match=r"\[prepack\] q: got a ndarray; takes a QuantizedTensor"):
+        bf.prepack(x)
+    path = tmp_path / "packed.npz"
+    dataclasses.replace(packed, level="abacus").save(path)
+    with pytest.raises(bf.BackendUnavailable, match="got weights packed for abacus; takes one of this machine"):
+        bf.PackedWeights.load(path)
+    packed.save(path)
+    whole = path.read_bytes()
+    middle = whole.index(packed.data.tobytes()) + packed.nbytes // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    for damaged in (b"", whole[:-30], flipped, whole[:middle], b"PK" + bytes(100)):
+        path.write_bytes(damaged)
+        with pytest.raises(bf.CheckpointError, match=r"takes a file that PackedWeights\.save wrote"):
+            bf.PackedWeights.load(path)
+    for change in ({"shape": (4, 96)}, {"axes": dataclasses.replace(packed.axes, group=7)}, {"data": packed.data[:-1]}):
+        dataclasses.replace(packed, **change).save(path)
+        with pytest.raises(bf.CheckpointError):
+            bf.PackedWeights.load(path)
+
+
+def test_the_number_of_threads_is_the_users():
+    before = _cpu.threads()
+    bf.set_threads(3)
+    assert _cpu.threads() == 3
+    bf.set_threads(0)
+    assert _cpu.threads() == before
+    for wrong in (-1, 1.5, "2", True, 10**6):
+        with pytest.raises(bf.FormatError, match="takes a number from 0 to 1024"):
+            bf.set_threads(wrong)

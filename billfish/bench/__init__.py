@@ -8,9 +8,7 @@ so there are enough copies of them, used in turn, that they do come from memory 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,6 +29,7 @@ from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
 from billfish.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
 from billfish.explain import Style
+from billfish.files import write_atomically
 from billfish.format import get_format
 
 OURS = "billfish"
@@ -143,19 +142,6 @@ class Report:
             "records": self.records,
         }
         write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A temporary file beside it, then a rename."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp's files are for the owner only
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 class Bench:

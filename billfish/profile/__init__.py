@@ -16,9 +16,9 @@ import numpy as np
 
 from billfish.backends.metal import Kernels, emulator
 from billfish.backends.metal.layout import element_axis
-from billfish.bench import write_atomically
 from billfish.errors import DataError, FormatError, ShapeError, complaint
 from billfish.explain import Style
+from billfish.files import write_atomically
 from billfish.format import Format, get_format
 from billfish.ops import quantize
 from billfish.profile.counts import Count, count_mlx, count_ours, kernels_for, mlx_counts

@@ -8,7 +8,7 @@ This file says, for each format, which of the few kernel axes it is made of; the
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,28 +17,14 @@ from numpy.typing import NDArray
 from billfish.activations import ACTIVATIONS
 from billfish.backends.base import Backend, Problem
 from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.elements import E2M1, E2M1X2, Integer, Signed, Table
-from billfish.errors import BackendUnavailable, complaint
+from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.words import WordFormat
 from billfish.tensor import QuantizedTensor
 
-# The order of the enums in problem.h.
-CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
-SCALES = (
-    "f16",
-    "f16_minimum",
-    "f16_zero8",
-    "f16_zero16",
-    "e8m0",
-    "e4m3",
-    "sub",
-    "sub_minimum",
-    "sub_nibbles",
-    "f32",
-    "f32_minimum",
-)
 CHUNK = 256
 
 
@@ -54,23 +40,11 @@ def choose_level() -> str:
     return wanted
 
 
-@dataclass(frozen=True, eq=False)
-class PackedWeights:
-    """Weights as the kernels of one ISA level read them: `data` is all there is, the rest says how to read it."""
-
-    format: Format
-    shape: tuple[int, int]
-    level: str
-    description: Any
-    data: NDArray[np.uint8]
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    def __repr__(self) -> str:
-        n, k = self.shape
-        return f"PackedWeights({self.format.name}, [{n}, {k}], {self.level}, {self.nbytes} bytes)"
+def set_threads(count: int) -> None:
+    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
+        raise FormatError(complaint("set_threads", "count", repr(count), "a number from 0 to 1024"))
+    _cpu.set_threads(count)
 
 
 @dataclass
@@ -114,7 +88,7 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
 
 
 def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
-    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without that.
+    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without.
     plain = planes["scale"].dtype != np.float16 or bool(np.isfinite(planes["scale"]).all())
     if "sub_scale" in planes and plain:
         layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
@@ -259,22 +233,13 @@ class CpuBackend(Backend):
 
     def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
         layout = layout_of(tensor)
-        n, k = tensor.shape
-        description = _cpu.Description(
-            n,
-            k,
-            CODES.index(layout.codes),
-            SCALES.index(layout.scales),
-            layout.bias,
-            layout.group,
-            layout.factor,
-            list(layout.table),
-        )
-        data = np.empty(_cpu.packed_bytes(self.level, description), np.uint8)
+        axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
+        packed = PackedWeights(tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8))
+        packed = replace(packed, data=np.empty(_cpu.packed_bytes(self.level, packed.description), np.uint8))
         codes = np.ascontiguousarray(layout.codes_plane)
         chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-        _cpu.prepack(self.level, description, codes, chunk_fields, group_fields, data)
-        return PackedWeights(tensor.format, tensor.shape, self.level, description, data)
+        _cpu.prepack(self.level, packed.description, codes, chunk_fields, group_fields, packed.data)
+        return packed
 
     def matmul(
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"

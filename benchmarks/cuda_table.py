@@ -1,0 +1,230 @@
+"""The table of docs/cuda.md: our kernels beside cuBLAS, tinygemm, humming and the rate at which the GPU reads.
+
+    python benchmarks/cuda_table.py RESULT.json [seconds for humming, which compiles for every M]
+
+Random weights are made on the GPU, in copies that its L2 cache cannot hold. Each contender is a CUDA graph of many
+calls; the graphs take turns, and the median counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+import sys
+import time
+from ctypes import c_void_p
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import billfish
+from billfish.backends.cuda import DeviceWeights
+from billfish.backends.cuda.driver import Launch, device, tensor_map
+from billfish.backends.cuda.layout import Kind, brick_shape
+from billfish.backends.cuda.plans import Product, plan
+from billfish.files import write_atomically
+
+SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+U4B8 = Kind("Int4", "ScaleF16", "NONE", 1)
+KINDS = {
+    "u4b8:128": U4B8,
+    "u4:128": Kind("Int4", "ScaleF16", "ZERO", 1, 8),
+    "u8b128:128": Kind("Int8", "ScaleF16", "NONE", 1),
+    "fp4:32": Kind("E2M1", "ScaleF16", "NONE", 4),
+    "mxfp4": Kind("E2M1", "ScaleE8M0", "NONE", 4),
+    "nvfp4": Kind("E2M1", "ScaleE4M3", "NONE", 8),
+    "q4_0": Kind("Int4", "ScaleF16", "NONE", 4),
+    "q4_1": Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
+}
+ROUNDS = 7
+
+
+class Block:
+    """A tensor as DeviceWeights knows memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.pointer, self.nbytes = tensor, tensor.data_ptr(), tensor.nbytes
+
+
+def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
+    """All codes random; scales from 1 to 2, zero points and minimums around the middle."""
+    down, along = brick_shape(n, k)
+    bricks = torch.randint(0, 256, (down * along, kind.brick_bytes), dtype=torch.uint8, device="cuda")
+    count = kind.group_bytes // kind.scale_dtype.itemsize
+    shape = (down * along, count)
+    if kind.scale == "ScaleE8M0":
+        scales = torch.randint(125, 128, shape, device="cuda").to(torch.uint8)
+    elif kind.scale == "ScaleE4M3":
+        scales = torch.randint(0x38, 0x40, shape, device="cuda").to(torch.uint8)
+    else:
+        scales = (torch.rand(shape, device="cuda") + 1).half().view(torch.uint8)
+    bricks[:, kind.code_bytes : kind.code_bytes + kind.group_bytes] = scales
+    if kind.offset != "NONE":
+        middle = 8.0 if kind.offset == "ZERO" else -12.0
+        offsets = (torch.rand(shape, device="cuda") + middle).half().view(torch.uint8)
+        bricks[:, kind.code_bytes + kind.group_bytes :] = offsets
+    held: DeviceWeights = DeviceWeights.__new__(DeviceWeights)
+    held.kind, held.shape, held.ordinal = kind, (n, k), 0
+    held.bricks, held.row_scale = Block(bricks.ravel()), Block(torch.full((n,), 2.0**-8, device="cuda"))  # type: ignore
+    return held
+
+
+def cloned(held: DeviceWeights) -> DeviceWeights:
+    other = copy.copy(held)
+    other.bricks = Block(held.bricks.tensor.clone())  # type: ignore
+    return other
+
+
+def stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+def captured(calls: int, run: Any) -> Any:
+    for i in range(3):
+        run(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            run(i)
+    return graph
+
+
+def take_turns(contenders: dict[str, Any], calls: int) -> dict[str, float]:
+    """Seconds of a call."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(ROUNDS + 1):
+        for name, graph in contenders.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn:
+                samples[name].append(begin.elapsed_time(end) / 1e3 / calls)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+class Weights:
+    """Copies of one matrix for all contenders."""
+
+    def __init__(self, label: str, k: int, n: int, humming: bool) -> None:
+        self.label, self.kind, self.k, self.n = label, KINDS[label], k, n
+        cold = 2.2 * torch.cuda.get_device_properties(0).L2_cache_size
+        first = random_weights(self.kind, k, n)
+        self.ours = [first, *(cloned(first) for _ in range(max(1, math.ceil(cold / first.nbytes) - 1)))]
+        self.exact = torch.empty((n, k), dtype=torch.float16, device="cuda")
+        first.dequantize(stream(), "float16", self.exact.data_ptr())
+        copies = max(1, math.ceil(cold / self.exact.nbytes) - 1)
+        self.dense = [self.exact, *(self.exact.clone() for _ in range(copies))]
+        self.layers = humming_layers(self.exact, len(self.ours)) if humming else []
+        self.reading = take_turns({"read": captured(40, self.read)}, 40)["read"]
+
+    def read(self, i: int) -> None:
+        block = self.ours[i % len(self.ours)].bricks
+        launch = Launch("read.cu", "read_all", (), (4 * device().multiprocessors, 1), 512, 0, 1, True)
+        launch(0, stream(), c_void_p(block.pointer), block.nbytes // 16, c_void_p(self.exact.data_ptr()))
+
+    def multiply(self, i: int, launch: Launch, box: Any, x: Any, y: Any) -> None:
+        held = self.ours[i % len(self.ours)]
+        few = launch.name == "marlin_gemm_small"
+        pointers = [held.bricks.pointer, held.row_scale.pointer, *([x.data_ptr()] if few else []), 0, y.data_ptr()]
+        sizes = (len(x), self.n, self.k, *([self.k] if few else []))
+        launch(0, stream(), box, *map(c_void_p, pointers), *sizes)
+
+    def measure(self, m: int) -> dict[str, Any]:
+        """A record."""
+        k, n = self.k, self.n
+        x = torch.randn((m, k), device="cuda").half()
+        y = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
+        chosen = plan(Product(self.kind, m, n, k), device())
+        assert chosen is not None
+        box = tensor_map(x.data_ptr(), False, m, k, k, chosen.box_rows)
+        self.multiply(0, chosen.launch, box, x, y)
+        rows = x[:256].double() @ self.exact.double().T
+        error = float((y[:256].double() - rows).norm() / rows.norm())
+        assert error < 2e-3, (self.label, k, n, m, error)
+        calls, alone = 40 if m <= 256 else 12, replace(chosen.launch, overlap=False)
+        contenders = {
+            "billfish": captured(calls, lambda i: self.multiply(i, chosen.launch, box, x, y)),
+            "billfish without overlap": captured(calls, lambda i: self.multiply(i, alone, box, x, y)),
+            "cublas:f16": captured(calls, lambda i: torch.mm(x, self.dense[i % len(self.dense)].T, out=y)),
+        }
+        if self.layers:
+            try:
+                contenders["humming"] = captured(calls, lambda i: self.layers[i % len(self.layers)](x))
+            except Exception as problem:  # theirs
+                print(f"humming: {problem!r}"[:300], file=sys.stderr)
+        seconds = take_turns(contenders, calls)
+        mine, without = seconds.pop("billfish"), seconds.pop("billfish without overlap")
+        others = "  ".join(f"{name} {1e6 * t:.2f} ({t / mine:.2f})" for name, t in seconds.items())
+        figures = f"{1e6 * mine:.2f} us, alone {1e6 * without:.2f}, read {1e6 * self.reading:.2f}"
+        print(f"{self.label} {k}x{n} M={m}: {figures}; {others}", flush=True)
+        return {
+            "backend": "cuda",
+            "format": self.label,
+            "activations": "exact",
+            "m": m,
+            "k": k,
+            "n": n,
+            "seconds": mine,
+            "seconds_without_overlap": without,
+            "seconds_reading_weights": self.reading,
+            "gops": 2 * m * n * k / mine / 1e9,
+            "weight_gbps": self.ours[0].nbytes / mine / 1e9,
+            "kernel": chosen.launch.name,
+            "relative_error": error,
+            "peers": seconds,
+        }
+
+
+def humming_layers(dense: Any, copies: int) -> list[Any]:
+    try:
+        from humming.layer import HummingLayer
+    except ImportError as error:
+        print(f"humming: {error}", file=sys.stderr)
+        return []
+    n, k = dense.shape
+    config = {"dtype": "uint4", "group_size": 128}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.float16).cuda()
+    layer.load_from_unquantized(dense)
+    layer.transform()
+    return [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
+
+
+def main() -> None:
+    patience = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+    records: list[dict[str, Any]] = []
+
+    def save() -> None:
+        properties = torch.cuda.get_device_properties(0)
+        about = {"gpu": device().name, "arch": device().arch, "multiprocessors": device().multiprocessors}
+        about |= {"l2_bytes": properties.L2_cache_size, "date": time.strftime("%Y-%m-%d")}
+        versions = {"billfish": billfish.__version__, "torch": torch.__version__, "numpy": np.__version__}
+        content = {"machine": about, "versions": versions, "records": records}
+        write_atomically(Path(sys.argv[1]), (json.dumps(content, indent=1) + "\n").encode())
+
+    for k, n in SHAPES:
+        weights = Weights("u4b8:128", k, n, False)
+        records += [weights.measure(m) for m in ROWS]
+    for label in list(KINDS)[1:]:
+        weights = Weights(label, 4096, 14336, False)
+        records += [weights.measure(m) for m in (1, 16, 256, 1024)]
+    save()
+    until = time.time() + patience
+    for k, n in ((4096, 14336), (8192, 8192)) if patience else ():
+        weights = Weights("u4b8:128", k, n, True)
+        for m in (1, 16, 64, 8, 32, 128):
+            if weights.layers and time.time() < until:
+                records.append(weights.measure(m))
+    save()
+
+
+if __name__ == "__main__":
+    main()
