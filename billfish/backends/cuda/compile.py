@@ -85,7 +85,7 @@ def compile_fresh(source: str, macros: dict[str, str], arch: str, verbose: bool 
         arch=arch,
         std="c++17",
         include_path=str(SOURCES),
-        define_macro=[(name, value) for name, value in sorted(macros.items())],
+        define_macro=sorted(macros.items()) or None,
         ptxas_options=["-v"] if verbose else None,
     )
     program = core.Program((SOURCES / source).read_text(), "c++", options)

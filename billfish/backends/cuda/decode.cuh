@@ -16,7 +16,7 @@
 // Nibbles that mean code - 8. Pair p is in nibbles p and p + 4, so that one mask finds both of its codes.
 template <class T> struct Int4 {
   static constexpr int words = 1;
-  static constexpr float raw = 1, middle = 8;
+  static constexpr float raw = 1;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     if constexpr (T::is_half) {
@@ -46,7 +46,7 @@ template <class T> DEVICE u32 bytes_to_pair(u32 pair) {  // 0x00BB00AA to (A - 1
 }
 template <class T> struct Int8 {
   static constexpr int words = 2;
-  static constexpr float raw = 1, middle = 0;
+  static constexpr float raw = 1;
   DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
 #pragma unroll
@@ -57,11 +57,6 @@ template <class T> struct Int8 {
   }
 };
 
-// Bytes from 0 to 255, with an offset that makes up for the middle.
-template <class T> struct UInt8 : Int8<T> {
-  static constexpr float middle = 128;
-};
-
 // Four-bit floats s eem. The bits of a pair's codes are spread in their 16 so that few shifts bring them to float16's
 // places, the sign to 15 and eem to 11..9, which is the number times 2^-14 (0.5 is a subnormal there, and exact):
 //
@@ -69,7 +64,7 @@ template <class T> struct UInt8 : Int8<T> {
 //     s, eem      15, 11..9    12, 8..6     14, 5..3     13, 2..0
 template <class T> struct E2M1 {
   static constexpr int words = 1;
-  static constexpr float raw = T::is_half ? 0x1p-14f : 1, middle = 0;
+  static constexpr float raw = T::is_half ? 0x1p-14f : 1;
   DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     const u32 w = q[0], sign = 0x80008000;
@@ -95,7 +90,7 @@ template <class T> struct E2M1 {
 #endif
 template <class T> struct Table4 {
   static constexpr int words = 1;
-  static constexpr float raw = 1, middle = 0;
+  static constexpr float raw = 1;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
   // Four nibbles to their bytes. A permute looks up 8 bytes with 3 bits; bit 3 chooses between two of them.
   DEVICE u32 lookup(u32 nibbles) {
@@ -137,7 +132,12 @@ struct ScaleE4M3 {
 template <class S> struct OffsetOf { using type = ScaleF16; };
 template <> struct OffsetOf<ScaleF32> { using type = ScaleF32; };
 
-enum Offset { NONE, ZERO, MINIMUM };  // element * s; (element - zero) * s; element * s + minimum
+enum Offset { NONE, ZERO, MINIMUM };  // code * s; (code - zero) * s; code * s + minimum
+// With an offset, elements are codes less the middle of their range: weights spread around it, so that what is added for
+// the offset and the middle together is small, and so is its rounding.
+#ifndef MIDDLE
+#define MIDDLE 0
+#endif
 
 // The weights that this compilation is for: TYPE, ELEMENT, SCALE, OFFSET and GROUPS (of scales in a brick) are macros.
 using Element = ELEMENT<TYPE>;
@@ -163,11 +163,11 @@ struct Brick {
   DEVICE float2 stored_offset(u32 brick, int g, int group) {
     return pair<OffsetOf<SCALE>::type>(brick + code_bytes + scale_bytes + g * 4 * group_words, group);
   }
-  // What is added to each weight of the group. Codes are less by `middle` than what it is meant for.
+  // What is added to each element of the group, times its scale.
   DEVICE float2 offset(u32 brick, int g, int group, float2 scale) {
     const float2 o = stored_offset(brick, g, group);
-    if constexpr (OFFSET == ZERO) return {(Element::middle - o.x) * scale.x, (Element::middle - o.y) * scale.y};
-    else return {o.x + Element::middle * scale.x, o.y + Element::middle * scale.y};
+    if constexpr (OFFSET == ZERO) return {(MIDDLE - o.x) * scale.x, (MIDDLE - o.y) * scale.y};
+    else return {o.x + MIDDLE * scale.x, o.y + MIDDLE * scale.y};
   }
   template <class S> DEVICE float2 pair(u32 words, int group) {
     const u32 at = words + group * 2 * S::bytes;

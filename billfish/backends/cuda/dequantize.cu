@@ -37,7 +37,7 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
     for (int i = 0; i < 8; i++) {
       const int upper = i / 2 % 2;
       float v = F16::to_float((u16)(a[i / 2] >> (i % 2 * 16))) * (1 / Element::raw);
-      if constexpr (OFFSET != NONE) v += Element::middle;
+      v += MIDDLE;  // exact
       if constexpr (OFFSET == ZERO) v = __fsub_rn(v, offset[upper]);
       v = __fmul_rn(v, scale[upper]);
       if constexpr (OFFSET == MINIMUM) v = __fadd_rn(v, __fmul_rn(offset[upper], of_row[upper]));

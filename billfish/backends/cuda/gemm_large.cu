@@ -148,7 +148,9 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  const int group = (threadIdx.x >> 7) % ROW_GROUPS, team = (threadIdx.x >> 7) / ROW_GROUPS;
+  // Known to be the same for a whole warp, the team keeps addresses in uniform registers, where wgmma wants them.
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x >> 7, 0);
+  const int group = warpgroup % ROW_GROUPS, team = TEAMS == 1 ? 0 : warpgroup / ROW_GROUPS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   auto release = [&](int stage) {  // to all who write to it
     if (thread < SHARE) {

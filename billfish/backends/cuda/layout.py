@@ -31,16 +31,17 @@ Floats = NDArray[np.float32]
 class Kind:
     """What a kernel is compiled for, in the words of decode.cuh."""
 
-    element: str  # Int4, Int8, UInt8, E2M1 or Table4
+    element: str  # Int4, Int8, E2M1 or Table4
     scale: str  # ScaleF16, ScaleF32, ScaleE8M0 or ScaleE4M3
     offset: str  # NONE, ZERO or MINIMUM
     groups: int  # of scales in a brick: 1, 2, 4 or 8
+    middle: int = 0  # what elements are less than codes; not 0 only with an offset
     table: tuple[int, ...] = ()  # of Table4: 16 bytes that mean byte - 128
 
     @property
     def words(self) -> int:
         """32-bit words of codes for each lane and 16 x 16 tile."""
-        return 2 if self.element in ("Int8", "UInt8") else 1
+        return 2 if self.element == "Int8" else 1
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:
@@ -63,6 +64,8 @@ class Kind:
     def macros(self) -> dict[str, str]:
         """For the compiler."""
         names = {"ELEMENT": self.element, "SCALE": self.scale, "OFFSET": self.offset, "GROUPS": str(self.groups)}
+        if self.middle:
+            names["MIDDLE"] = str(self.middle)
         if self.table:
             words = np.asarray(self.table, np.uint8).view("<u4")
             names["TABLE"] = ",".join(f"{word:#x}u" for word in words)
@@ -93,7 +96,8 @@ def describe(tensor: QuantizedTensor) -> Description:
         bricks = -(-k // BRICK)
         scale, added = np.repeat(scale, bricks, axis=1), None if added is None else np.repeat(added, bricks, axis=1)
         size = BRICK
-    element, codes, table = _element(format, planes["codes"], offset)
+    middle = 1 << format.element.bits - 1 if offset != "NONE" else 0
+    element, codes, table = _element(format, planes["codes"], middle)
     groups = GROUPS[size]
     bytewise = _byte_scales(format, planes)
     if bytewise is not None:
@@ -102,10 +106,10 @@ def describe(tensor: QuantizedTensor) -> Description:
             codes = np.where(codes == 8, np.uint8(0), codes)
         return Description(Kind("E2M1", name, "NONE", groups), codes, stored, None, row_scale)
     name, stored, offsets, row_scale = _float_scales(scale, added, offset)
-    return Description(Kind(element, name, offset, groups, table), codes, stored, offsets, row_scale)
+    return Description(Kind(element, name, offset, groups, middle, table), codes, stored, offsets, row_scale)
 
 
-def _element(format: Format, codes: Codes, offset: str) -> tuple[str, Codes, tuple[int, ...]]:
+def _element(format: Format, codes: Codes, middle: int) -> tuple[str, Codes, tuple[int, ...]]:
     element = format.element
     if isinstance(element, E2M1):
         return "E2M1", codes, ()
@@ -114,12 +118,8 @@ def _element(format: Format, codes: Codes, offset: str) -> tuple[str, Codes, tup
     if isinstance(element, Signed):
         return "Int8", codes ^ np.uint8(0x80), ()
     assert isinstance(element, Integer)
-    if element.bits == 8 and element.bias == 0:
-        return "UInt8", codes, ()
-    if element.bits > 4:
-        return "Int8", codes + np.uint8(128 - element.bias), ()
-    # Int4 means code - 8; with an offset, the kernels make up for it.
-    return "Int4", codes if offset != "NONE" else codes + np.uint8(8 - element.bias), ()
+    name, center = ("Int4", 8) if element.bits <= 4 else ("Int8", 128)
+    return name, codes + np.uint8(center - element.bias - middle), ()
 
 
 def _byte_scales(format: Format, planes: Planes) -> tuple[str, NDArray[np.uint8], Floats] | None:
