@@ -14,7 +14,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel
 from billfish.backends.cuda.driver import Device, Launch
-from billfish.backends.cuda.layout import Description, Kind, brick_shape, describe, pack
+from billfish.backends.cuda.layout import Description, Kind, PackedBricks, brick_shape, describe, pack
 from billfish.backends.cuda.plans import Plan, Product, Shape, launch_large, plan
 from billfish.elements import FP4
 from billfish.format import FORMATS
@@ -143,6 +143,28 @@ def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
         assert_same_bits(w.astype(np.float32), bf.dequantize(q, backend="reference"))
 
 
+@pytest.mark.parametrize("name", ["u4", "iq4_nl", "nvfp4"])
+def test_bricks_are_saved_and_loaded(name, tmp_path):
+    q = make(name, FORMATS[name].group_sizes[0], options_of(FORMATS[name])[0], 0)
+    packed = PackedBricks.of(q)
+    packed.save(tmp_path / "weights.npz")
+    loaded = PackedBricks.load(tmp_path / "weights.npz")
+    assert (loaded.kind, loaded.shape) == (packed.kind, packed.shape)
+    assert (loaded.bricks == packed.bricks).all()
+    assert (loaded.row_scale == packed.row_scale).all()
+
+
+def test_other_files_are_not_bricks(tmp_path):
+    (tmp_path / "text").write_text("no")
+    np.savez(tmp_path / "other.npz", bricks=np.zeros(3))
+    q = make("u4b8", 128, {}, 0)
+    packed = PackedBricks.of(q)
+    PackedBricks(packed.kind, (999, 128), packed.bricks, packed.row_scale).save(tmp_path / "short.npz")
+    for name in ("text", "other.npz", "short.npz"):
+        with pytest.raises(bf.DataError, match=r"\[load\] path"):
+            PackedBricks.load(tmp_path / name)
+
+
 def test_scales_stay_as_small_as_the_file_has_them():
     kinds = {
         name: describe(make(name, FORMATS[name].group_sizes[-1], options_of(FORMATS[name])[0], 0)).kind
@@ -164,13 +186,13 @@ def all_kinds() -> list[Kind]:
 
 
 def resources(source: str, macros: dict[str, str], arch: str) -> int:
-    """Registers of a kernel. None may live in memory in a loop; the wgmmas must not wait for each other."""
+    """Registers of a kernel, which must not spill; nor may its wgmmas wait for each other."""
     code, log = compile_fresh(source, macros, arch, verbose=True)
     assert code[:4] == b"\x7fELF"
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert spilled is not None, log
-    # ptxas keeps gemm_small below a number of registers that it likes, for the price of a few that are used once.
-    assert int(spilled[1]) <= (16 if source == "gemm_small.cu" else 0), log
+    # ptxas keeps gemm_small to as many registers as let one more CTA run, and puts up to eight of them in memory for it.
+    assert int(spilled[1]) <= (32 if source == "gemm_small.cu" else 0), log
     assert "serialized" not in log, log
     found = re.search(r"Used (\d+) registers", log)
     assert found is not None, log

@@ -19,7 +19,7 @@ from billfish.arrays import Input
 from billfish.backends.base import Backend, Problem
 from billfish.backends.cuda import arrays
 from billfish.backends.cuda.driver import Buffer, Launch, device, no_tensor_map, tensor_map
-from billfish.backends.cuda.layout import Kind, brick_shape, describe, group_parts
+from billfish.backends.cuda.layout import Kind, PackedBricks, brick_shape, describe, group_parts
 from billfish.backends.cuda.plans import Product, plan
 from billfish.errors import BackendUnavailable
 from billfish.tensor import QuantizedTensor
@@ -44,6 +44,14 @@ class DeviceWeights:
         launch(ordinal, DEFAULT_STREAM, *map(c_void_p, (codes.pointer, groups.pointer, self.bricks.pointer)), n, k)
         # The caller may use any stream next; and the codes must stay until the kernel has read them.
         self.bricks.to_numpy(np.empty(1, np.uint8))
+
+    @classmethod
+    def load(cls, packed: PackedBricks, ordinal: int = 0) -> DeviceWeights:
+        """Of bricks that were packed, and perhaps saved, on the CPU."""
+        held = cls.__new__(cls)
+        held.kind, held.shape, held.ordinal = packed.kind, packed.shape, ordinal
+        held.bricks, held.row_scale = (Buffer.of(a, ordinal) for a in (packed.bricks, packed.row_scale))
+        return held
 
     @property
     def nbytes(self) -> int:

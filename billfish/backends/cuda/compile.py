@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from billfish.errors import BackendUnavailable
+from billfish.files import write_atomically
 
 SOURCES = Path(__file__).parent
 INSTALL = "pip install 'billfish[cuda]'"
@@ -68,10 +68,7 @@ def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
     code, _ = compile_fresh(source, macros, arch)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(code)
-        os.replace(temporary, path)
+        write_atomically(path, code)
     except OSError:  # a read-only home: compiled again next time
         pass
     return code

@@ -7,13 +7,18 @@ made of, and is the model of the layout in NumPy; pack.cu does the same on the G
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import zipfile
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import E2M1, Integer, Signed, Table
+from billfish.errors import DataError, complaint
+from billfish.files import replacing
 from billfish.format import Format, Planes
 from billfish.tensor import QuantizedTensor
 
@@ -238,3 +243,40 @@ def pack(description: Description) -> NDArray[np.uint8]:
     bricks = np.concatenate([pack_codes(description.kind, description.codes), group_parts(description)], axis=2)
     blocks = [bricks[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(bricks), 8)]
     return np.concatenate(blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBricks:
+    """Weights packed on the CPU: to save, and to load on a GPU without the tensor they were made of."""
+
+    kind: Kind
+    shape: tuple[int, int]
+    bricks: NDArray[np.uint8]
+    row_scale: Floats
+
+    @classmethod
+    def of(cls, tensor: QuantizedTensor) -> PackedBricks:
+        description = describe(tensor)
+        return cls(description.kind, tensor.shape, pack(description), description.row_scale)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As an .npz file, written whole or not at all."""
+        about = json.dumps({**asdict(self.kind), "shape": self.shape})
+        with replacing(path) as file:
+            np.savez(file, about=np.asarray(about), bricks=self.bricks, row_scale=self.row_scale)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PackedBricks:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                about = json.loads(str(arrays["about"]))
+                (n, k), table = about.pop("shape"), tuple(about.pop("table"))
+                packed = cls(Kind(**about, table=table), (n, k), arrays["bricks"], arrays["row_scale"])
+        except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+            got = f"{os.fspath(path)!r} ({error})"
+            raise DataError(complaint("load", "path", got, "a file that PackedBricks.save wrote")) from None
+        down, along = brick_shape(n, k)
+        if packed.bricks.nbytes != down * along * packed.kind.brick_bytes or packed.row_scale.shape != (n,):
+            got = f"{packed.bricks.nbytes} bytes of bricks for [{n}, {k}]"
+            raise DataError(complaint("load", "path", got, f"{down * along * packed.kind.brick_bytes}"))
+        return packed
