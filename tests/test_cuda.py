@@ -191,7 +191,7 @@ def resources(source: str, macros: dict[str, str], arch: str) -> int:
     assert code[:4] == b"\x7fELF"
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert spilled is not None, log
-    # ptxas keeps gemm_small to as many registers as let one more CTA run, and puts up to eight of them in memory for it.
+    # ptxas keeps gemm_small to as many registers as let one more CTA run, and puts up to eight in memory for it.
     assert int(spilled[1]) <= (32 if source == "gemm_small.cu" else 0), log
     assert "serialized" not in log, log
     found = re.search(r"Used (\d+) registers", log)
