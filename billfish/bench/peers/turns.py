@@ -16,7 +16,10 @@ SHORT_PASS = 0.02  # seconds: below this, waking up the threads would show, so a
 LONG_PASS = 2.0  # seconds: above this, once is enough
 
 
-def settle(longest: float = 0.25) -> None:
+QUIET = 0.03  # seconds: kernels that count time in ticks of up to 10 ms would not show a shorter spin
+
+
+def settle(longest: float = 0.5) -> None:
     """Wait until no thread of this process runs.
 
     Thread pools (onnxruntime's, OpenMP's, OpenBLAS's) spin for some milliseconds after a call and would take the cores
@@ -25,8 +28,8 @@ def settle(longest: float = 0.25) -> None:
     stop = time.perf_counter() + longest
     while time.perf_counter() < stop:
         used = time.process_time()
-        time.sleep(0.002)
-        if time.process_time() - used < 0.0005:
+        time.sleep(QUIET)
+        if time.process_time() - used < 0.002:
             return
 
 
