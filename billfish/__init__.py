@@ -22,6 +22,7 @@ from billfish.errors import (
     DataError,
     DTypeError,
     FormatError,
+    ModelError,
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
@@ -47,6 +48,7 @@ __all__ = [
     "DataError",
     "Format",
     "FormatError",
+    "ModelError",
     "QuantizedTensor",
     "ShapeError",
     "dequantize",

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "bind.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
 #include "prepack.h"
 #include "problem.h"
@@ -50,27 +51,15 @@ const std::vector<const Level*>& all_levels() {
   return levels;
 }
 
-const Level& find_level(const std::string& name) {
+}  // namespace
+
+const Level& billfish::find_level(const std::string& name) {
   for (const Level* level : all_levels())
     if (level->name == name && runs_here(name)) return *level;
   throw nb::value_error(("no such level on this machine: " + name).c_str());
 }
 
-template <class T> using Contiguous = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
-
-// The description of packed weights, as the Python side keeps it.
-struct Description {
-  int64_t n, k;
-  int codes, scales, bias, group;
-  float factor;
-  std::vector<int> table;
-
-  Weights weights(const uint8_t* stream) const {
-    Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
-    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i]);
-    return w;
-  }
-};
+namespace {
 
 size_t packed_bytes(const std::string& level, const Description& d) {
   const TileShape shape(d.weights(nullptr), find_level(level).tile_rows);
@@ -258,4 +247,5 @@ NB_MODULE(_cpu, module) {
   module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
+  bind_decoder(module);
 }

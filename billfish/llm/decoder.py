@@ -1,0 +1,173 @@
+"""The transformer: a file's tensors, packed for the CPU engine, and the cache of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.activations import ACTIVATIONS
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.errors import FormatError, ModelError, complaint
+from billfish.llm.config import Config, embedding_scale
+from billfish.llm.gguf_file import GgufFile, Tensor
+from billfish.ops import dequantize
+from billfish.tensor import QuantizedTensor
+
+CALL = "llm.load"
+Floats = NDArray[np.float32]
+
+
+class Cache:
+    """Keys and values of one text, for all layers; `tokens` are those whose are in it.
+
+    Keys lie in blocks of 16 positions with the positions innermost, which is how the kernel reads them.
+    """
+
+    def __init__(self, config: Config, capacity: int = 256) -> None:
+        self.config = config
+        self.tokens: list[int] = []
+        self.keys, self.values = self._arrays(capacity)
+
+    def _arrays(self, capacity: int) -> tuple[Floats, Floats]:
+        c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
+        keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
+        return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)
+
+    @property
+    def capacity(self) -> int:
+        return self.values.shape[2]
+
+    def reserve(self, positions: int) -> None:
+        """Make room, doubling, so that a long text is not copied at every token."""
+        if positions <= self.capacity:
+            return
+        keys, values = self._arrays(max(positions, min(2 * self.capacity, self.config.context)))
+        keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
+        self.keys, self.values = keys, values
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+class Decoder:
+    """All layers of a model, in the memory layout of this machine's kernels."""
+
+    def __init__(self, file: GgufFile, config: Config) -> None:
+        backend = BACKENDS["cpu"]
+        assert isinstance(backend, CpuBackend)
+        self._backend, self._file, self.config = backend, file, config
+        family, c = config.family, config
+        factors = self._vector("rope_freqs.weight", c.rope_size // 2) if "rope_freqs.weight" in file else None
+        self._native = _cpu.Decoder(
+            backend.level,
+            c.hidden,
+            c.heads,
+            c.kv_heads,
+            c.head_size,
+            c.feed_forward,
+            c.norm_epsilon,
+            family.rope == "adjacent",
+            family.gate == "gelu",
+            c.rope_frequencies(factors).tolist(),
+        )
+        self.nbytes = 0
+        self.formats: set[str] = set()
+        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+        for i in range(c.layers):
+            layer = f"blk.{i}."
+            head_norms = [
+                self._vector(f"{layer}attn_{name}_norm.weight", c.head_size) if family.head_norms else None
+                for name in ("q", "k")
+            ]
+            self._native.add_layer(
+                self._vector(f"{layer}attn_norm.weight", c.hidden),
+                self._vector(f"{layer}ffn_norm.weight", c.hidden),
+                *head_norms,
+                [
+                    self._matrix(f"{layer}attn_q", q_size, c.hidden, family.biases),
+                    self._matrix(f"{layer}attn_k", kv_size, c.hidden, family.biases),
+                    self._matrix(f"{layer}attn_v", kv_size, c.hidden, family.biases),
+                    self._matrix(f"{layer}attn_output", c.hidden, q_size),
+                    self._matrix(f"{layer}ffn_gate", c.feed_forward, c.hidden),
+                    self._matrix(f"{layer}ffn_up", c.feed_forward, c.hidden),
+                    self._matrix(f"{layer}ffn_down", c.hidden, c.feed_forward),
+                ],
+            )
+        self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
+        # Many models use the embedding as the last matrix too.
+        head = "output" if "output.weight" in file else "token_embd"
+        self._native.set_head(
+            self._vector("output_norm.weight", c.hidden), self._matrix(head, c.vocabulary, c.hidden)
+        )
+
+    # ---- tensors of the file ------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._file:
+            raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
+        tensor = self._file[name]
+        if tensor.shape != shape:
+            raise ModelError(complaint(CALL, name, f"shape {tensor.shape}", f"{shape}, as the metadata says"))
+        return tensor
+
+    def _vector(self, name: str, size: int) -> Floats:
+        tensor = self._tensor(name, (size,))
+        assert isinstance(tensor, np.ndarray)  # only matrices are quantized
+        return np.ascontiguousarray(tensor, np.float32)
+
+    def _matrix(self, name: str, n: int, k: int, biased: bool = False) -> tuple[Any, NDArray[np.uint8], Floats | None]:
+        tensor = self._tensor(f"{name}.weight", (n, k))
+        if not isinstance(tensor, QuantizedTensor):
+            raise ModelError(complaint(CALL, f"{name}.weight", f"{tensor.dtype} weights", "quantized ones"))
+        packed = self._backend.prepack(tensor)
+        self.nbytes += packed.nbytes
+        self.formats.add(tensor.format.name)
+        return packed.description, packed.data, self._vector(f"{name}.bias", n) if biased else None
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> str:
+        """Whose kernels run, for people."""
+        return f"{self._backend.level} ({', '.join(sorted(self.formats))})"
+
+    def embed(self, tokens: list[int]) -> Floats:
+        """The rows of the embedding: [tokens, hidden]."""
+        if isinstance(self._embedding, QuantizedTensor):
+            blocks = {"blocks": self._embedding.storage["blocks"][tokens]}
+            rows: Floats = dequantize(QuantizedTensor.from_storage(self._embedding.format, blocks))
+        else:
+            rows = self._embedding[tokens].astype(np.float32)
+        return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows
+
+    def run(self, spans: list[tuple[Cache, list[int]]], activations: str) -> Floats:
+        """Feed tokens, each list behind what its cache holds: hidden states [all tokens in order, hidden].
+
+        Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS rows.
+        """
+        x = self.embed([token for _, tokens in spans for token in tokens])
+        rows = []
+        for cache, tokens in spans:
+            start = len(cache.tokens)
+            cache.reserve(start + len(tokens))
+            rows.append((cache.keys, cache.values, start, len(tokens)))
+            cache.tokens += tokens
+        self._native.run(x, rows, planes_of(activations))
+        return x
+
+    def logits(self, hidden: Floats, activations: str) -> Floats:
+        """Hidden states [m, hidden] to the scores of all tokens [m, vocabulary]."""
+        out = np.empty((len(hidden), self.config.vocabulary), np.float32)
+        self._native.finish(np.ascontiguousarray(hidden), planes_of(activations), out)
+        return out
+
+
+def planes_of(activations: str) -> int:
+    """The number by which kernels know a kind of activations."""
+    if activations not in ACTIVATIONS:
+        raise FormatError(complaint("llm", "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    return ACTIVATIONS.index(activations)
