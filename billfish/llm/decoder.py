@@ -79,14 +79,11 @@ class Decoder:
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         for i in range(c.layers):
             layer = f"blk.{i}."
-            head_norms = [
-                self._vector(f"{layer}attn_{name}_norm.weight", c.head_size) if family.head_norms else None
-                for name in ("q", "k")
-            ]
             self._native.add_layer(
                 self._vector(f"{layer}attn_norm.weight", c.hidden),
                 self._vector(f"{layer}ffn_norm.weight", c.hidden),
-                *head_norms,
+                self._vector(f"{layer}attn_q_norm.weight", c.head_size) if family.head_norms else None,
+                self._vector(f"{layer}attn_k_norm.weight", c.head_size) if family.head_norms else None,
                 [
                     self._matrix(f"{layer}attn_q", q_size, c.hidden, family.biases),
                     self._matrix(f"{layer}attn_k", kv_size, c.hidden, family.biases),
@@ -100,9 +97,8 @@ class Decoder:
         self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
         # Many models use the embedding as the last matrix too.
         head = "output" if "output.weight" in file else "token_embd"
-        self._native.set_head(
-            self._vector("output_norm.weight", c.hidden), self._matrix(head, c.vocabulary, c.hidden)
-        )
+        self.last_norm = self._vector("output_norm.weight", c.hidden)
+        self._native.set_head(self.last_norm, self._matrix(head, c.vocabulary, c.hidden))
 
     # ---- tensors of the file ------------------------------------------------------------------------------------
 

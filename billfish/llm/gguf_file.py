@@ -1,9 +1,9 @@
 """GGUF, read quickly: metadata as Python values, tensors as views of the memory-mapped file.
 
-    magic "GGUF", version u32, tensors u64, fields u64
-    fields: name, type u32, value                          a string is its length u64 and UTF-8 bytes
-    tensors: name, axes u32, extent u64 each (fastest first), type u32, offset u64
-    padding to `general.alignment`, then the data
+magic "GGUF", version u32, tensors u64, fields u64
+fields: name, type u32, value                          a string is its length u64 and UTF-8 bytes
+tensors: name, axes u32, extent u64 each (fastest first), type u32, offset u64
+padding to `general.alignment`, then the data
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class GgufFile:
             raise ModelError(complaint("llm.load", name, f"ggml type {entry.type}", takes))
         *rows, k = entry.shape
         if k % format.block_size:
-            raise ModelError(complaint("llm.load", name, f"K={k}", f"a multiple of {format.block_size} as {format.name}"))
+            raise ModelError(
+                complaint("llm.load", name, f"K={k}", f"a multiple of {format.block_size} as {format.name}")
+            )
         row_bytes = k // format.block_size * format.struct.itemsize
         blocks = self._view(name, np.dtype(np.uint8), (int(np.prod(rows)), row_bytes))
         return QuantizedTensor.from_storage(format, {"blocks": blocks}, call="llm.load")

@@ -71,7 +71,9 @@ class Tokenizer:
         self.starts_with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and self.bos is not None
         named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         self.ends = {int(metadata[name]) for name in named if name in metadata}
-        self.ends |= {i for i, (p, k) in enumerate(zip(self.pieces, self.kinds, strict=True)) if k == CONTROL and p in ENDS}
+        self.ends |= {
+            i for i, (p, k) in enumerate(zip(self.pieces, self.kinds, strict=True)) if k == CONTROL and p in ENDS
+        }
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the

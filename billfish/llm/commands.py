@@ -1,0 +1,133 @@
+"""`billfish run`: an answer, or a chat, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from typing import TextIO
+
+from billfish.backends.cpu import _cpu
+from billfish.errors import ModelError, ShapeError, complaint
+from billfish.explain import Style
+from billfish.llm.chat import Message
+from billfish.llm.generation import Generation
+from billfish.llm.model import Model, load
+
+
+def set_threads(count: int | None) -> None:
+    """As many as the user asked for."""
+    if count is not None:
+        if count < 1:
+            raise ShapeError(complaint("llm", "--threads", count, "a whole number from 1 on"))
+        _cpu.set_threads(count)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answer one prompt, or hold a chat."""
+    started = time.perf_counter()
+    set_threads(arguments.threads)
+    model = load(arguments.model)
+    if arguments.prompt is None and sys.stdin.isatty():
+        Chat(model, arguments).talk()
+        return
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
+    answer = _generate(model, arguments, conversation)
+    pieces, first_token = [], 0.0
+    for text in answer:
+        first_token = first_token or time.perf_counter() - started
+        pieces.append(text)
+        print(text, end="", flush=True)
+    print()
+    first_token = first_token or time.perf_counter() - started
+    if arguments.json:
+        print(json.dumps(_record("".join(pieces), answer, first_token, model)))
+    else:
+        print_rates(answer, model, sys.stderr, first_token)
+
+
+def _system(arguments: argparse.Namespace) -> list[Message]:
+    return [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+
+
+def _generate(model: Model, arguments: argparse.Namespace, prompt: str | list[Message], **more: object) -> Generation:
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    return model.generate(prompt, raw=arguments.raw, **settings, **more)
+
+
+SETTINGS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "activations")
+
+
+def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
+    return {
+        "text": text,
+        "prompt_tokens": answer.prompt_tokens,
+        "generated_tokens": len(answer.tokens),
+        "prompt_tok_per_s": round(answer.prompt_rate, 2),
+        "generation_tok_per_s": round(answer.generation_rate, 2),
+        "time_to_first_token_s": round(first_token, 4),
+        "model": model.config.name,
+        "kernels": model.decoder.kernels,
+    }
+
+
+def print_rates(answer: Generation, model: Model, out: TextIO, first_token: float | None = None) -> None:
+    """One line: how fast it was, and on which kernels."""
+    facts = [
+        f"prompt {answer.prompt_tokens} tokens, {answer.prompt_rate:.0f}/s",
+        f"answer {len(answer.tokens)} tokens, {answer.generation_rate:.0f}/s",
+    ]
+    if first_token is not None:
+        facts.append(f"first token after {first_token:.2f} s")
+    facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
+    if answer.finished == "context":
+        facts.append(f"stopped: the context of {model.config.context} tokens is full")
+    print(Style(out)(" · ".join(facts), "dim"), file=out)
+
+
+class Chat:
+    """A conversation in the terminal. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+
+    def __init__(self, model: Model, arguments: argparse.Namespace) -> None:
+        self._model, self._arguments = model, arguments
+        self._messages: list[Message] = _system(arguments)
+        self._cache = model.cache()
+
+    def talk(self) -> None:
+        importlib.import_module("readline")  # input() then has history and editing
+        print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        while True:
+            try:
+                said = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if said:
+                self.answer(said)
+
+    def answer(self, said: str) -> None:
+        """Print the answer to one message and remember both."""
+        messages = [*self._messages, {"role": "user", "content": said}]
+        prompt = said if self._model.template is None else messages
+        try:
+            answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
+        except ModelError as error:  # such as a history that has outgrown the context
+            print(f"billfish: {error}. The conversation starts anew.", file=sys.stderr)
+            self._messages = _system(self._arguments)
+            return
+        pieces = []
+        try:
+            for text in answer:
+                pieces.append(text)
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" …", end="")
+        print()
+        print_rates(answer, self._model, sys.stderr)
+        self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
