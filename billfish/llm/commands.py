@@ -13,6 +13,7 @@ from billfish.backends.cpu import _cpu
 from billfish.errors import ModelError, ShapeError, complaint
 from billfish.explain import Style
 from billfish.llm.chat import Message
+from billfish.llm.decoder import Cache
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 
@@ -53,12 +54,21 @@ def _system(arguments: argparse.Namespace) -> list[Message]:
     return [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
 
 
-def _generate(model: Model, arguments: argparse.Namespace, prompt: str | list[Message], **more: object) -> Generation:
-    settings = {name: getattr(arguments, name) for name in SETTINGS}
-    return model.generate(prompt, raw=arguments.raw, **settings, **more)
-
-
-SETTINGS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "activations")
+def _generate(
+    model: Model, arguments: argparse.Namespace, prompt: str | list[Message], cache: Cache | None = None
+) -> Generation:
+    a = arguments
+    return model.generate(
+        prompt,
+        max_tokens=a.max_tokens,
+        temperature=a.temperature,
+        top_k=a.top_k,
+        top_p=a.top_p,
+        seed=a.seed,
+        activations=a.activations,
+        raw=a.raw,
+        cache=cache,
+    )
 
 
 def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:

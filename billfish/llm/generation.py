@@ -41,7 +41,7 @@ def check_prompt(decoder: Decoder, tokens: list[int], call: str = "llm.generate"
 class Generation(Iterator[str]):
     """The pieces of an answer as they come, and afterwards what it took.
 
-    tokens: the ids so far. finished: "" while it runs, then "end" (the model ended its answer), "length" (max_tokens) or
+    tokens: the ids so far. finished: "" while it runs, then "end" (the model's own), "length" (max_tokens) or
     "context" (no room for more). Seconds are those of the prompt, up to the first token, and of all later ones.
     """
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.arrays import FLOATS
 from billfish.errors import ModelError, complaint
 from billfish.format import FORMATS
 from billfish.formats.ggml import BlockFormat
@@ -25,7 +26,7 @@ from billfish.tensor import QuantizedTensor
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 # ggml's numbers for the types of tensors.
-PLAIN = {0: "float32", 1: "float16"}
+PLAIN = {0: FLOATS["float32"], 1: FLOATS["float16"], 30: FLOATS["bfloat16"]}
 BLOCKS = {
     2: "q4_0",
     3: "q4_1",
@@ -133,10 +134,10 @@ class GgufFile:
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
         if entry.type in PLAIN:
-            return self._view(name, np.dtype(PLAIN[entry.type]), entry.shape)
+            return self._view(name, PLAIN[entry.type], entry.shape)
         format = FORMATS.get(BLOCKS.get(entry.type, ""))
         if not isinstance(format, BlockFormat) or format.name == "nvfp4_gguf":
-            takes = f"float32, float16 or one of {', '.join(BLOCKS.values())}"
+            takes = f"float32, float16, bfloat16 or one of {', '.join(BLOCKS.values())}"
             raise ModelError(complaint("llm.load", name, f"ggml type {entry.type}", takes))
         *rows, k = entry.shape
         if k % format.block_size:

@@ -50,14 +50,31 @@ class Sampler:
         how = self._how
         if how.temperature == 0:
             return int(logits.argmax())
-        count = min(how.top_k, len(logits)) if how.top_k else len(logits)
-        # Best first; equal scores in the order of their ids, so that nothing is left to chance but the draw.
-        order = np.argsort(-logits, kind="stable")[:count]
-        scaled = (logits[order].astype(np.float64) - float(logits[order[0]])) / how.temperature
-        weights = np.exp(scaled)
-        sums = np.cumsum(weights)
-        kept = int(np.searchsorted(sums, how.top_p * sums[-1])) + 1
-        sums = sums[:kept]
-        return int(
-            order[min(int(np.searchsorted(sums, self._random.random() * sums[-1], side="right")), len(sums) - 1)]
-        )
+        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / how.temperature)
+        tokens = self._candidates(weights)
+        sums = np.cumsum(weights[tokens])
+        drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
+        return int(tokens[min(drawn, len(tokens) - 1)])
+
+    def _candidates(self, weights: NDArray[np.float64]) -> NDArray[np.intp]:
+        """The tokens that top_k and then top_p leave, best first where they were sorted."""
+        how, count = self._how, len(weights)
+        if how.top_k == 0 and how.top_p == 1:
+            return np.arange(count)
+        if how.top_k == 0:
+            # Sorting a whole vocabulary takes longer than computing it, and the best 1000 are mostly enough.
+            best = best_of(weights, min(count, 1000))
+            if weights[best].sum() < how.top_p * weights.sum():
+                best = best_of(weights, count)
+            total = weights.sum()
+        else:
+            best = best_of(weights, min(count, how.top_k))
+            total = weights[best].sum()
+        kept = int(np.searchsorted(np.cumsum(weights[best]), how.top_p * total)) + 1
+        return best[:kept]
+
+
+def best_of(weights: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """The tokens of the largest weights, largest first; of equal ones, the first comes first."""
+    chosen = np.sort(np.argpartition(-weights, count - 1)[:count])
+    return chosen[np.argsort(-weights[chosen], kind="stable")]

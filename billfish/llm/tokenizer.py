@@ -1,8 +1,8 @@
 """Text to token ids and back, from the vocabulary inside a GGUF file.
 
 Two kinds are in use. "gpt2": text is cut by a regular expression, its bytes become printable characters, and merges of
-neighbours are applied by rank. "llama" (SentencePiece): spaces become "▁", merges are those that make known pieces, best
-score first, and what no piece covers is spelled in bytes.
+neighbours are applied by rank. "llama" (SentencePiece): spaces become "▁", merges are those that make known pieces,
+best score first, and what no piece covers is spelled in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from billfish.errors import ModelError, complaint
 from billfish.llm.extras import require
 
 # Kinds of tokens, GGUF's numbers.
-CONTROL, USER_DEFINED, BYTE = 3, 4, 6
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -48,7 +48,7 @@ class Tokenizer:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.model = metadata.get("tokenizer.ggml.model")
         self.pieces: list[str] = metadata.get("tokenizer.ggml.tokens", [])
-        self.kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(self.pieces))
+        self.kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))]
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if self.model == "gpt2" and pre in CUTS:
             self._bytes = byte_characters()
@@ -62,18 +62,16 @@ class Tokenizer:
             takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
             raise ModelError(complaint("llm.load", "tokenizer.ggml.model", got, takes))
         added = require("tokenizers").AddedToken
-        known = zip(self.pieces, self.kinds, strict=True)
+        whole = [i for i, kind in enumerate(self.kinds) if kind in (CONTROL, USER_DEFINED)]
         self._encoder.add_tokens(
-            [added(p, special=k == CONTROL, normalized=False) for p, k in known if k in (CONTROL, USER_DEFINED)]
+            [added(self.pieces[i], special=self.kinds[i] == CONTROL, normalized=False) for i in whole]
         )
         with_bos = self.model == "llama" or pre in ("llama-bpe", "llama3")
         self.bos = int(metadata["tokenizer.ggml.bos_token_id"]) if "tokenizer.ggml.bos_token_id" in metadata else None
         self.starts_with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and self.bos is not None
         named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
         self.ends = {int(metadata[name]) for name in named if name in metadata}
-        self.ends |= {
-            i for i, (p, k) in enumerate(zip(self.pieces, self.kinds, strict=True)) if k == CONTROL and p in ENDS
-        }
+        self.ends |= {i for i in whole if self.kinds[i] == CONTROL and self.pieces[i] in ENDS}
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
