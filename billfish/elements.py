@@ -124,6 +124,7 @@ U4B8 = Integer("u4b8", 4, bias=8)
 U5 = Integer("u5", 5)
 U5B16 = Integer("u5b16", 5, bias=16)
 U6B32 = Integer("u6b32", 6, bias=32)
+U8 = Integer("u8", 8)
 U8B128 = Integer("u8b128", 8, bias=128)
 S8 = Signed("s8")
 FP4 = E2M1()
@@ -133,5 +134,5 @@ E2M1X2 = Table("e2m1x2", 4, [int(2 * v) for v in FP4.values])
 IQ4NL = Table("iq4nl", 4, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 
 ELEMENTS: dict[str, Element] = {
-    e.name: e for e in (U2, U3B4, U4, U4B8, U5, U5B16, U6B32, U8B128, S8, FP4, E2M1X2, IQ4NL)
+    e.name: e for e in (U2, U3B4, U4, U4B8, U5, U5B16, U6B32, U8, U8B128, S8, FP4, E2M1X2, IQ4NL)
 }

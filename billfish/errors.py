@@ -27,6 +27,10 @@ class ModelError(BillfishError, ValueError):
     """A model file that cannot be run, or a prompt that it cannot take."""
 
 
+class CheckpointError(BillfishError, ValueError):
+    """A file that is damaged, of a layout that is not supported, or that cannot be written."""
+
+
 class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 

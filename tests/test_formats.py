@@ -304,3 +304,23 @@ def test_word_formats_equal_mlx_affine(name, bits, bias):
         bits=bits,
     )
     np.testing.assert_allclose(bf.dequantize(tensor), np.array(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["u4", "u8", "u4b8", "u8b128", "fp4", "affine4", "affine8"])
+def test_scales_of_checkpoints_may_be_wider_than_float16(name, backend):
+    """Values that float16 has no room for, in the types that checkpoints use."""
+    format = bf.FORMATS[name]
+    dtypes = [np.float32] if isinstance(format, WordFormat) else [np.float32, ml_dtypes.bfloat16]
+    for dtype in dtypes:
+        planes = bf.quantize(gaussian((24, 160)), name, group_size=64).planes
+        for plane in ("scale", "minimum"):
+            if plane in planes:
+                planes[plane] = (planes[plane].astype(np.float32) * np.float32(1e-9)).astype(dtype)
+        tensor = bf.QuantizedTensor.from_planes(name, planes, 64)
+        expected = format.decode(planes, 64)
+        assert_same_bits(bf.dequantize(tensor, backend=backend), expected)
+        x = gaussian((3, 160), 1) * np.float32(1e9)
+        y = bf.quantized_linear(x, tensor, backend=backend)
+        exact = x.astype(np.float64) @ expected.T.astype(np.float64)
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())

@@ -1,4 +1,11 @@
-"""Integers with a float16 scale: `u4` with a zero point, `u4b8` and `u8b128` with a fixed offset."""
+"""Integers: `u4` and `u8` with a zero point, `u4b8` and `u8b128` with a fixed offset, and MLX's with a minimum.
+
+`affine4` and `affine8` are stored row-major, as MLX stores them (it calls the minimum `biases`):
+
+    packed  uint8 [N, K * bits / 8]                     along K, least significant bits first
+    scales  float16, bfloat16 or float32 [N, ceil(K/g)]
+    biases  as scales
+"""
 
 from __future__ import annotations
 
@@ -7,23 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import U4, U4B8, U8B128
-from billfish.format import GroupValues, Planes, register
+from billfish.arrays import bfloat16
+from billfish.elements import U4, U4B8, U8, U8B128
+from billfish.errors import DTypeError, ShapeError, complaint
+from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
 from billfish.formats.search import float16_scale, reciprocal, search_scale_and_minimum
 from billfish.formats.words import ScaledWordFormat, WordFormat
 
 Floats = NDArray[np.float32]
 
 
-@register
-class U4Format(WordFormat):
+class ZeroPointFormat(WordFormat):
     """(q - zero) * scale. GPTQ and AWQ have integer zero points; HQQ and others fractional ones."""
 
-    name = "u4"
-    element = U4
     offset = "zero point, u8 or f16"
-    block_size = 8
-    layout = "u32 [K/8, N], f16 [K/g, N], zeros [K/g, N]"
     options = {"zero_point": ("integer", "fractional")}
     zero_dtypes = (np.uint8, np.float16)
 
@@ -41,34 +45,49 @@ class U4Format(WordFormat):
             return scale, -scale * self._zero(scale, minimum, zero_point).astype(np.float32)
 
         start = self._range(w, zero_point)
-        return self._planes(w, *search_scale_and_minimum(w, U4, *start, representable), zero_point)
+        return self._planes(w, *search_scale_and_minimum(w, self.element, *start, representable), zero_point)
 
-    @staticmethod
-    def _range(w: Floats, zero_point: str) -> tuple[Floats, Floats]:
+    def _range(self, w: Floats, zero_point: str) -> tuple[Floats, Floats]:
         """(scale, minimum) at which nothing clips. An integer zero point keeps 0 in the range, and so exact."""
         low, high = w.min(axis=1), w.max(axis=1)
+        steps = np.float32(self.element.high)
         if zero_point == "integer":
             low, high = np.minimum(low, 0), np.maximum(high, 0)
-            return (high - low) / np.float32(15), low
+            return (high - low) / steps, low
         # Weights that are all nearly equal would need a zero point beyond float16: keep it below 2^15.
         largest = np.maximum(np.abs(low), np.abs(high))
-        return np.maximum((high - low) / np.float32(15), largest / np.float32(2**15)), low
+        return np.maximum((high - low) / steps, largest / np.float32(2**15)), low
 
-    @staticmethod
-    def _zero(scale: Floats, minimum: Floats, zero_point: str) -> NDArray[Any]:
+    def _zero(self, scale: Floats, minimum: Floats, zero_point: str) -> NDArray[Any]:
         zero = -minimum * reciprocal(scale)
         if zero_point == "integer":
-            return np.clip(np.rint(zero), 0, 15).astype(np.uint8)
+            return np.clip(np.rint(zero), 0, self.element.high).astype(np.uint8)
         return zero.astype(np.float16)
 
     def _planes(self, w: Floats, scale: Floats, minimum: Floats, zero_point: str) -> Planes:
         stored = scale.astype(np.float16)[:, None]
         zero = self._zero(stored.astype(np.float32), minimum[:, None], zero_point)
-        codes = U4.encode(w * reciprocal(stored.astype(np.float32)) + zero.astype(np.float32))
+        codes = self.element.encode(w * reciprocal(stored.astype(np.float32)) + zero.astype(np.float32))
         return {"codes": codes, "scale": stored, "zero": zero}
 
     def bits_per_weight(self, group_size: int) -> float:
         return super().bits_per_weight(group_size) + 8 / group_size
+
+
+@register
+class U4Format(ZeroPointFormat):
+    name = "u4"
+    element = U4
+    block_size = 8
+    layout = "u32 [K/8, N], f16 [K/g, N], zeros [K/g, N]"
+
+
+@register
+class U8Format(ZeroPointFormat):
+    name = "u8"
+    element = U8
+    block_size = 4
+    layout = "u32 [K/4, N], f16 [K/g, N], zeros [K/g, N]"
 
 
 @register
@@ -89,3 +108,81 @@ class U8B128Format(ScaledWordFormat):
     element = U8B128
     block_size = 4
     layout = "u32 [K/4, N], f16 [K/g, N]"
+
+
+class AffineFormat(Format):
+    """code * scale + minimum, both of the type that the checkpoint has; quantizing makes float16."""
+
+    scale = "f16, bf16 or f32"
+    offset = "minimum, as scale"
+    group_sizes = (32, 64, 128)
+    block_size = 32
+    scale_dtypes = (np.dtype(np.float16), bfloat16, np.dtype(np.float32))
+
+    def pack(self, planes: Planes) -> Storage:
+        codes = planes["codes"]
+        packed = codes if self.element.bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4
+        return {"packed": packed, "scales": planes["scale"], "biases": planes["minimum"]}
+
+    def unpack_codes(self, storage: Storage) -> Array:
+        packed = storage["packed"]
+        if self.element.bits == 8:
+            return np.ascontiguousarray(packed)
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
+
+    def unpack_scales(self, storage: Storage) -> Planes:
+        return {"scale": storage["scales"], "minimum": storage["biases"]}
+
+    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        check_names(call, self, storage, {"packed", "scales", "biases"})
+        packed = check_array(call, "packed", storage["packed"], np.uint8, 2)
+        n, k = packed.shape[0], packed.shape[1] * 8 // self.element.bits
+        self.check_k(call, k)
+        group_size = self.check_group_size(call, group_size, k)
+        dtype = getattr(storage["scales"], "dtype", None)
+        if dtype not in self.scale_dtypes:
+            raise DTypeError(complaint(call, "scales", f"dtype {dtype}", f"{self.scale} for {self.name}"))
+        for name in ("scales", "biases"):
+            array = check_array(call, name, storage[name], dtype, 2)
+            if array.shape != (n, -(-k // group_size)):
+                takes = f"{(n, -(-k // group_size))}, N x ceil(K/{group_size})"
+                raise ShapeError(complaint(call, name, f"shape {array.shape}", takes))
+        return n, k, group_size
+
+    def group_values(self, planes: Planes) -> GroupValues:
+        return GroupValues(planes["scale"].astype(np.float32), minimum=planes["minimum"].astype(np.float32))
+
+    def round_groups(self, w: Floats, **context: Any) -> Planes:
+        return self._planes(w, *self._range(w))
+
+    def search_groups(self, w: Floats, **context: Any) -> Planes:
+        scale, minimum = search_scale_and_minimum(
+            w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
+        )
+        return self._planes(w, scale, minimum)
+
+    def _range(self, w: Floats) -> tuple[Floats, Floats]:
+        low = w.min(axis=1)
+        return (w.max(axis=1) - low) / np.float32(self.element.high), low
+
+    def _planes(self, w: Floats, scale: Floats, minimum: Floats) -> Planes:
+        stored, least = scale.astype(np.float16)[:, None], minimum.astype(np.float16)[:, None]
+        codes = self.element.encode((w - least.astype(np.float32)) * reciprocal(stored.astype(np.float32)))
+        return {"codes": codes, "scale": stored, "minimum": least}
+
+    def bits_per_weight(self, group_size: int) -> float:
+        return self.element.bits + 32 / group_size
+
+
+@register
+class Affine4(AffineFormat):
+    name = "affine4"
+    element = U4
+    layout = "u8 [N, K/2], scales [N, K/g], biases [N, K/g]"
+
+
+@register
+class Affine8(AffineFormat):
+    name = "affine8"
+    element = U8
+    layout = "u8 [N, K], scales [N, K/g], biases [N, K/g]"

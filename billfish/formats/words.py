@@ -1,7 +1,8 @@
 """The layout of `fp4`, `u4`, `u4b8` and `u8b128`: codes packed along K into 32-bit words, K-major.
 
     packed  uint32 [K * bits / 32, N]    word r of column n holds k = r*per .. r*per + per-1, least significant first
-    scales  float16 [ceil(K / g), N]     one for each group of g consecutive k; the last group may be partial
+    scales  float16 [ceil(K / g), N]     one for each group of g consecutive k; the last group may be partial. float32
+                                         holds what checkpoints have and float16 cannot; quantizing makes float16
     zeros   uint8 or float16, as scales  zero points, where the format has them
 
 This is the weight layout of Marlin's original documents and of GPTQ's `qweight`.
@@ -73,7 +74,8 @@ class WordFormat(Format):
         self.check_k(call, k)
         group_size = self.check_group_size(call, group_size, k)
         expected = (-(-k // group_size), n)
-        scales = check_array(call, "scales", storage["scales"], np.float16, 2)
+        wide = getattr(storage["scales"], "dtype", None) == np.float32
+        scales = check_array(call, "scales", storage["scales"], np.float32 if wide else np.float16, 2)
         if scales.shape != expected:
             takes = f"{expected}, ceil(K/g) x N for K={k}, N={n}, g={group_size}"
             raise ShapeError(complaint(call, "scales", f"shape {scales.shape}", takes))

@@ -19,7 +19,7 @@ from billfish.backends.base import Backend, Problem
 from billfish.backends.cpu import _cpu
 from billfish.elements import E2M1, E2M1X2, Integer, Signed, Table
 from billfish.errors import BackendUnavailable, complaint
-from billfish.format import Format, Planes
+from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.words import WordFormat
 from billfish.tensor import QuantizedTensor
@@ -125,6 +125,21 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
             layout.group_fields = [planes["sub_scale"] | planes["sub_minimum"] << 4]
         return
     scale = planes["scale"]
+    # The kernels' bytes are signed: of codes that mean q they hold q - 128.
+    shift = 128 - format.element.bias if format.element.bits == 8 and isinstance(format.element, Integer) else 0
+    if shift and scale.dtype == np.float16 and planes.get("zero", scale).dtype == np.uint8:
+        layout.scales = "f16_zero16"
+        layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
+        return
+    if scale.dtype.itemsize > 1 and (scale.dtype != np.float16 or shift):
+        with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+            group = format.group_values(planes)
+            layout.scales, layout.group_fields = "f32", [group.scale * np.float32(layout.factor)]
+            layout.factor = 1.0
+            if group.zero is not None or group.minimum is not None:
+                layout.scales = "f32_minimum"
+                layout.group_fields.append(_float_minimum(group, np.float32(shift)))
+        return
     if scale.dtype == np.float16:
         layout.group_fields = [scale]
         if "zero" in planes:
@@ -147,6 +162,12 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         layout.factor = 1.0
     else:
         layout.group_fields, layout.factor = [scale], factor
+
+
+def _float_minimum(group: GroupValues, shift: np.float32) -> NDArray[np.float32]:
+    """(code + shift - zero) * scale + minimum is code * scale plus this."""
+    offset = shift if group.zero is None else shift - group.zero
+    return group.scale * offset + (0 if group.minimum is None else group.minimum)
 
 
 # ---- dequantize reads storage as it is -----------------------------------------------------------------------------
@@ -172,7 +193,7 @@ def storage_of(tensor: QuantizedTensor) -> Source:
     format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
     element = format.element
     kind = "table_of_16" if isinstance(element, Table) else "e2m1" if isinstance(element, E2M1) else "integer"
-    about = {
+    about: dict[str, Any] = {
         "n": n,
         "k": k,
         "group": tensor.group_size,
@@ -197,15 +218,21 @@ def storage_of(tensor: QuantizedTensor) -> Source:
             return Source(data, False, about)
     else:
         data = np.ascontiguousarray(storage["packed"])
-        # Bytes along K are blocks of one group; words are turned by a kernel of their own.
-        block = tensor.group_size
-        planes = [(0, block // 2, 1, element.bits)]
-        about |= {"block": block, "block_bytes": block // 2, "row_bytes": k // 2, "planes": planes}
+        # Bytes along K are blocks of one group; words are turned by a kernel of their own. Where the last group is
+        # partial, blocks are smaller and groups repeat their values.
+        words = isinstance(format, WordFormat)
+        block = tensor.group_size if words or k % tensor.group_size == 0 else format.block_size
+        about["group"] = tensor.group_size if words else block
+        block_bytes = block * element.bits // 8
+        planes = [(0, block_bytes, 1, element.bits)]
+        about |= {"block": block, "block_bytes": block_bytes, "row_bytes": k * element.bits // 8, "planes": planes}
     with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
         group = format.group_values(format.unpack_scales(storage))
     source = Source(data.view(np.uint8), isinstance(format, WordFormat), about)
+    repeats, groups = tensor.group_size // about["group"], -(-k // about["group"])
     source.scale, source.zero, source.minimum = (
-        None if values is None else np.ascontiguousarray(values) for values in group
+        None if values is None else np.ascontiguousarray(np.repeat(values, repeats, axis=1)[:, :groups])
+        for values in group
     )
     return source
 

@@ -1,0 +1,146 @@
+"""From arrays to kernels: the sources as MLX wants them, and the calls.
+
+A `metal_kernel` is `mx.fast.metal_kernel` or the emulator's, which takes the same arguments; arrays are MLX's or
+NumPy's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from billfish.backends.metal.choose import choose, launch, up
+from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
+
+FOLDER = Path(__file__).parent
+WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor"]
+SAFE = {"math_mode": "safe"}  # fast mode may reorder what decode.metal does on purpose
+
+# Each kernel: the name it gets for a format, the file with its body, and what that calls besides decode and scales.
+KERNELS = {
+    "gemv": ("marlin_gemv_{}", "gemv.metal", ["matvec.metal"]),
+    "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"]),
+    "fused": ("marlin_gemm_fused_{}", "gemm_fused.metal", ["tiles.metal", "fused.metal"]),
+    "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"]),
+    "dequantize": ("dequant_{}", "dequantize.metal", ["tiles.metal"]),
+}
+PRODUCTS = ("gemv", "gemm", "fused", "striped")
+
+
+def library(array: Any) -> Any:
+    """NumPy or mlx.core, whose array it is; what we call on it is the same in both."""
+    return np if isinstance(array, np.ndarray) else sys.modules["mlx.core"]
+
+
+def more_rows(x: Any) -> Any:
+    """With rows of zeros behind, until there are 8 numbers; see layout.LEAST_SIZE."""
+    xp, width = library(x), x.shape[-1]
+    return xp.concatenate([x, xp.zeros((up(LEAST_SIZE - x.size, width), width), x.dtype)])
+
+
+@cache
+def source(file: str) -> str:
+    """The text of a .metal file."""
+    return (FOLDER / file).read_text()
+
+
+def kernel_arguments(kernel: str, name: str, axes: Axes) -> dict[str, Any]:
+    """What `metal_kernel` is given to build one kernel for one format."""
+    pattern, body, headers = KERNELS[kernel]
+    named = {"ELEMENT": axes.element, "SCALE": axes.scale, "OFFSET": axes.offset}
+    axes_text = Template(source("format.metal")).substitute(named)
+    inputs = [*WEIGHT_INPUTS, "size"] if kernel == "dequantize" else ["x", *WEIGHT_INPUTS, "bias"]
+    return {
+        "name": pattern.format(name),
+        "input_names": inputs,
+        "output_names": ["y"],
+        "source": source(body),
+        "header": "".join(map(source, ["decode.metal", "scales.metal", *headers])) + axes_text,
+        "compile_options": SAFE,
+    }
+
+
+REDUCE = {
+    "name": "marlin_reduce",
+    "input_names": ["partials", "bias"],
+    "output_names": ["y"],
+    "source": source("reduce.metal"),
+    "compile_options": SAFE,
+}
+ZERO = {
+    "name": "marlin_zero_reduction",
+    "input_names": [],
+    "output_names": ["y"],
+    "source": source("zero.metal"),
+    "compile_options": SAFE,
+}
+
+
+class Kernels:
+    """The kernels of one `metal_kernel`, each built once."""
+
+    def __init__(self, metal_kernel: Callable[..., Any]) -> None:
+        self._metal_kernel = metal_kernel
+        self._built: dict[tuple[Any, ...], Any] = {}
+
+    def _get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
+        if key not in self._built:
+            self._built[key] = self._metal_kernel(**arguments())
+        return self._built[key]
+
+    def product(self, kernel: str, w: MetalWeights) -> Any:
+        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes))
+
+    def multiply(self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None) -> Any:
+        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given."""
+        (m, k), n = x.shape, w.shape[0]
+        if x.size < LEAST_SIZE:
+            return self.multiply(more_rows(x), w, bias, kernel)[:m]
+        chosen = launch(kernel or choose(m, n, k, x.itemsize), m, n, k)
+        added = x if bias is None else bias if bias.size >= LEAST_SIZE else more_rows(bias.reshape(1, -1)).reshape(-1)
+        striped = chosen.kernel == "striped"
+        template = {"T": x.dtype, "GROUP": w.group, **chosen.template}
+        if not striped:
+            template["HAS_BIAS"] = bias is not None
+        (y,) = self.product(chosen.kernel, w)(
+            inputs=[x, *(w.arrays[name] for name in WEIGHT_INPUTS), added],
+            template=list(template.items()),
+            grid=chosen.grid,
+            threadgroup=chosen.threadgroup,
+            output_shapes=[(chosen.template["SLICES"], m, n) if striped else (m, n)],
+            output_dtypes=[library(x).float32 if striped else x.dtype],
+        )
+        return self._reduce(y, added, bias is not None, x.dtype) if striped else y
+
+    def _reduce(self, partials: Any, bias: Any, has_bias: bool, dtype: Any) -> Any:
+        slices, m, n = partials.shape
+        template = {"T": dtype, "SLICES": slices, "HAS_BIAS": has_bias}
+        (y,) = self._get(("reduce",), lambda: REDUCE)(
+            inputs=[partials, bias],
+            template=list(template.items()),
+            grid=(up(m * n, 256) * 256, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(m, n)],
+            output_dtypes=[dtype],
+        )
+        return y
+
+    def dequantize(self, w: MetalWeights, dtype: Any) -> Any:
+        """W [N, K] in that type."""
+        n, k = w.shape
+        xp = library(w.arrays["codes"])
+        (y,) = self.product("dequantize", w)(
+            inputs=[*(w.arrays[name] for name in WEIGHT_INPUTS), xp.array([k], xp.int32)],
+            template=[("T", dtype), ("GROUP", w.group)],
+            grid=(up(n, 32) * 32, up(k, 128) * 4, 1),
+            threadgroup=(32, 4, 1),
+            output_shapes=[(n, k)],
+            output_dtypes=[dtype],
+        )
+        return y

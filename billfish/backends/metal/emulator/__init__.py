@@ -1,0 +1,37 @@
+"""Metal kernels on the CPU: the source that MLX would hand to Metal, compiled by clang and run, thread by thread.
+
+    from billfish.backends.metal import emulator
+
+    kernel = emulator.metal_kernel(name, input_names, output_names, source, header="")   # as mx.fast.metal_kernel
+    with emulator.options(check=True, order="random", seed=1):
+        (y,) = kernel(inputs=[x], template=[("T", np.float16)], grid=(256, 1, 1), threadgroup=(64, 1, 1),
+                      output_shapes=[(256,)], output_dtypes=[np.float16])
+
+`metal_kernel` takes MLX's arguments, and NumPy or MLX arrays; MLX arrays or types give MLX arrays back.
+
+`options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block. A
+checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`, `buffer`.
+A hostile one is built with fast mathematics and flushes subnormal numbers to zero.
+
+`with launches() as log:` records each launch: `name`, `read` and `written` (device bytes, by buffer name),
+`threadgroup_read` and `threadgroup_written` (by variable name), `threadgroup_memory` and `threadgroup_variables` (bytes),
+`threadgroup_barriers`, `simdgroup_barriers`, `matrix_multiplies`, `atomics`.
+
+`kernel.signature(inputs, output_dtypes, template).text` is the text that MLX would compile.
+"""
+
+from billfish.backends.metal.emulator.faults import KINDS, CompileError, KernelFault, Site
+from billfish.backends.metal.emulator.kernel import metal_kernel
+from billfish.backends.metal.emulator.settings import Launch, Options, launches, options
+
+__all__ = [
+    "KINDS",
+    "CompileError",
+    "KernelFault",
+    "Launch",
+    "Options",
+    "Site",
+    "launches",
+    "metal_kernel",
+    "options",
+]

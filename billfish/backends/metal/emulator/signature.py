@@ -1,0 +1,187 @@
+"""The text that MLX hands to Metal: header, a signature made from the arguments, the source as its body.
+
+`mx.fast.metal_kernel` writes the same text, character for character; the tests compare the two. That goes for its
+habits too: what looks like a name in `source` counts as one, even inside a longer word or a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DTypeError, complaint
+
+# MLX passes smaller inputs in the constant address space.
+SMALLEST_DEVICE_ARRAY = 8
+
+TYPES = {
+    "bool": "bool",
+    "uint8": "uint8_t",
+    "uint16": "uint16_t",
+    "uint32": "uint32_t",
+    "uint64": "uint64_t",
+    "int8": "int8_t",
+    "int16": "int16_t",
+    "int32": "int32_t",
+    "int64": "int64_t",
+    "float16": "float16_t",
+    "bfloat16": "bfloat16_t",
+    "float32": "float",
+    "complex64": "complex64_t",
+}
+
+# What a kernel may ask about its threads, in MLX's order, and how the emulator answers.
+ATTRIBUTES = {
+    "dispatch_quadgroups_per_threadgroup": ("uint", "(emulator::dispatch.threads + 3) / 4"),
+    "dispatch_simdgroups_per_threadgroup": ("uint", "emulator::dispatch.simdgroups"),
+    "dispatch_threads_per_threadgroup": ("uint3", "emulator_uint3(emulator::dispatch.threads_per_threadgroup)"),
+    "grid_origin": ("uint3", "uint3(0, 0, 0)"),
+    "grid_size": ("uint3", "emulator_uint3(emulator::dispatch.grid)"),
+    "quadgroup_index_in_threadgroup": ("uint", "emulator::position->index / 4"),
+    "quadgroups_per_threadgroup": ("uint", "(emulator::dispatch.threads + 3) / 4"),
+    "simdgroup_index_in_threadgroup": ("uint", "emulator::position->simdgroup"),
+    "simdgroups_per_threadgroup": ("uint", "emulator::dispatch.simdgroups"),
+    "thread_execution_width": ("uint", "emulator::simd_width"),
+    "thread_index_in_quadgroup": ("uint", "emulator::position->lane % 4"),
+    "thread_index_in_simdgroup": ("uint", "emulator::position->lane"),
+    "thread_index_in_threadgroup": ("uint", "emulator::position->index"),
+    "thread_position_in_grid": ("uint3", "emulator_uint3(emulator::position->in_grid)"),
+    "thread_position_in_threadgroup": ("uint3", "emulator_uint3(emulator::position->in_threadgroup)"),
+    "threadgroup_position_in_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroup_position)"),
+    "threadgroups_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroups)"),
+    "threads_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.grid)"),
+    "threads_per_simdgroup": ("uint", "emulator::simd_width"),
+    "threads_per_threadgroup": ("uint3", "emulator_uint3(emulator::dispatch.threads_per_threadgroup)"),
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """Such as "float16", of a NumPy or MLX type."""
+    if type(dtype).__module__.startswith("mlx"):
+        return str(dtype).rsplit(".", 1)[-1]
+    return np.dtype(dtype).name
+
+
+def type_name(argument: str, dtype: Any) -> str:
+    """The type's name in Metal."""
+    name = dtype_name(dtype)
+    if name not in TYPES:
+        raise DTypeError(complaint("metal_kernel", argument, name, f"one of {', '.join(TYPES)}"))
+    return TYPES[name]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One buffer of the generated function: what is in it, and how the caller hands it over."""
+
+    name: str
+    kind: str  # "input", "shape", "strides", "ndim" or "output"
+    index: int  # of the input or output that it belongs to
+    type: str
+    constant: bool = False
+    by_reference: bool = False
+
+    def passed(self, position: int) -> str:
+        pointer = f"({'' if self.kind == 'output' else 'const '}{self.type}*)arguments[{position}]"
+        return f"*{pointer}" if self.by_reference else pointer
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The generated text in the pieces that the emulator needs apart; `text` is all of it, as MLX prints it."""
+
+    name: str
+    arguments: tuple[Argument, ...]
+    attributes: tuple[str, ...]
+    instance: str  # the name with its template arguments
+    header: str
+    opening: str
+    source: str
+    ending: str
+
+    @property
+    def text(self) -> str:
+        return self.header + self.opening + self.source + self.ending
+
+
+def _template_value(value: Any) -> tuple[str, str]:
+    """The parameter's kind and the argument as written."""
+    if isinstance(value, bool):
+        return "bool", str(int(value))
+    if isinstance(value, (int, np.integer)):
+        return "int", str(int(value))
+    return "typename", type_name("template", value)
+
+
+def _input_arguments(names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str) -> list[Argument]:
+    arguments = []
+    for i, (name, array) in enumerate(zip(names, inputs, strict=True)):
+        small = array.size < SMALLEST_DEVICE_ARRAY
+        scalar = array.ndim == 0
+        arguments.append(Argument(name, "input", i, type_name("inputs", array.dtype), small, scalar))
+        if scalar:
+            continue
+        for kind, type_ in (("shape", "int"), ("strides", "int64_t"), ("ndim", "int")):
+            if f"{name}_{kind}" in source:
+                arguments.append(Argument(f"{name}_{kind}", kind, i, type_, True, kind == "ndim"))
+    return arguments
+
+
+def write(
+    name: str,
+    input_names: Sequence[str],
+    inputs: Sequence[NDArray[Any]],
+    output_names: Sequence[str],
+    output_dtypes: Sequence[Any],
+    template: Sequence[tuple[str, Any]],
+    header: str,
+    source: str,
+    atomic_outputs: bool,
+) -> Signature:
+    """The text for these arguments."""
+    values = [(parameter, *_template_value(value)) for parameter, value in template]
+    given = f"<{', '.join(value for _, _, value in values)}>" if values else ""
+    outputs = [type_name("output_dtypes", dtype) for dtype in output_dtypes]
+
+    full_name = f"custom_kernel_{name}"
+    if given:
+        full_name += "_" + re.sub(r"<|>|, |-", "_", given)[:-1]
+    for array in inputs:
+        full_name += "_" + type_name("inputs", array.dtype)
+        full_name += "s" if array.ndim == 0 else "c" if array.size < SMALLEST_DEVICE_ARRAY else ""
+    full_name += "".join(f"_{type_}" for type_ in outputs)
+
+    opening = ""
+    if values:
+        opening += f"template <{', '.join(f'{kind} {parameter}' for parameter, kind, _ in values)}>\n"
+    opening += f"[[kernel]] void {full_name}(\n"
+
+    arguments = _input_arguments(input_names, inputs, source)
+    for position, argument in enumerate(arguments):
+        space = "constant" if argument.constant else "device"
+        reference = "&" if argument.by_reference else "*"
+        opening += f"  const {space} {argument.type}{reference} {argument.name} [[buffer({position})]],\n"
+
+    attributes = tuple(attribute for attribute in ATTRIBUTES if attribute in source)
+    for i, (output, type_) in enumerate(zip(output_names, outputs, strict=True)):
+        position = len(arguments)
+        written = f"atomic<{type_}>" if atomic_outputs else type_
+        opening += f"  device {written}* {output} [[buffer({position})]]"
+        # MLX takes the position for the number of arrays so far, which shapes and strides make wrong: without attributes,
+        # its text for several outputs is then broken. So is ours.
+        more = position < len(inputs) + len(output_names) - 1 or attributes
+        opening += ",\n" if more else ") {\n"
+        arguments.append(Argument(output, "output", i, written))
+    opening += ",\n".join(f"  {ATTRIBUTES[attribute][0]} {attribute} [[{attribute}]]" for attribute in attributes)
+    opening += ") {\n" if attributes else ""
+
+    instance = full_name + given
+    ending = "\n}\n"
+    if given:
+        ending += f'\ntemplate [[host_name("{full_name}")]] [[kernel]] decltype({instance}) {instance};\n'
+    return Signature(full_name, tuple(arguments), attributes, instance, header, opening, source, ending)

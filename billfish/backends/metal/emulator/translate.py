@@ -1,0 +1,133 @@
+"""Metal to C++: the little that macros and the shim's headers cannot do.
+
+Lines keep their numbers, so that a report names the line of the kernel's author.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from billfish.backends.metal.emulator.faults import CompileError
+from billfish.backends.metal.emulator.signature import ATTRIBUTES, Signature
+
+SHIM = Path(__file__).parent / "shim"
+
+# `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` gives an instance a name; we call it by its own.
+_INSTANTIATION = re.compile(r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kernel\]\]\s*decltype\([^;]*;")
+_KERNEL_MACRO = re.compile(r"#define instantiate_kernel\((?:.*\\\n)*.*\n")
+# 1.0h and 1.0bf, which C++ has not, and 1.0, which is float in Metal: it has no double.
+_HALF_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(h|H|bf|BF)\b")
+_FLOAT_LITERAL = re.compile(
+    r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+|0[xX][\da-fA-F.]+[pP][+-]?\d+)(?![\w.])"
+)
+# A constructor such as `vec<T, 4>(x)`. Those of named types, `half4(x)`, are macros.
+_VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
+# A constant that Metal would be given when it makes the pipeline; MLX gives none to custom kernels. It is zero here.
+_FUNCTION_CONSTANT = re.compile(r"\[\[\s*function_constant\([^\]]*\)\s*\]\]\s*;")
+_THREADGROUP_ARGUMENT = re.compile(r"\[\[\s*threadgroup\([^\]]*\)\s*\]\]")
+# The head of a declaration such as `threadgroup half tile[64][32]`, where statements can begin.
+_VARIABLE = re.compile(
+    r"(?P<before>(?:(?<=[;{}])|^)\s*)"
+    r"(?:alignas\([^()]*\)\s*)?threadgroup\s+(?:alignas\([^()]*\)\s*)?"  # all of them are aligned to 16 bytes
+    r"(?P<type>(?:const\s+)?[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
+    r"(?=[A-Za-z_]\w*\s*[\[;,])",
+    re.MULTILINE,
+)
+# Any other statement that looks like one, which would silently become a variable of each thread.
+_LEFT_OVER = re.compile(r"(?:(?<=[;{}])|^)\s*threadgroup\s[^*&();{}]*;", re.MULTILINE)
+_DECLARATOR = re.compile(r"\s*([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)*)([,;])")
+_INCLUDE = re.compile(r'^[ \t]*#include\s+"(mlx/[^"]+)"[^\n]*$', re.MULTILINE)
+
+
+def threadgroup_variables(text: str) -> str:
+    """Gives variables in threadgroup memory a place of their own; parameters and pointers are left as they are."""
+    out, position = [], 0
+    for head in _VARIABLE.finditer(text):
+        at, statements, last = head.end(), [], ""
+        while last != ";" and (found := _DECLARATOR.match(text, at)):
+            name, dimensions, last = found.groups()
+            statements.append(f"EMULATOR_THREADGROUP({name}, {head['type']}{dimensions.strip()});")
+            at = found.end()
+        if last == ";":
+            lines = "\n" * text.count("\n", head.end(), at)
+            out += [text[position : head.start()], head["before"], *statements, lines]
+            position = at
+    text = "".join([*out, text[position:]])
+    if left := _LEFT_OVER.search(text):
+        raise CompileError(f"the emulator does not understand this declaration: {left[0].strip()}")
+    return text
+
+
+def rewrite(text: str) -> str:
+    """One piece of Metal as C++."""
+    text = _KERNEL_MACRO.sub(
+        lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text
+    )
+    text = _INSTANTIATION.sub(lambda found: "\n" * found[0].count("\n"), text)
+    text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
+    text = _FLOAT_LITERAL.sub(r"\1f", text)
+    text = _HALF_LITERAL.sub(lambda found: f"(({'half' if found[2] in 'hH' else 'bfloat'})({found[1]}))", text)
+    text = _VECTOR.sub(r"metal::make<\1>(", text)
+    return threadgroup_variables(text)
+
+
+def mlx_headers() -> Path | None:
+    """The folder with MLX's own Metal headers, if MLX is installed."""
+    spec = importlib.util.find_spec("mlx")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(place) / "include" / "mlx").is_dir():
+            return Path(place) / "include"
+    return None
+
+
+def include_mlx(text: str, label: str, seen: set[str]) -> str:
+    """Puts MLX's headers in the place of their #include lines, each once. The shim's, where it has one, come first."""
+    folder = mlx_headers()
+    places = [SHIM] if folder is None else [SHIM, folder]
+
+    def included(found: re.Match[str]) -> str:
+        name = found[1]
+        if name in seen:
+            return ""
+        seen.add(name)
+        for place in places:
+            if (place / name).is_file():
+                inner = include_mlx((place / name).read_text("utf-8"), name, seen)
+                next_line = text.count("\n", 0, found.end()) + 2
+                return f'#line 1 "{name}"\n{inner}\n#line {next_line} "{label}"'
+        return found[0]
+
+    return _INCLUDE.sub(included, text)
+
+
+@lru_cache
+def prelude() -> tuple[str, frozenset[str]]:
+    """What MLX puts before every custom kernel, and the headers in it: its utils.h, or without MLX the names that
+    signatures use."""
+    if mlx_headers() is None:
+        return "using namespace metal;\ntypedef half float16_t;\ntypedef bfloat bfloat16_t;\n", frozenset()
+    seen: set[str] = set()
+    text = rewrite(include_mlx('#include "mlx/backend/metal/kernels/utils.h"\n', "prelude", seen))
+    return text, frozenset(seen)
+
+
+def translate(signature: Signature, label: str) -> str:
+    """A whole translation unit: the kernel, and a function that calls it with an array of pointers."""
+    before, headers = prelude()
+    passed = [argument.passed(i) for i, argument in enumerate(signature.arguments)]
+    passed += [ATTRIBUTES[attribute][1] for attribute in signature.attributes]
+    header = include_mlx(signature.header, f"{label} header", set(headers))
+    # Where the header's last line is open, what follows is part of it, for us as for Metal.
+    mark = f'#line 1 "{label} signature"\n' if header.endswith("\n") or not header else ""
+    return (
+        "#include <metal_stdlib>\n"
+        + before
+        + f'\n#line 1 "{label} header"\n'
+        + rewrite(header + mark + signature.opening + f'#line 1 "{label}"\n' + signature.source + signature.ending)
+        + '\n#line 1 "entry"\n#include "entry.h"\n'
+        + 'extern "C" EMULATOR_UNSEEN void emulator_kernel(void** arguments) {\n'
+        + f"  {signature.instance}({', '.join(passed)});\n}}\n"
+    )

@@ -1,0 +1,132 @@
+"""Weights as the kernels read them: K-major planes, and the names of the three axes in the .metal files.
+
+    codes    uint32 [K / word_k, N]   word_k codes along K, lowest first: 8 nibbles or 4 bytes
+    high     uint32 [K / 32, N]       the fifth bits of five-bit codes
+    scales   [groups, N]              float16, bfloat16, float32, or bytes (E8M0, E4M3)
+    offsets  [groups, N]              zero points or minimums, of any type
+    factor   float32 []               of the whole tensor
+
+This is the layout of `fp4`, `u4`, `u4b8` and `u8b128` already; the others are re-ordered, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.elements import E2M1, E2M1X2, IQ4NL, Element, Integer, Signed
+from billfish.format import Format, Planes
+from billfish.formats.words import WordFormat, pack_words
+from billfish.tensor import QuantizedTensor
+
+Array = NDArray[Any]
+
+# MLX hands arrays of fewer than 8 elements to kernels in the constant address space, which is another type of pointer.
+LEAST_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One format in the words of decode.metal and scales.metal."""
+
+    element: str
+    scale: str
+    offset: str
+
+
+@dataclass(frozen=True, eq=False)
+class MetalWeights:
+    """W [N, K] for the kernels. The arrays are NumPy's or MLX's; `group` is 0 where one scale serves all of K."""
+
+    name: str  # of the format
+    shape: tuple[int, int]
+    group: int
+    axes: Axes
+    arrays: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the planes that the format has; an absent one is an alias of the codes."""
+        return sum({id(a): int(a.nbytes) for a in self.arrays.values()}.values())
+
+    def converted(self, convert: Callable[[Array], Any]) -> MetalWeights:
+        """The same with arrays of another library; what was one array stays one."""
+        made = {id(a): convert(a) for a in self.arrays.values()}
+        return replace(self, arrays={name: made[id(a)] for name, a in self.arrays.items()})
+
+
+def element_axis(element: Element) -> str | None:
+    """How codes are stored and what they mean; None if the kernels have no such element."""
+    if isinstance(element, E2M1):
+        return "Element<Packed<0>, E2M1>"
+    if element is E2M1X2:
+        return "Element<Packed<0>, E2M1X2>"
+    if element is IQ4NL:
+        return "Element<Packed<0>, Looked>"
+    if isinstance(element, Signed):
+        return "Element<Whole, Integer<128>>"
+    if isinstance(element, Integer) and element.bits in (4, 5, 8):
+        bits = {4: "Packed<0>", 5: "Packed<1>", 8: "Whole"}[element.bits]
+        return f"Element<{bits}, Integer<{element.bias}>>"
+    return None
+
+
+def scale_axis(format: Format, scale: Array) -> str:
+    """How the scale plane is decoded."""
+    if scale.dtype != np.uint8:
+        return "Plain"
+    kind = "E8M0" if "e8m0" in format.scale else "UE4M3" if "ue4m3" in format.scale else "E4M3"
+    return kind + ("Half" if format.element is E2M1X2 else "")
+
+
+def lay_out(tensor: QuantizedTensor) -> MetalWeights:
+    """A tensor of a format that :func:`element_axis` knows, as NumPy arrays."""
+    format, (n, k) = tensor.format, tensor.shape
+    element = element_axis(format.element)
+    assert element is not None
+    planes = format.unpack_scales(tensor.storage)
+    scale, kind, offset = _group_planes(format, planes)
+    arrays: dict[str, Array] = {"codes": _code_words(tensor)}
+    arrays["scales"] = np.ascontiguousarray(scale.T)
+    if format.element.bits == 5:
+        arrays["high"] = pack_words(format.unpack_codes(tensor.storage).T >> np.uint8(4), 1)
+    if offset is not None:
+        arrays["offsets"] = np.ascontiguousarray(offset.T)
+    arrays = {name: at_least(array) for name, array in arrays.items()}
+    for name in ("high", "offsets"):
+        arrays.setdefault(name, arrays["codes"])  # never read
+    arrays["factor"] = np.asarray(planes.get("global_scale", 1), np.float32)
+    axes = Axes(element, scale_axis(format, scale), kind)
+    return MetalWeights(format.name, (n, k), 0 if tensor.group_size >= k else tensor.group_size, axes, arrays)
+
+
+def _group_planes(format: Format, planes: Planes) -> tuple[Array, str, Array | None]:
+    """The scale plane, the kind of offset, and its plane."""
+    if "sub_scale" in planes:  # two levels, multiplied out
+        with np.errstate(invalid="ignore", over="ignore"):
+            group = format.group_values(planes)
+        return group.scale, "none" if group.minimum is None else "minimum", group.minimum
+    kind = next((name for name in ("zero", "minimum") if name in planes), "none")
+    return planes["scale"], kind, planes.get(kind)
+
+
+def _code_words(tensor: QuantizedTensor) -> NDArray[np.uint32]:
+    format = tensor.format
+    if isinstance(format, WordFormat):
+        return np.ascontiguousarray(tensor.storage["packed"])
+    codes = format.unpack_codes(tensor.storage).T
+    if isinstance(format.element, Signed):
+        return pack_words(codes ^ np.uint8(0x80), 8)
+    return pack_words(codes, 8) if format.element.bits == 8 else pack_words(codes & np.uint8(15), 4)
+
+
+def at_least(array: Array) -> Array:
+    """With rows of zeros behind, until there are 8 numbers; kernels know the real size."""
+    if array.size >= LEAST_SIZE:
+        return array
+    missing = -(-(LEAST_SIZE - array.size) // array.shape[-1])
+    return np.concatenate([array, np.zeros((missing, array.shape[-1]), array.dtype)])

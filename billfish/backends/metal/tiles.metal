@@ -1,0 +1,168 @@
+// Tiles of x and of decoded weights in threadgroup memory, and their products in simdgroup matrices.
+//
+// A threadgroup of 128 threads computes TILE_M x TILE_N of y, TILE_K of K at a time. Both tiles hold k side by side: row m of
+// x, row n of the weights.
+namespace billfish {
+
+constexpr constant int TILE_N = 64;
+constexpr constant int TILE_K = 32;
+constexpr constant int RUN_K = 16;  // k that one thread decodes in one column: they share a scale
+
+// A row of a tile, padded by 16 bytes so that eight rows begin in eight different banks.
+template <typename T>
+struct Tile {
+  static constexpr constant int stride = TILE_K + 16 / sizeof(T);
+};
+
+// Four numbers at once, wherever they begin: x may be a slice at any offset.
+template <typename T>
+struct alignas(sizeof(T)) Four {
+  T v[4];
+};
+
+// ---- x [m, k]: each thread moves TILE_M / 16 runs of four
+
+template <int TILE_M, typename T>
+struct InputRuns {
+  vec<T, 4> runs[TILE_M / 16];
+
+  METAL_FUNC void fetch(const device T* x, int m, int k, int row0, int k0, int index) thread {
+    const int at = k0 + index % 8 * 4;  // K is a multiple of 4: a run is inside or outside as a whole
+    #pragma unroll
+    for (int i = 0; i < TILE_M / 16; i++) {
+      const int row = row0 + index / 8 + 16 * i;
+      Four<T> four = {{T(0), T(0), T(0), T(0)}};
+      if (row < m && at < k) four = *(const device Four<T>*)(x + long(row) * k + at);
+      runs[i] = vec<T, 4>(four.v[0], four.v[1], four.v[2], four.v[3]);
+    }
+  }
+
+  METAL_FUNC void put(threadgroup T* tile, int index) const thread {
+    #pragma unroll
+    for (int i = 0; i < TILE_M / 16; i++) {
+      *(threadgroup vec<T, 4>*)(tile + (index / 8 + 16 * i) * Tile<T>::stride + index % 8 * 4) = runs[i];
+    }
+  }
+};
+
+// ---- weights: RUN_K of one column
+
+template <typename W>
+struct WeightRun {
+  static constexpr constant int word_count = RUN_K / W::word_k;
+  uint words[word_count];
+  uint high;
+  Group group;
+
+  // From `at` on, a multiple of RUN_K. The group's values stay while the group does; `first` says that there are none yet.
+  METAL_FUNC void fetch(W w, int column, int at, bool first) thread {
+    const bool inside = column < w.n && at < w.k;
+    #pragma unroll
+    for (int i = 0; i < word_count; i++) {
+      words[i] = inside && at + i * W::word_k < w.k ? w.word(column, at + i * W::word_k) : 0;
+    }
+    high = inside ? w.high_bits(column, at) : 0;
+    if (first) group = {0.0f, 0.0f, 0.0f};
+    if (inside && (first || W::group_of(at) != W::group_of(at - TILE_K))) group = w.group(column, at);
+  }
+
+  // Decoded, side by side. Beyond K they are zeros, whatever the scale is.
+  template <typename T>
+  METAL_FUNC void put(threadgroup T* row, int at, int k) const thread {
+    #pragma unroll
+    for (int i = 0; i < word_count; i++) {
+      half4 codes[W::word_k / 4];
+      W::Element::decode(words[i], high >> (i * W::word_k), codes);
+      #pragma unroll
+      for (int q = 0; q < W::word_k / 4; q++) {
+        float4 v = W::apply(float4(codes[q]), group);
+        if (at + i * W::word_k >= k) v = float4(0.0f);
+        *(threadgroup vec<T, 4>*)(row + i * W::word_k + 4 * q) = vec<T, 4>(v);
+      }
+    }
+  }
+};
+
+// ---- products
+
+// sums [ROW_TILES][COLUMN_TILES] of 8x8 += x rows [.., TILE_K] times weight rows [.., TILE_K] transposed.
+template <int ROW_TILES, int COLUMN_TILES, typename T>
+METAL_FUNC void multiply_tiles(const threadgroup T* x_rows, const threadgroup T* w_rows,
+                               thread simdgroup_matrix<float, 8, 8>* sums) {
+  constexpr int stride = Tile<T>::stride;
+  #pragma unroll
+  for (int k = 0; k < TILE_K; k += 8) {
+    simdgroup_matrix<T, 8, 8> a[ROW_TILES], b[COLUMN_TILES];
+    #pragma unroll
+    for (int i = 0; i < ROW_TILES; i++) simdgroup_load(a[i], x_rows + 8 * i * stride + k, stride);
+    #pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) simdgroup_load(b[j], w_rows + 8 * j * stride + k, stride, ulong2(0), true);
+    #pragma unroll
+    for (int i = 0; i < ROW_TILES; i++) {
+      #pragma unroll
+      for (int j = 0; j < COLUMN_TILES; j++) {
+        simdgroup_multiply_accumulate(sums[i * COLUMN_TILES + j], a[i], b[j], sums[i * COLUMN_TILES + j]);
+      }
+    }
+  }
+}
+
+// Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_TILES floats for each simdgroup, because
+// which lane holds which number of a simdgroup matrix is nobody's promise.
+template <int ROW_TILES, int COLUMN_TILES, bool HAS_BIAS, typename T, typename B>
+METAL_FUNC void store_tiles(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
+                            const device B* bias, int m, int n, int row0, int column0, int lane) {
+  constexpr int width = 8 * COLUMN_TILES;
+  #pragma unroll
+  for (int i = 0; i < ROW_TILES; i++) {
+    #pragma unroll
+    for (int j = 0; j < COLUMN_TILES; j++) simdgroup_store(sums[i * COLUMN_TILES + j], scratch + 8 * j, width);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    for (int e = lane; e < 8 * width; e += 32) {
+      const int row = row0 + 8 * i + e / width, column = column0 + e % width;
+      if (row < m && column < n) {
+        y[long(row) * n + column] = T(HAS_BIAS ? scratch[e] + float(bias[column]) : scratch[e]);
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+}
+
+// ---- the double-buffered pipeline: four simdgroups, 2 x 2, of TILE_M / 16 x 4 tiles of 8x8
+
+// One tile of x @ W.T over k from k_begin to k_end. While one pair of buffers is multiplied, the next is on its way through
+// registers to the other: one barrier for each TILE_K.
+template <int TILE_M, typename T, typename W>
+METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, int k_begin, int k_end, threadgroup T* x_tiles,
+                         threadgroup T* w_tiles, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
+  constexpr int stride = Tile<T>::stride;
+  const int simdgroup_row = index / 64 * (TILE_M / 2), simdgroup_column = index / 32 % 2 * 32;
+  const int column = index % TILE_N, run = index / TILE_N * RUN_K;  // what this thread decodes
+  InputRuns<TILE_M, T> next_x;
+  WeightRun<W> next_w;
+
+  #pragma unroll
+  for (int i = 0; i < TILE_M / 16 * 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  next_x.fetch(x, m, w.k, row0, k_begin, index);
+  next_w.fetch(w, column0 + column, k_begin + run, true);
+  next_x.put(x_tiles, index);
+  next_w.put(w_tiles + column * stride + run, k_begin + run, w.k);
+  int buffer = 0;
+  for (int k0 = k_begin; k0 < k_end; k0 += TILE_K) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // this buffer is full, and nobody reads the other any more
+    const bool more = k0 + TILE_K < k_end;
+    if (more) {
+      next_x.fetch(x, m, w.k, row0, k0 + TILE_K, index);
+      next_w.fetch(w, column0 + column, k0 + TILE_K + run, false);
+    }
+    multiply_tiles<TILE_M / 16, 4>(x_tiles + (buffer * TILE_M + simdgroup_row) * stride,
+                                   w_tiles + (buffer * TILE_N + simdgroup_column) * stride, sums);
+    buffer = 1 - buffer;
+    if (more) {
+      next_x.put(x_tiles + buffer * TILE_M * stride, index);
+      next_w.put(w_tiles + (buffer * TILE_N + column) * stride + run, k0 + TILE_K + run, w.k);
+    }
+  }
+}
+
+}  // namespace billfish

@@ -1,0 +1,87 @@
+"""Checkpoint: the mapping that `bf.load` returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.detect import open_path
+from billfish.checkpoints.entry import Description, Entry, Span
+from billfish.errors import CheckpointError, complaint
+from billfish.format import Array
+from billfish.tensor import QuantizedTensor
+
+
+class Checkpoint(Mapping[str, QuantizedTensor | Array]):
+    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.files, self._entries, self.metadata, self.config = open_path(self.path)
+
+    def __getitem__(self, name: str) -> QuantizedTensor | Array:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise KeyError(name)
+        return self._entries[name]
+
+    def describe(self, name: str) -> Description:
+        """What a tensor is; reads nothing but headers."""
+        return self._entry(name).description
+
+    def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedTensor | Array:
+        """A tensor, or W[a:b, c:d] of it for rows=(a, b), columns=(c, d). Only that part is read.
+
+        Columns are cut where groups end. With act-order they are the sorted ones, see :meth:`permutation`. Of a plain
+        array rows are its first axis and columns its last.
+        """
+        try:
+            return self._entry(name).read(rows, columns)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            got = f"arrays that do not fit together ({error})"
+            raise CheckpointError(complaint("read", name, got, "a whole file")) from None
+
+    def permutation(self, name: str) -> NDArray[np.int64] | None:
+        """p [K] where columns were sorted by group, so that W_read[:, j] is W[:, p[j]]; None where they were not."""
+        return self._entry(name).permutation()
+
+    @property
+    def layouts(self) -> set[str]:
+        """The layouts that its tensors are in."""
+        return {entry.description.layout for entry in self._entries.values()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.description.nbytes for entry in self._entries.values())
+
+    def release(self) -> None:
+        """Give back the memory of what was read. Tensors stay valid; the system reads them again when they are used."""
+        for file in self.files:
+            file.release()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self)} tensors, {', '.join(sorted(self.layouts))})"
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: a GGUF file, a safetensors file, or a folder of shards with its config.json.
+
+    Recognised by content: GGUF; GPTQ, AWQ, compressed-tensors, ModelOpt NVFP4, gpt-oss MXFP4, MLX, billfish's own
+    layout and plain arrays in safetensors. Nothing but headers is read. See :mod:`billfish.checkpoints`.
+    """
+    return Checkpoint(path)

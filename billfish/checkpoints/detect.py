@@ -1,0 +1,168 @@
+"""What a path holds, told by content: GGUF or safetensors by the first bytes, layouts by the arrays of each module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
+from billfish.checkpoints.container import (
+    CALL,
+    MappedFile,
+    Stored,
+    damaged,
+    open_shards,
+    read_config,
+    section,
+    shards,
+)
+from billfish.checkpoints.entry import Entry, Plain, Unsupported
+from billfish.checkpoints.gguf import open_gguf
+from billfish.errors import CheckpointError, complaint
+
+Found = tuple[list[MappedFile], dict[str, Entry], Mapping[str, Any], dict[str, Any]]
+
+
+def open_path(path: Path) -> Found:
+    """Files, entries, metadata and configuration of a checkpoint."""
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        raise damaged(path, f"what cannot be opened ({error.strerror})", "a file or a folder") from None
+    if head[:4] == b"GGUF":
+        return *open_gguf(path), {}
+    if head[8:9] == b"{":
+        return _open_safetensors({path: None}, path.parent)
+    takes = "a GGUF file, a safetensors file, or a folder with one of them"
+    kinds = {
+        b"PK\x03\x04": "a zip archive, such as PyTorch's pickles",
+        b"\x80\x02": "a pickle",
+        b"\x89HDF": "an HDF5 file",
+    }
+    got = next((kind for magic, kind in kinds.items() if head.startswith(magic)), f"a file that begins with {head!r}")
+    raise damaged(path, got, takes)
+
+
+def _open_folder(folder: Path) -> Found:
+    files = shards(folder)
+    if files:
+        return _open_safetensors(files, folder)
+    models = [p for p in sorted(folder.glob("*.gguf")) if "-00001-of-" in p.name or "-of-" not in p.name]
+    if len(models) == 1:
+        return *open_gguf(models[0]), read_config(folder)
+    got = f"{len(models)} GGUF files" if models else f"no *.safetensors and no *.gguf in {folder.name}"
+    raise damaged(folder, got, "a folder with one checkpoint")
+
+
+def _open_safetensors(files: Mapping[Path, set[str] | None], folder: Path) -> Found:
+    mapped, stored, metadata = open_shards(files)
+    config = read_config(folder)
+    return mapped, recognise(stored, config, metadata), metadata, config
+
+
+# ---- which arrays belong together --------------------------------------------------------------------------------
+
+Recogniser = Callable[[str, dict[str, Stored], dict[str, Any]], Entry]
+
+GPTQ_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+PACKED_PARTS = (
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+)
+
+
+def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Entry]:
+    """Entries by name: each module's arrays taken together where a layout knows them, all others as they are."""
+    about = section(config, "quantization_config") or section(config, "compression_config")
+    refuse_bitsandbytes(stored, about)
+    entries: dict[str, Entry] = {}
+    for name in stored:
+        entry = _recognise(name, stored, config, about, metadata)
+        if entry is not None:
+            if entry.description.name in entries or entry.description.name in stored.keys() - entry.parts:
+                raise CheckpointError(complaint(CALL, entry.description.name, "two tensors", "one of that name"))
+            entries[entry.description.name] = entry
+    taken = frozenset[str]().union(*(entry.parts for entry in entries.values()))
+    for name, array in stored.items():
+        if name not in taken:
+            entries[name] = _plain(array, stored)
+    return entries
+
+
+def _recognise(
+    name: str,
+    stored: Mapping[str, Stored],
+    config: dict[str, Any],
+    about: dict[str, Any],
+    metadata: Mapping[str, str],
+) -> Entry | None:
+    """The entry that begins with this array, if one does."""
+    module, _, suffix = name.rpartition(".")
+
+    def parts(names: tuple[str, ...]) -> dict[str, Stored]:
+        return {n: stored[f"{module}.{n}"] for n in names if f"{module}.{n}" in stored}
+
+    if suffix == "qweight":
+        found = parts(GPTQ_PARTS)
+        if "scales" not in found or "qzeros" not in found or len(found["scales"].shape) != 2:
+            raise CheckpointError(
+                complaint(CALL, name, f"arrays {sorted(found)}", "scales [G, N] and qzeros beside it")
+            )
+        awq_words = found["qweight"].shape[1:] != found["scales"].shape[1:]
+        return (awq if awq_words else gptq).recognise(module, found, about)
+    if suffix == "weight_packed":
+        return compressed_tensors.recognise(module, parts(PACKED_PARTS), about)
+    if suffix == "weight_scale_2" and f"{module}.weight" in stored:
+        found = parts(("weight", "weight_scale", "weight_scale_2"))
+        return modelopt.recognise(module, found, about) if len(found) == 3 and found["weight"].kind == "U8" else None
+    if suffix == "weight" and stored[name].kind == "U32" and f"{module}.scales" in stored:
+        settings = section(config, "quantization") or section(config, "quantization_config")
+        return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings)
+    if suffix in ("packed", "blocks"):
+        settings = _native_settings(about, metadata)
+        return native.recognise(module, parts(native.PARTS), settings) if settings else None
+    if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
+        return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
+    return None
+
+
+def _native_settings(about: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
+    if about.get("quant_method") == "billfish":
+        return about
+    try:
+        settings = json.loads(metadata.get("billfish", "{}"))
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise CheckpointError(complaint(CALL, "metadata", "no JSON object under 'billfish'", "one"))
+    return settings
+
+
+def _plain(array: Stored, stored: Mapping[str, Stored]) -> Entry:
+    # Scaled FP8 is not ours to read, and half of a number is worse than an error.
+    scales = [n for n in (f"{array.name}_scale", f"{array.name}_scale_inv") if n in stored]
+    if array.kind.startswith("F8_") and scales:
+        return Unsupported(array.name, "plain", f"{array.kind} with {scales[0]}", [array], array.shape)
+    if array.kind == "I8" and scales:
+        return Unsupported(array.name, "plain", f"int-quantized weights with {scales[0]}", [array], array.shape)
+    return Plain(array)
+
+
+def refuse_bitsandbytes(stored: Mapping[str, Stored], about: dict[str, Any]) -> None:
+    """Its 4-bit types are none of ours, though one is called fp4: other values, and the high nibble comes first."""
+    kinds = {name.rpartition("bitsandbytes__")[2] for name in stored if ".quant_state.bitsandbytes__" in name}
+    if about.get("quant_method") == "bitsandbytes":
+        kinds.add(str(about.get("bnb_4bit_quant_type", "8-bit")))
+    if kinds:
+        got = f"bitsandbytes {', '.join(sorted(kinds))}"
+        takes = "another layout; bitsandbytes' fp4 is not E2M1, and its nf4 and 8-bit types are not supported"
+        raise CheckpointError(complaint(CALL, "checkpoint", got, takes))

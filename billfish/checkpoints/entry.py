@@ -1,0 +1,153 @@
+"""One tensor of a checkpoint: what it is, from headers alone, and how to read it or a part of it."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.container import CALL, Stored
+from billfish.errors import BillfishError, CheckpointError, complaint
+from billfish.format import Array, Format, Storage, get_format
+from billfish.tensor import QuantizedTensor
+
+Span = tuple[int, int]  # from, up to
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known about a tensor before it is read."""
+
+    name: str
+    layout: str  # "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish" or "plain"
+    format: Format | None  # None for arrays that are not quantized
+    dtype: str  # of plain arrays, as the container calls it; of quantized ones, of their codes
+    shape: tuple[int, ...]  # logical: [N, K], or [experts, N, K]
+    group_size: int | None
+    nbytes: int  # in the file, scales and all
+    act_order: bool = False  # whether `permutation` may give one
+    unsupported: str = ""  # why it cannot be read
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits in the file for each weight."""
+        return 8 * self.nbytes / max(1, math.prod(self.shape))
+
+
+class Entry(ABC):
+    """A tensor that can be read."""
+
+    def __init__(self, description: Description, parts: Iterable[str]) -> None:
+        self.description = description
+        self.parts = frozenset(parts)  # names of the arrays that it takes from the container
+
+    @abstractmethod
+    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
+        """The tensor, or a part of it."""
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        """Where the columns came from, if they were sorted."""
+        return None
+
+
+class Plain(Entry):
+    """An array as it is."""
+
+    def __init__(self, stored: Stored, layout: str = "plain") -> None:
+        self.stored = stored
+        unsupported = "" if stored.dtype is not None else f"NumPy has no type {stored.kind}"
+        about = Description(
+            stored.name, layout, None, stored.kind, stored.shape, None, stored.nbytes, unsupported=unsupported
+        )
+        super().__init__(about, [stored.name])
+
+    def read(self, rows: Span | None, columns: Span | None) -> Array:
+        array = self.stored.array()
+        if rows is not None:
+            a, b = check_span("rows", rows, array.shape[0] if array.ndim else 0)
+            array = array[a:b]
+        if columns is not None:
+            c, d = check_span("columns", columns, array.shape[-1] if array.ndim > 1 else 0)
+            array = array[..., c:d]
+        return array
+
+
+class Unsupported(Entry):
+    """A tensor that is there and whole, but of a kind that we do not read."""
+
+    def __init__(self, name: str, layout: str, reason: str, parts: Iterable[Stored], shape: tuple[int, ...]) -> None:
+        stored = list(parts)
+        nbytes = sum(part.nbytes for part in stored)
+        about = Description(name, layout, None, stored[0].kind, shape, None, nbytes, unsupported=reason)
+        super().__init__(about, [part.name for part in stored])
+
+    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
+        about = self.description
+        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that docs/checkpoints.md lists"))
+
+
+class Matrix(Entry):
+    """A quantized matrix [N, K], or a stack of them, which reads as one [E * N, K]."""
+
+    layout: str
+
+    def __init__(
+        self,
+        name: str,
+        format: str,
+        shape: tuple[int, ...],
+        group_size: int,
+        parts: Iterable[Stored],
+        act_order: bool = False,
+    ) -> None:
+        self.format = get_format(format, CALL)
+        stored = list(parts)
+        nbytes = sum(part.nbytes for part in stored)
+        about = Description(name, self.layout, self.format, stored[0].kind, shape, group_size, nbytes, act_order)
+        super().__init__(about, [part.name for part in stored])
+        self.n, self.k = math.prod(shape[:-1]), shape[-1]
+        self.column_step = math.lcm(self.format.block_size, 1 if group_size >= self.k else group_size)
+        if self.k == 0 or self.k % self.format.block_size or self.n == 0:
+            takes = f"N > 0 and K a positive multiple of {self.format.block_size} for {self.format.name}"
+            raise CheckpointError(complaint(CALL, name, f"shape {shape}", takes))
+
+    @abstractmethod
+    def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
+        """That part in a format's own layout, and its group size."""
+
+    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor:
+        a, b = check_span("rows", rows, self.n)
+        c, d = check_span("columns", columns, self.k)
+        if c % self.column_step or (d % self.column_step and d != self.k):
+            takes = f"multiples of {self.column_step}, or the end, for {self.description.name}"
+            raise CheckpointError(complaint("read", "columns", f"({c}, {d})", takes))
+        try:
+            format, storage, group_size = self.storage(slice(a, b), slice(c, d))
+            return QuantizedTensor.from_storage(format, storage, group_size, call=CALL)
+        except CheckpointError:
+            raise
+        except BillfishError as error:
+            raise CheckpointError(f"[{CALL}] {self.description.name}: {error}") from None
+
+
+def check_span(argument: str, span: Span | None, size: int) -> Span:
+    """A part of an axis; all of it if there is none."""
+    if span is None:
+        return 0, size
+    start, stop = span
+    if not 0 <= start < stop <= size:
+        raise CheckpointError(complaint("read", argument, f"({start}, {stop})", f"0 <= from < up to <= {size}"))
+    return int(start), int(stop)
+
+
+def check_part(stored: Stored, kinds: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
+    """Raises unless an array has one of these types, and this shape."""
+    if stored.kind not in kinds:
+        raise CheckpointError(complaint(CALL, stored.name, f"type {stored.kind}", " or ".join(kinds)))
+    if stored.shape != shape:
+        raise CheckpointError(complaint(CALL, stored.name, f"shape {stored.shape}", f"{shape}"))
+    return stored

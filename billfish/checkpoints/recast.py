@@ -1,0 +1,155 @@
+"""The same weights in another format, bit for bit, where that format can hold them.
+
+Formats overlap: q4_0 is u4b8 in groups of 32 in another order, MLX's s * q + b holds every integer format whose offset
+comes out exact, and a group of 128 is four groups of 32 with the same scale. Whether a tensor fits is decided by its
+scales and offsets alone, so that a plan need not look at the codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.arrays import bfloat16
+from billfish.checkpoints.words import narrow
+from billfish.elements import Integer, Signed
+from billfish.format import Array, Format, Planes
+from billfish.formats.affine import AffineFormat, ZeroPointFormat
+from billfish.formats.ggml import MinimumBlock, ScaledBlock
+from billfish.formats.words import ScaledWordFormat, WordFormat
+from billfish.tensor import QuantizedTensor
+
+Floats = NDArray[np.float32]
+
+
+class Misfit(Exception):
+    """A format that cannot hold these weights; the message says why."""
+
+
+@dataclass(frozen=True)
+class Recast:
+    """How a tensor becomes one of another format: its planes beside the codes, and a table for the codes."""
+
+    format: Format
+    group_size: int
+    planes: Planes
+    table: NDArray[np.uint8] | None  # None: as they are
+
+    def apply(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """The tensor in the other format. It must be the one that the plan was made for."""
+        if tensor.format is self.format:
+            return tensor
+        codes = tensor.format.unpack_codes(tensor.storage)
+        planes = {"codes": codes if self.table is None else self.table[codes], **self.planes}
+        group = -1 if self.format.whole_row_groups and self.group_size == tensor.shape[1] else self.group_size
+        return QuantizedTensor.from_storage(self.format, self.format.pack(planes), group, call="convert")
+
+
+def recast(tensor: QuantizedTensor, format: Format) -> Recast:
+    """How `tensor` becomes one of `format` without loss; raises Misfit where it cannot."""
+    source = tensor.format
+    if source is format:
+        return Recast(format, tensor.group_size, {}, None)
+    if tensor.shape[1] % format.block_size:
+        raise Misfit(f"K = {tensor.shape[1]} is no multiple of {format.block_size}")
+    planes = source.unpack_scales(tensor.storage)
+    kinds = {source.element.name, format.element.name}
+    if kinds <= {"e2m1", "e2m1x2"} and source.group_sizes == format.group_sizes:
+        return Recast(format, format.default_group_size, _fp4_scales(source, format, planes), None)
+    if not all(isinstance(f.element, (Integer, Signed)) for f in (source, format)):
+        made_of = f"{format.name} is made of {format.element.name} with {format.scale} scales"
+        raise Misfit(f"{made_of}, and {source.name} of {source.element.name} with {source.scale} scales")
+    group = _group_size(tensor, format)
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = source.group_values(planes)
+        planes = _integer_planes(source, format, values.scale, values.zero, values.minimum)
+    repeats, count = tensor.group_size // group, -(-tensor.shape[1] // group)
+    planes = {name: np.repeat(plane, repeats, axis=1)[:, :count] for name, plane in planes.items()}
+    return Recast(format, group, planes, _code_table(source, format))
+
+
+def _code_table(source: Format, target: Format) -> NDArray[np.uint8]:
+    """For each code of the source, the one of the target that means the same, up to a zero point or minimum."""
+    a, b = source.element, target.element
+    fixed = isinstance(target, (ScaledWordFormat, ScaledBlock))  # no offset that could make up for a shift
+    values = a.values if fixed else a.values - np.float32(a.low)
+    if values.min() < b.low or values.max() > b.high:
+        raise Misfit(f"{target.name} has no codes for {a.low:g} .. {a.high:g}")
+    code_of = {float(value): code for code, value in enumerate(b.values)}
+    return np.array([code_of[float(value)] for value in values], np.uint8)
+
+
+def _fp4_scales(source: Format, target: Format, planes: Planes) -> Planes:
+    """The standards' and ggml's scale bytes mean the same but for a few."""
+    odd = planes["scale"] == 255 if "mxfp4" in source.name else planes["scale"] >= 0x7F
+    if odd.any():
+        raise Misfit(f"scale bytes that mean something else in {target.name}")
+    return planes
+
+
+def _group_size(tensor: QuantizedTensor, target: Format) -> int:
+    """The largest group of the target that divides the source's."""
+    group, k = tensor.group_size, tensor.shape[1]
+    if target.whole_row_groups and group == k:
+        return k
+    fitting = [size for size in target.group_sizes if group % size == 0 or (group == k and k % size == 0)]
+    if not fitting:
+        raise Misfit(f"groups of {group}, and {target.name} has {', '.join(map(str, target.group_sizes))}")
+    return max(fitting)
+
+
+def _integer_planes(
+    source: Format, target: Format, scale: Floats, zero: Floats | None, minimum: Floats | None
+) -> Planes:
+    if isinstance(target, (ScaledWordFormat, ScaledBlock)):
+        if zero is not None or minimum is not None:
+            raise Misfit(f"{target.name} has no {'zero point' if minimum is None else 'minimum'}")
+        if isinstance(target, ScaledBlock) and target.fields.keys() != {"d"}:
+            raise Misfit(f"{target.name} stores more than a scale")
+        return {"scale": narrow(scale) if isinstance(target, WordFormat) else _as_half(scale, target)}
+    if isinstance(target, ZeroPointFormat):
+        if zero is None or minimum is not None:
+            raise Misfit(f"{target.name} has a zero point, and {source.name} has none")
+        return {"scale": narrow(scale), "zero": _whole_numbers(zero, int(target.element.high))}
+    if isinstance(target, (AffineFormat, MinimumBlock)):
+        if minimum is None:
+            # (q - z) * s as q * s - z * s: the same number if no product has to be rounded.
+            shift = np.float32(source.element.low) - (np.float32(0) if zero is None else zero)
+            minimum = shift * scale
+            spare = np.uint32(2**source.element.bits - 1)  # bits of a float32 that must be free for a factor q
+            exact = minimum.astype(np.float64) == shift.astype(np.float64) * scale
+            if not (exact.all() and (scale.view(np.uint32) & spare == 0).all()):
+                raise Misfit("a zero point times its scale is no float32")
+        if isinstance(target, MinimumBlock):
+            return {"scale": _as_half(scale, target), "minimum": _as_half(minimum, target)}
+        dtype = smallest_type(scale, minimum)
+        return {"scale": scale.astype(dtype), "minimum": minimum.astype(dtype)}
+    raise Misfit(f"{target.name} has scales of another kind")
+
+
+def _whole_numbers(zero: Floats, high: int) -> NDArray[np.uint8]:
+    whole = (zero == np.rint(zero)) & (zero >= 0) & (zero <= high)
+    if not whole.all():
+        raise Misfit(f"zero points other than 0 .. {high}, such as {zero[~whole].flat[0]:g}")
+    return zero.astype(np.uint8)
+
+
+def holds(values: Floats, dtype: Any) -> bool:
+    """Whether a narrower type has all these numbers."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.array_equal(values.astype(dtype).astype(np.float32), values, equal_nan=True))
+
+
+def _as_half(values: Floats, target: Format) -> Array:
+    if not holds(values, np.float16):
+        raise Misfit(f"{target.name} has float16 scales and minima, which do not hold them all")
+    return values.astype(np.float16)
+
+
+def smallest_type(*planes: Floats) -> np.dtype[Any]:
+    """The first of float16, bfloat16 and float32 that holds them all."""
+    narrower = (np.dtype(np.float16), bfloat16)
+    return next((t for t in narrower if all(holds(plane, t) for plane in planes)), np.dtype(np.float32))

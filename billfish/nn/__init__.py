@@ -1,0 +1,15 @@
+"""Layers with quantized weights for torch and MLX, and whole models made of them.
+
+    bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)
+    bf.quantize_model(model, format="fp4", group_size=128)
+    bf.load_into(model, "a folder or file that bf.load opens")
+
+`billfish.nn.torch` and `billfish.nn.mlx` hold the layers, `billfish.nn.transformers` the plug-in for that library, and
+`billfish.nn.parallel` layers that are spread over several processes. None is imported unless it is used.
+"""
+
+from billfish.nn.base import MarlinLinear
+from billfish.nn.loading import load_into
+from billfish.nn.model import ModelReport, quantize_model
+
+__all__ = ["MarlinLinear", "ModelReport", "load_into", "quantize_model"]

@@ -1,0 +1,99 @@
+"""load_into: a checkpoint of any layout into a torch or MLX model, quantized matrices as MarlinLinear."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from billfish.arrays import ADAPTERS
+from billfish.checkpoints import Checkpoint
+from billfish.errors import CheckpointError, complaint
+from billfish.nn.base import Walk, layer_class
+from billfish.nn.model import ModelReport, Replaced
+from billfish.nn.names import ModelWeights
+from billfish.ops import dequantize
+from billfish.progress import Progress
+from billfish.tensor import QuantizedTensor
+
+
+def load_into(
+    model: Any,
+    source: Checkpoint | ModelWeights | str | os.PathLike[str],
+    *,
+    rename: Callable[[str], str] | None = None,
+    activations: str = "exact",
+    strict: bool = True,
+    progress: bool = True,
+) -> ModelReport:
+    """Load a checkpoint into a model, in place and without changing a bit of its quantized weights.
+
+    model: a torch.nn.Module or an mlx.nn.Module. Each Linear whose matrix the checkpoint has in a quantized format
+    becomes a MarlinLinear; everything else is loaded as numbers, quantized embeddings too.
+    source: what bf.load takes, or returned. GGUF names are translated to those of transformers and mlx-lm.
+    rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
+    strict: whether tensors of the checkpoint that the model has no place for are an error.
+    """
+    weights = source if isinstance(source, ModelWeights) else ModelWeights(source)
+    rename = rename or (lambda name: name)
+    layer_type = layer_class("load_into", model)
+    adapter = next(adapter for adapter in ADAPTERS if adapter.kind == layer_type.kind)
+    walk: Walk = layer_type.walk(model)
+    linears = [place for place in walk.linears if _is_matrix(weights, rename(f"{place.path}.weight"))]
+    arrays = layer_type.parameter_arrays(model)
+    numbers = _numbers(arrays, {place.path for place in linears}, weights, rename)
+    used = {rename(f"{place.path}.{part}") for place in linears for part in ("weight", "bias")} | set(numbers.values())
+    spare = sorted(weights.keys() - used)
+    if spare and strict:
+        got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
+        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
+    report = ModelReport()
+    with Progress(len(linears) + len(numbers), "tensors", enabled=progress) as bar:
+        for path, linear, put in linears:
+            bar.advance(1, path)
+            name, bias_name = (rename(f"{path}.{part}") for part in ("weight", "bias"))
+            tensor = weights[name]
+            assert isinstance(tensor, QuantizedTensor)
+            _check_shape(name, tensor.shape, path, linear.weight)
+            bias = adapter.from_numpy(np.array(weights[bias_name])) if bias_name in weights else None
+            order = weights.permutation(name)
+            layer = layer_type.from_quantized(tensor, bias, permutation=order, activations=activations)
+            layer.train(model.training)
+            put(layer)
+            report.replaced.append(Replaced(path, layer.format, layer.group_size, linear.weight.nbytes, tensor.nbytes))
+        for own, theirs in numbers.items():
+            bar.advance(1, own)
+            tensor = weights[theirs]
+            array = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.array(tensor)
+            _check_shape(theirs, array.shape, own, arrays[own])
+            layer_type.set_parameter(model, own, adapter.from_numpy(array))
+    return report
+
+
+def _check_shape(name: str, shape: tuple[int, ...], own: str, array: Any) -> None:
+    if shape != tuple(array.shape):
+        takes = f"{tuple(array.shape)} for {own}"
+        raise CheckpointError(complaint("load_into", name, f"shape {shape}", takes))
+
+
+def _is_matrix(weights: ModelWeights, name: str) -> bool:
+    about = weights.describe(name) if name in weights else None
+    return about is not None and about.format is not None and len(about.shape) == 2
+
+
+def _numbers(
+    arrays: dict[str, Any], replaced: set[str], weights: ModelWeights, rename: Callable[[str], str]
+) -> dict[str, str]:
+    """The model's names of what stays numbers, and the checkpoint's. Of arrays with several names one is enough."""
+    plain = {name: array for name, array in arrays.items() if name.rpartition(".")[0] not in replaced}
+    found = {name: rename(name) for name in plain if rename(name) in weights}
+    held = {id(plain[name]) for name in found}
+    missing = sorted(name for name, array in plain.items() if id(array) not in held)
+    if missing:
+        got = (
+            f"no {rename(missing[0])!r}, nor {len(missing) - 1} others" if missing[1:] else f"no {rename(missing[0])!r}"
+        )
+        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or `rename`"))
+    return found

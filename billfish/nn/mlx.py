@@ -1,0 +1,240 @@
+"""MarlinLinear for MLX: storage in parameters, the mirror image of billfish.nn.torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.utils import tree_flatten
+
+from billfish.arrays import MlxArrays
+from billfish.errors import BillfishError, DTypeError, complaint
+from billfish.format import Format, get_format
+from billfish.nn import base
+from billfish.nn.mlx_decode import decode, round_activations
+from billfish.ops import dequantize, quantize, quantized_linear
+from billfish.tensor import QuantizedTensor
+
+ARRAYS = MlxArrays()
+
+# An MLX array is never written to by MLX itself: an update puts another one in its place.
+WEIGHTS = base.WeightCache(ARRAYS.to_numpy, stamp=lambda array: 0)
+
+
+def _product(tensor: QuantizedTensor, activations: str) -> Any:
+    """x, bias -> y by our kernels, as a function whose derivative MLX knows."""
+
+    @mx.custom_function
+    def linear(x: mx.array, bias: mx.array | None) -> mx.array:
+        return quantized_linear(x, tensor, bias=bias, activations=activations)
+
+    @linear.vjp
+    def vjp(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
+        """d/dx is cotangent @ W, in float32 on the decoded weights. Integer activations pass it straight through."""
+        x, bias = primals
+        wide = cotangent.astype(mx.float32)
+        for_x = (wide @ mx.array(dequantize(tensor))).astype(x.dtype)
+        for_bias = None if bias is None else wide.reshape(-1, wide.shape[-1]).sum(0).astype(bias.dtype)
+        return for_x, for_bias
+
+    return linear
+
+
+class MarlinLinear(base.MarlinLinear, Module):
+    """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
+
+    Parameters are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
+    and `permutation` int32 [K] where columns are stored in another order (act-order); then `bias`. All start frozen.
+    """
+
+    kind = "mlx"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: str | Format = "fp4",
+        group_size: int | None = None,
+        activations: str = "exact",
+        act_order: bool = False,
+        dtype: mx.Dtype = mx.float32,
+        **options: str,
+    ) -> None:
+        """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
+        call = "MarlinLinear"
+        format = get_format(format, call)
+        format.check_k(call, in_features)
+        group_size = format.check_group_size(call, group_size, in_features)
+        options = format.check_options(call, options)
+        template = base.storage_template(format, out_features, in_features, group_size, options)
+        storage = {name: ARRAYS.from_numpy(np.array(array)) for name, array in template.items()}
+        permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
+        zeros = mx.zeros((out_features,), dtype) if bias else None
+        self._set_up(format.name, (out_features, in_features), group_size, storage, zeros, permutation, activations)
+
+    def _set_up(
+        self,
+        format: str,
+        shape: tuple[int, int],
+        group_size: int,
+        storage: dict[str, mx.array],
+        bias: mx.array | None,
+        permutation: mx.array | None,
+        activations: str,
+    ) -> None:
+        Module.__init__(self)  # type: ignore[no-untyped-call]
+        self.format, self.group_size = format, group_size
+        self.out_features, self.in_features = shape
+        self.activations = base.check_activations("MarlinLinear", activations)
+        for name in base.storage_names(format):
+            self[name] = storage[name]
+        if permutation is not None:
+            self.permutation = permutation
+        if bias is not None:
+            self.bias = bias
+        self.freeze()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: Linear,
+        format: str | Format = "fp4",
+        *,
+        group_size: int | None = None,
+        method: str = "rtn",
+        activations: str = "exact",
+        **options: str,
+    ) -> MarlinLinear:
+        """Quantize an mlx.nn.Linear. The bias is kept as it is."""
+        if not isinstance(linear, Linear):
+            raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "an mlx.nn.Linear"))
+        tensor = quantize(linear.weight, format, group_size=group_size, method=method, **options)
+        layer = cls.from_quantized(tensor, linear.get("bias"), activations=activations)
+        layer.train(linear.training)
+        return layer
+
+    @classmethod
+    def from_quantized(
+        cls,
+        tensor: QuantizedTensor,
+        bias: mx.array | None = None,
+        *,
+        permutation: Any = None,
+        activations: str = "exact",
+    ) -> MarlinLinear:
+        """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
+        call = "from_quantized"
+        if not isinstance(tensor, QuantizedTensor):
+            raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
+        if bias is not None:
+            base.check_bias(call, bias, tensor.shape[0])
+        order = None
+        if permutation is not None:
+            order = mx.array(base.check_permutation(call, permutation, tensor.shape[1]))
+        storage = {name: ARRAYS.from_numpy(array) for name, array in tensor.storage.items()}
+        layer = cls.__new__(cls)
+        layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
+        return layer
+
+    def with_bias(self, bias: mx.array | None) -> MarlinLinear:
+        """Another layer with the very same weight arrays: tied weights."""
+        storage = dict(zip(base.storage_names(self.format), self.storage, strict=True))
+        shape = (self.out_features, self.in_features)
+        layer = type(self).__new__(type(self))
+        order = self.get("permutation")
+        layer._set_up(self.format, shape, self.group_size, storage, bias, order, self.activations)
+        layer.train(self.training)
+        return layer
+
+    @staticmethod
+    def walk(model: Module) -> base.Walk:
+        """The Linear layers of a model, and who else holds a weight."""
+        linears: list[base.Place] = []
+        others: dict[int, str] = {}
+
+        def visit(container: Any, path: str) -> None:
+            for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                where = f"{path}.{key}" if path else str(key)
+                if isinstance(value, Linear):
+                    linears.append(base.Place(where, value, partial(container.__setitem__, key)))
+                elif isinstance(value, (dict, list)):  # a Module is a dict
+                    visit(value, where)
+                elif isinstance(value, mx.array):
+                    others[id(value)] = where
+
+        visit(model, "")
+        return base.Walk(Linear, linears, others)
+
+    @staticmethod
+    def parameter_arrays(model: Module) -> dict[str, mx.array]:
+        """All parameters by their paths."""
+        return dict(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def set_parameter(model: Module, name: str, value: mx.array) -> None:
+        """Put a value in the place of one of them."""
+        model.load_weights([(name, value)], strict=False)
+
+    @property
+    def storage(self) -> list[mx.array]:
+        """The storage arrays, in the order of their names in billfish.nn.base.storage_names."""
+        return [self[name] for name in base.storage_names(self.format)]
+
+    def quantized(self) -> QuantizedTensor:
+        """The weights [N, K] in stored order."""
+        return WEIGHTS.get(self.storage, self.format, self.group_size)
+
+    def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
+        """A plain layer with the decoded weights, columns in their original order."""
+        weight = dequantize(self.quantized(), str(dtype).rsplit(".", 1)[-1])
+        if "permutation" in self:
+            original = np.empty_like(weight)
+            original[:, np.array(self.permutation)] = weight
+            weight = original
+        linear = Linear(1, 1, bias=False)
+        linear.weight = ARRAYS.from_numpy(weight)
+        if "bias" in self:
+            linear.bias = self.bias.astype(dtype)
+        linear.train(self.training)
+        return linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bias = self.get("bias")
+        if "permutation" in self:
+            x = mx.take(x, self.permutation, axis=-1)
+        try:
+            return _product(self.quantized(), self.activations)(x, bias)
+        except ValueError as error:
+            if isinstance(error, BillfishError):
+                raise
+            # mx.compile or mx.vmap is tracing: arrays are placeholders, and MLX refuses to show their values.
+            return self._by_operations(x, bias)
+
+    def _by_operations(self, x: mx.array, bias: mx.array | None) -> mx.array:
+        """The same product as a graph of MLX operations, decoded weights and all."""
+        wide = x.astype(mx.float32)
+        if self.activations != "exact":
+            wide = round_activations(wide, self.activations)
+        y = wide @ decode(get_format(self.format), self.storage, self.group_size).T
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    def _extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={'bias' in self}"
+        return f"{sizes}, {self.describe()}" + (", act_order=True" if "permutation" in self else "")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights."""
+        held = self.get(name)
+        if held is not None and name in base.storage_names(self.format) and value.dtype != held.dtype:
+            if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
+                value = value.view(mx.uint32)
+            else:
+                takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
+                raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+        super().__setitem__(name, value)

@@ -1,0 +1,137 @@
+"""quantize_model: every linear layer of a model, in place, with a report of what was done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from billfish.errors import DTypeError, ShapeError, complaint
+from billfish.format import Format, get_format
+from billfish.nn.base import Walk, layer_class
+from billfish.progress import Progress
+
+Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
+
+
+class Replaced(NamedTuple):
+    """One layer that was quantized. Of layers that share a weight, the first counts its bytes."""
+
+    path: str
+    format: str
+    group_size: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass
+class ModelReport:
+    """What quantize_model did; printed, it is a short table."""
+
+    replaced: list[Replaced] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # path -> why it stayed as it was
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(layer.bytes_before for layer in self.replaced)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(layer.bytes_after for layer in self.replaced)
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        kinds: dict[tuple[str, int], ModelReport] = {}
+        for layer in self.replaced:
+            kinds.setdefault((layer.format, layer.group_size), ModelReport()).replaced.append(layer)
+        lines = [
+            f"{format}, group_size={group_size}: {len(part.replaced)} layers,"
+            f" {part.bytes_before / 1e6:.1f} MB -> {part.bytes_after / 1e6:.1f} MB"
+            for (format, group_size), part in kinds.items()
+        ]
+        lines += [f"left {path}: {reason}" for path, reason in self.left.items()]
+        return "\n".join([*lines, f"saved {self.bytes_saved / 1e6:.1f} MB"])
+
+
+def quantize_model(
+    model: Any,
+    format: str | Format = "fp4",
+    *,
+    group_size: int | None = None,
+    method: str = "rtn",
+    activations: str = "exact",
+    predicate: Predicate | None = None,
+    progress: bool = True,
+    **options: str,
+) -> ModelReport:
+    """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
+
+    predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken.
+
+    A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
+    own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
+    that share a weight share the quantized one. All of that is in the report.
+    """
+    layer_type = layer_class("quantize_model", model)
+    walk: Walk = layer_type.walk(model)
+    settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
+    chosen, left = _choose(walk, settings, predicate)
+    report = ModelReport(left=left)
+    layers: dict[int, Any] = {}  # what became of a Linear
+    twins: dict[int, Any] = {}  # the first layer that was made of a weight
+    with Progress(len(chosen), "layers", enabled=progress) as bar:
+        for path, linear, put in walk.linears:
+            if id(linear) in layers:  # one module in several places
+                put(layers[id(linear)])
+            elif path in chosen:
+                bar.advance(1, path)
+                twin = twins.get(id(linear.weight))
+                before = after = 0
+                if twin is None:
+                    layer = layer_type.from_linear(linear, **chosen[path])
+                    before, after = linear.weight.nbytes, sum(array.nbytes for array in layer.storage)
+                else:
+                    layer = twin.with_bias(getattr(linear, "bias", None))
+                layers[id(linear)] = twins[id(linear.weight)] = layer
+                put(layer)
+                report.replaced.append(Replaced(path, layer.format, layer.group_size, before, after))
+    return report
+
+
+def _choose(
+    walk: Walk, settings: dict[str, Any], predicate: Predicate | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Settings for each layer to quantize, and a reason for each one to leave. Nothing is changed yet."""
+    call = "quantize_model"
+    chosen: dict[str, dict[str, Any]] = {}
+    left: dict[str, str] = {}
+    stays = dict(walk.others)  # the weights that must not be quantized, and who holds them
+    for path, linear, _ in walk.linears:
+        verdict = predicate(path, linear) if predicate else True
+        if not isinstance(verdict, (bool, dict)):
+            got = f"a {type(verdict).__name__} for {path}"
+            raise DTypeError(complaint(call, "predicate", got, "one that returns a bool or a dict of settings"))
+        if type(linear) is not walk.linear_type:
+            left[path] = f"it is a {type(linear).__name__}, which may do more than a Linear"
+        elif verdict is False:
+            left[path] = "the predicate says so"
+        else:
+            chosen[path] = {**settings, **(verdict if isinstance(verdict, dict) else {})}
+            format, k = get_format(chosen[path]["format"], call), linear.weight.shape[1]
+            format.check_group_size(call, chosen[path]["group_size"], k)
+            try:
+                format.check_k(call, k)
+            except ShapeError as error:
+                left[path] = str(error)
+                del chosen[path]
+        if path in left:
+            stays.setdefault(id(linear.weight), path)
+    for path, linear, _ in walk.linears:
+        if path in chosen and id(linear.weight) in stays:
+            del chosen[path]
+            left[path] = f"its weight is also that of {stays[id(linear.weight)]}, which stays"
+    return chosen, left

@@ -1,0 +1,138 @@
+"""Folders with a small random Llama in the layouts that people have, and the weights that are in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "float32",
+}
+GROUP = 32
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+Arrays = dict[str, NDArray]
+
+
+def matrices() -> dict[str, tuple[int, int]]:
+    """Every linear layer of the decoder blocks: name and [N, K]."""
+    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 4 * 16
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    return {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+
+
+def plain_arrays(rng: np.random.Generator) -> Arrays:
+    """What no layout quantizes: embeddings, norms and the output layer."""
+    hidden = CONFIG["hidden_size"]
+    arrays = {
+        "model.embed_tokens.weight": rng.standard_normal((96, hidden)),
+        "lm_head.weight": rng.standard_normal((96, hidden)) * 0.1,
+        "model.norm.weight": 1 + 0.1 * rng.standard_normal(hidden),
+    }
+    for i in range(2):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            arrays[f"model.layers.{i}.{norm}.weight"] = 1 + 0.1 * rng.standard_normal(hidden)
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def words(codes: NDArray, axis: int) -> NDArray[np.int32]:
+    """Nibbles, eight to a word along an axis, least significant first."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.uint32)
+    grouped = codes.reshape(*codes.shape[:-1], -1, 8)
+    packed = np.bitwise_or.reduce(grouped << (4 * np.arange(8, dtype=np.uint32)), axis=-1)
+    return np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32)
+
+
+def random_matrix(rng: np.random.Generator, n: int, k: int, act_order: bool) -> tuple[Arrays, NDArray[np.float32]]:
+    """Codes [K, N], zeros and scales [G, N], group of each k; and the weights [N, K] that they mean."""
+    groups = k // GROUP
+    codes = rng.integers(0, 16, (k, n))
+    zeros = rng.integers(1, 16, (groups, n))
+    scales = rng.uniform(0.005, 0.02, (groups, n)).astype(np.float16)
+    index = np.arange(k) // GROUP
+    if act_order:
+        index = rng.permutation(index)
+    w = (codes - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)
+    return {"codes": codes, "zeros": zeros, "scales": scales, "index": index}, w.T.copy()
+
+
+def write_folder(folder: Path, layout: str, act_order: bool = False, seed: int = 0) -> Arrays:
+    """A folder in a layout: "plain", "gptq", "awq" or "compressed-tensors". Returns all its weights as numbers."""
+    rng = np.random.default_rng(seed)
+    truth = plain_arrays(rng)
+    stored = dict(truth)
+    for name, (n, k) in matrices().items():
+        parts, w = random_matrix(rng, n, k, act_order)
+        truth[f"{name}.weight"] = w
+        codes, zeros, scales, index = (parts[key] for key in ("codes", "zeros", "scales", "index"))
+        if layout == "plain":
+            stored[f"{name}.weight"] = w
+        elif layout == "gptq":
+            stored[f"{name}.qweight"] = words(codes, 0)
+            stored[f"{name}.qzeros"] = words(zeros - 1, 1)  # version 1 stores one less
+            stored[f"{name}.scales"] = scales
+            stored[f"{name}.g_idx"] = index.astype(np.int32)
+        elif layout == "awq":
+            shuffled = [
+                array.reshape(len(array), -1, 8)[:, :, AWQ_ORDER].reshape(array.shape) for array in (codes, zeros)
+            ]
+            stored[f"{name}.qweight"] = words(shuffled[0], 1)
+            stored[f"{name}.qzeros"] = words(shuffled[1], 1)
+            stored[f"{name}.scales"] = scales
+        elif layout == "compressed-tensors":
+            stored[f"{name}.weight_packed"] = words(codes.T, 1)
+            stored[f"{name}.weight_scale"] = np.ascontiguousarray(scales.T)
+            stored[f"{name}.weight_zero_point"] = words(zeros.T, 0)
+            stored[f"{name}.weight_shape"] = np.array([n, k], np.int64)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**CONFIG, **({} if layout == "plain" else {"quantization_config": settings(layout, act_order)})}
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return truth
+
+
+def settings(layout: str, act_order: bool) -> dict:
+    """The quantization_config of a layout."""
+    if layout == "gptq":
+        return {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": act_order, "sym": False}
+    if layout == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP}
+    group = {"weights": weights, "targets": ["Linear"], "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }

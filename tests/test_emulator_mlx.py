@@ -1,0 +1,76 @@
+"""MLX's own quantized kernels, from the headers in its wheel, run in the emulator: proof that it runs Metal, not only ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from billfish.arrays import bfloat16
+from billfish.backends.metal import emulator
+
+HEADER = """
+#include "mlx/backend/metal/kernels/steel/gemm/gemm.h"
+#include "mlx/backend/metal/kernels/quantized_utils.h"
+#include "mlx/backend/metal/kernels/fp_quantized.h"
+"""
+GROUPS = {"mxfp4": 32, "nvfp4": 16}
+MATVEC = """
+    fp_qmv<T, group_size, 4, false>(
+        w, scales, nullptr, x, y, K, N, 0, nullptr, nullptr, 0, nullptr, nullptr, nullptr,
+        threadgroup_position_in_grid, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+"""
+MATMUL = """
+    fp_qmm_t<T, group_size, 4, false, false>(
+        w, scales, nullptr, x, y, K, N, M, 0, nullptr, nullptr, 0, nullptr, nullptr, nullptr,
+        threadgroup_position_in_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
+        thread_index_in_simdgroup);
+"""
+TYPES = {"float16": np.dtype(np.float16), "bfloat16": bfloat16}
+TOLERANCES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+def run(source: str, mode: str, dtype: str, m: int, n: int, k: int, grid: Any, threadgroup: Any) -> float:
+    """The largest error against float64, relative to the largest result."""
+    rng = np.random.default_rng(m + n + k)
+    w, scales = mx.quantize(mx.array(rng.standard_normal((n, k)).astype(np.float32)), mode=mode)
+    exact = np.array(mx.dequantize(w, scales, mode=mode, dtype=mx.float32)).astype(np.float64)
+    x = rng.standard_normal((m, k)).astype(TYPES[dtype])
+    kernel = emulator.metal_kernel(
+        name=f"mlx_{mode}",
+        input_names=["w", "scales", "x", "K", "N", "M"],
+        output_names=["y"],
+        source=source,
+        header=HEADER,
+    )
+    (y,) = kernel(
+        inputs=[np.array(w), np.array(scales), x, k, n, m],
+        template=[("T", TYPES[dtype]), ("group_size", GROUPS[mode])],
+        grid=grid,
+        threadgroup=threadgroup,
+        output_shapes=[(m, n)],
+        output_dtypes=[TYPES[dtype]],
+    )
+    expected = x.astype(np.float64) @ exact.T
+    return float(np.abs(y.astype(np.float64) - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("m", [1, 3])
+def test_matvec(mode: str, dtype: str, m: int) -> None:
+    n, k = 40, 512
+    with emulator.options(check=True):
+        error = run(MATVEC, mode, dtype, m, n, k, (32 * m, 2 * (n // 8), 1), (32, 2, 1))
+    assert error < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_matmul(mode: str, order: str) -> None:
+    m, n, k = 45, 72, 128  # tiles of 32 x 32, the last ones partial
+    with emulator.options(check=True, order=order, seed=1):
+        error = run(MATMUL, mode, "float16", m, n, k, (32 * -(-n // 32), 2 * -(-m // 32), 2), (32, 2, 2))
+    assert error < TOLERANCES["float16"]

@@ -1,0 +1,431 @@
+"""MarlinLinear in torch and in MLX: the same tests for both, then what only one of them has."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from mlx.utils import tree_flatten
+from support import assert_same_bits, gaussian, random_storage
+
+import billfish as bf
+import billfish.nn.mlx
+import billfish.nn.torch
+from billfish.arrays import MlxArrays, TorchArrays
+from billfish.nn.base import storage_names
+from billfish.nn.mlx_decode import decode, round_activations
+
+FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+@dataclass
+class Framework:
+    """The few calls in which the two libraries differ."""
+
+    name: str
+    ours: ModuleType
+    core: Any
+    linear: Any
+    arrays: Any
+
+    def array(self, values: np.ndarray, dtype: str = "float32") -> Any:
+        made = self.arrays.from_numpy(values)
+        return made.to(getattr(torch, dtype)) if self.core is torch else made.astype(getattr(mx, dtype))
+
+    def numpy(self, array: Any) -> np.ndarray:
+        array = array.detach().float() if self.core is torch else array.astype(mx.float32)
+        return self.arrays.to_numpy(array)
+
+    def make_linear(self, n: int, k: int, bias: bool = True, dtype: str = "float32") -> Any:
+        layer = self.linear(k, n, bias=bias)
+        values = {"weight": self.array(gaussian((n, k)), dtype)}
+        if bias:
+            values["bias"] = self.array(gaussian((n,), 1), dtype)
+        if self.core is torch:
+            layer.to(getattr(torch, dtype)).load_state_dict(values)
+        else:
+            layer.update(values)
+        return layer
+
+    def parameters(self, layer: Any) -> dict[str, Any]:
+        return dict(layer.state_dict()) if self.core is torch else dict(tree_flatten(layer.parameters()))
+
+
+TORCH = Framework("torch", billfish.nn.torch, torch, torch.nn.Linear, TorchArrays())
+MLX = Framework("mlx", billfish.nn.mlx, mx, mlx.nn.Linear, MlxArrays())
+BOTH = pytest.mark.parametrize("framework", [TORCH, MLX], ids=lambda f: f.name)
+
+
+@BOTH
+@FORMATS
+def test_from_linear_holds_what_quantize_makes_and_multiplies_with_it(framework, format):
+    k = 2 * max(format.block_size, 32)
+    linear = framework.make_linear(24, k)
+    layer = bf.MarlinLinear.from_linear(linear, format=format.name)
+    assert type(layer) is framework.ours.MarlinLinear
+    assert isinstance(layer, bf.MarlinLinear)
+    expected = bf.quantize(framework.numpy(linear.weight), format)
+    assert layer.quantized().storage.keys() == expected.storage.keys()
+    for name, array in expected.storage.items():
+        assert_same_bits(layer.quantized().storage[name], array)
+    x = gaussian((2, 3, k), 2)
+    y = layer(framework.array(x))
+    bias = framework.numpy(linear.bias)
+    assert_same_bits(framework.numpy(y), bf.quantized_linear(x, expected, bias=bias))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_types_and_leading_dimensions(framework, dtype, bias):
+    linear = framework.make_linear(16, 64, bias, dtype)
+    layer = bf.MarlinLinear.from_linear(linear, "u4b8", group_size=32, method="mse")
+    for leading in [(), (3,), (2, 0), (2, 3, 4)]:
+        x = framework.array(gaussian((*leading, 64)), dtype)
+        y = layer(x)
+        assert y.dtype == x.dtype
+        assert tuple(y.shape) == (*leading, 16)
+        expected = bf.quantized_linear(x, layer.quantized(), bias=linear.bias if bias else None)
+        assert_same_bits(framework.numpy(y), framework.numpy(expected))
+
+
+@BOTH
+def test_to_linear_has_the_decoded_weights(framework):
+    linear = framework.make_linear(16, 64)
+    layer = bf.MarlinLinear.from_linear(linear, "q4_0")
+    back = layer.to_linear()
+    assert type(back) is framework.linear
+    assert_same_bits(framework.numpy(back.weight), bf.dequantize(layer.quantized()))
+    assert_same_bits(framework.numpy(back.bias), framework.numpy(linear.bias))
+    half = layer.to_linear(framework.core.float16)
+    assert half.weight.dtype == half.bias.dtype == framework.core.float16
+    assert_same_bits(framework.numpy(half.weight), bf.dequantize(layer.quantized(), "float16").astype(np.float32))
+    assert getattr(bf.MarlinLinear.from_linear(framework.make_linear(8, 64, False)).to_linear(), "bias", None) is None
+
+
+@BOTH
+@FORMATS
+def test_parameters_go_through_safetensors(framework, format, tmp_path):
+    k = 2 * max(format.block_size, 32)
+    tensor = bf.QuantizedTensor.from_storage(format, random_storage(format, 8, k, np.random.default_rng(0)))
+    layer = framework.ours.MarlinLinear.from_quantized(tensor, framework.array(gaussian((8,))))
+    parameters = framework.parameters(layer)
+    assert set(parameters) == {*storage_names(format.name), "bias"}
+    path = str(tmp_path / "layer.safetensors")
+    if framework is TORCH:
+        safetensors.torch.save_file(parameters, path)
+    else:
+        layer.save_weights(path)
+    # The other framework's layer reads the same file.
+    for other in (TORCH, MLX):
+        fresh = other.ours.MarlinLinear(k, 8, format=format.name)
+        if other is TORCH:
+            fresh.load_state_dict(safetensors.torch.load_file(path))
+        else:
+            fresh.load_weights(path)
+        for name, array in tensor.storage.items():
+            assert_same_bits(fresh.quantized().storage[name], array)
+        assert_same_bits(other.numpy(fresh.bias), gaussian((8,)))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("format", ["u4", "nvfp4", "q4_k"])
+def test_copies_are_equal_and_independent(framework, clone, format):
+    layer = bf.MarlinLinear.from_linear(framework.make_linear(8, 256), format, activations="q8")
+    x = framework.array(gaussian((2, 256)))
+    y = layer(x)
+    twin = clone(layer)
+    assert repr(twin) == repr(layer)
+    assert_same_bits(framework.numpy(twin(x)), framework.numpy(y))
+    assert not any(a is b for a, b in zip(layer.storage, twin.storage, strict=True))
+
+
+@BOTH
+def test_prepacked_weights_live_as_long_as_the_layer_and_follow_its_arrays(framework):
+    weights = framework.ours.WEIGHTS
+    gc.collect()
+    before = len(weights)
+    layer = bf.MarlinLinear.from_linear(framework.make_linear(8, 64), "q4_0")
+    other = bf.MarlinLinear.from_linear(framework.linear(64, 8), "q4_0")
+    x = framework.array(gaussian((2, 64)))
+    layer(x)
+    layer(x)
+    assert len(weights) == before + 1
+    if framework is TORCH:
+        layer.load_state_dict(other.state_dict())  # writes into the same tensors
+    else:
+        layer.update(other.parameters())
+    assert_same_bits(framework.numpy(layer(x)), framework.numpy(other(x)))
+    del layer, other
+    gc.collect()
+    assert len(weights) == before
+
+
+@BOTH
+def test_repr(framework):
+    layer = bf.MarlinLinear.from_linear(framework.make_linear(16, 64), "fp4", group_size=16, activations="q16")
+    sizes = "in_features=64, out_features=16, bias=True"
+    assert repr(layer) == f"MarlinLinear({sizes}, format=fp4, group_size=16, bits=5, activations=q16)"
+    layer = framework.ours.MarlinLinear(64, 16, False, format="q4_0", act_order=True)
+    sizes = "in_features=64, out_features=16, bias=False"
+    assert repr(layer) == f"MarlinLinear({sizes}, format=q4_0, group_size=32, bits=4.5, act_order=True)"
+
+
+@BOTH
+@pytest.mark.parametrize("activations", ["q8", "q16"])
+def test_integer_activations(framework, activations):
+    layer = bf.MarlinLinear.from_linear(framework.make_linear(16, 96), "q4_0", activations=activations)
+    x = gaussian((3, 96), 3)
+    expected = bf.quantized_linear(x, layer.quantized(), bias=framework.numpy(layer.bias), activations=activations)
+    assert_same_bits(framework.numpy(layer(framework.array(x))), expected)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients(framework, dtype):
+    layer = bf.MarlinLinear.from_linear(framework.make_linear(16, 64, dtype=dtype), "mxfp4")
+    plain = layer.to_linear(getattr(framework.core, dtype))
+    x, upstream = (framework.array(gaussian((2, 3, size), size), dtype) for size in (64, 16))
+
+    def loss(module: Any, x: Any) -> Any:
+        return (module(x) * upstream).sum()
+
+    gradients = []
+    for module in (layer, plain):
+        if framework is TORCH:
+            x = x.detach().requires_grad_()
+            loss(module, x).backward()
+            gradients.append([x.grad, module.bias.grad])
+        else:
+            module.unfreeze(keys="bias")
+            _, by_x = mx.value_and_grad(lambda x: loss(module, x))(x)  # noqa: B023
+            _, by_module = mlx.nn.value_and_grad(module, loss)(module, x)
+            gradients.append([by_x, by_module["bias"]])
+    tolerance = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.dtype == theirs.dtype == x.dtype
+        np.testing.assert_allclose(framework.numpy(ours), framework.numpy(theirs), rtol=tolerance, atol=tolerance)
+    exact = framework.numpy(upstream).astype(np.float64) @ bf.dequantize(layer.quantized()).astype(np.float64)
+    unit = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    assert np.abs(framework.numpy(gradients[0][0]) - exact).max() <= 2 * unit * np.abs(exact).max()
+
+
+@BOTH
+def test_act_order(framework):
+    order = np.random.default_rng(0).permutation(64)
+    w = gaussian((16, 64))
+    layer = framework.ours.MarlinLinear.from_quantized(bf.quantize(w[:, order], "q8_0"), permutation=order)
+    x = gaussian((3, 64), 1)
+    stored = bf.dequantize(layer.quantized())
+    np.testing.assert_allclose(framework.numpy(layer(framework.array(x))), x[:, order] @ stored.T, atol=1e-4)
+    plain = framework.numpy(layer.to_linear().weight)
+    assert_same_bits(plain[:, order], stored)
+    assert np.abs(plain - w).max() < 0.05
+    assert "permutation" in framework.parameters(layer)
+    fresh = framework.ours.MarlinLinear(64, 16, False, format="q8_0", act_order=True)
+    if framework is TORCH:
+        fresh.load_state_dict(layer.state_dict())
+    else:
+        fresh.load_weights(list(framework.parameters(layer).items()))
+    assert_same_bits(framework.numpy(fresh(framework.array(x))), framework.numpy(layer(framework.array(x))))
+
+
+@BOTH
+def test_scales_of_a_wider_type_survive_the_state_dict(framework):
+    storage = dict(bf.quantize(gaussian((8, 64)), "u4").storage)
+    storage["scales"] = storage["scales"].astype(np.float32) * np.float32(1.0001)
+    layer = framework.ours.MarlinLinear.from_quantized(bf.QuantizedTensor.from_storage("u4", storage))
+    x = framework.array(gaussian((2, 64)))
+    if framework is TORCH:
+        fresh = framework.ours.MarlinLinear(64, 8, False, format="u4")
+        fresh.load_state_dict(layer.state_dict())
+        assert_same_bits(framework.numpy(fresh(x)), framework.numpy(layer(x)))
+    assert_same_bits(layer.quantized().storage["scales"], storage["scales"])
+
+
+@BOTH
+def test_complaints(framework):
+    ours, linear = framework.ours.MarlinLinear, framework.make_linear(16, 64)
+    tensor = bf.quantize(gaussian((16, 64)), "q4_0")
+    with pytest.raises(bf.FormatError, match="activations: got 'int8'; takes 'exact' or 'q8' or 'q16'"):
+        ours.from_linear(linear, activations="int8")
+    with pytest.raises(bf.FormatError, match="group_size: got 7"):
+        ours.from_linear(linear, group_size=7)
+    with pytest.raises(bf.DTypeError, match=r"linear: got a \w+; takes an? (torch|mlx).nn.Linear"):
+        ours.from_linear(tensor)
+    with pytest.raises(bf.DTypeError, match="tensor: got a ndarray; takes a QuantizedTensor"):
+        ours.from_quantized(np.zeros((4, 4)))
+    with pytest.raises(bf.ShapeError, match=r"bias: got shape \(15,\); takes \(16,\)"):
+        ours.from_quantized(tensor, framework.array(gaussian((15,))))
+    with pytest.raises(bf.ShapeError, match=r"permutation: got int64 of shape .*not each index once"):
+        ours.from_quantized(tensor, permutation=np.zeros(64, np.int64))
+    with pytest.raises(bf.ShapeError, match=r"x: got shape \(3, 63\)"):
+        ours.from_quantized(tensor)(framework.array(gaussian((3, 63))))
+    with pytest.raises(bf.ShapeError, match="K: got 60"):
+        ours(60, 16, format="q4_0")
+
+
+def test_other_modules_are_refused():
+    with pytest.raises(bf.DTypeError, match=r"module: got a list; takes a torch\.nn\.Module or an mlx\.nn\.Module"):
+        bf.MarlinLinear.from_linear([])
+
+
+# ---- torch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("format", "act_order"), [("u4", True), ("nvfp4", False), ("q4_k", False)])
+def test_torch_compile_takes_the_whole_graph(format, act_order):
+    torch.compiler.reset()
+    order = np.random.default_rng(0).permutation(256) if act_order else None
+    bias = torch.nn.Parameter(torch.from_numpy(gaussian((16,))))
+    layer = TORCH.ours.MarlinLinear.from_quantized(bf.quantize(gaussian((16, 256)), format), bias, permutation=order)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    packed = len(TORCH.ours.WEIGHTS)
+    results = []
+    for call in (model, compiled):
+        x = torch.from_numpy(gaussian((2, 3, 256), 1)).requires_grad_()
+        y = call(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, bias.grad))
+        bias.grad = None
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)
+    assert compiled(torch.zeros(7, 256)).shape == (7, 16)
+    assert len(TORCH.ours.WEIGHTS) == packed + 1  # prepacked once, in eager mode and in the compiled graph
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_torch_inductor_compiles_it():
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "q4_0")
+    x = torch.from_numpy(gaussian((3, 64)))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
+def test_torch_operator_is_sound():
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "u4")
+    x = torch.from_numpy(gaussian((3, 64))).requires_grad_()
+    arguments = (x, layer.storage, layer.bias, layer.format, layer.group_size, 16, "exact")
+    torch.library.opcheck(torch.ops.billfish.linear.default, arguments)
+    torch.library.opcheck(torch.ops.billfish.dequantize.default, (layer.storage, "u4", 32, 16, 64))
+
+
+def test_torch_vmap():
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "q4_0")
+    x = torch.from_numpy(gaussian((5, 64, 3)))
+    y = torch.func.vmap(lambda column: layer(column.T), in_dims=0)(x)
+    assert torch.equal(y, layer(x.transpose(1, 2)))
+    with pytest.raises(bf.DTypeError, match="a batch of x, and of nothing else"):
+        torch.func.vmap(lambda bias: torch.ops.billfish.linear(x[0].T, layer.storage, bias, "q4_0", 32, 16, "exact"))(
+            torch.zeros(2, 16)
+        )
+
+
+def test_torch_conversions_leave_storage_alone():
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "u4", zero_point="fractional")
+    bits = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    for convert in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.float()):
+        convert(layer)
+        for name, buffer in layer.named_buffers():
+            assert buffer.dtype == bits[name].dtype
+            assert torch.equal(buffer, bits[name])
+    assert layer.bias.dtype == torch.float32
+    assert layer.to("meta").scales.is_meta
+
+
+def test_torch_layer_under_inference_mode():
+    with torch.inference_mode():
+        layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "q4_0")
+        assert layer(torch.zeros(2, 64)).shape == (2, 16)
+
+
+# ---- MLX ------------------------------------------------------------------------------------------------------------
+
+
+@FORMATS
+def test_mlx_operations_decode_every_byte_as_dequantize_does(format):
+    rng = np.random.default_rng(7)
+    for group_size in format.group_sizes:
+        k = 3 * np.lcm(format.block_size, group_size)
+        tensor = bf.QuantizedTensor.from_storage(format, random_storage(format, 16, k, rng, group_size), group_size)
+        arrays = [MLX.arrays.from_numpy(tensor.storage[name]) for name in storage_names(format.name)]
+        assert_same_bits(np.array(decode(format, arrays, group_size)), bf.dequantize(tensor))
+
+
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_mlx_operations_decode_partial_and_whole_row_groups(group_size):
+    for format in ("u4", "u4b8", "fp4"):
+        tensor = bf.quantize(gaussian((8, 72)), format, group_size=group_size)
+        arrays = [mx.array(tensor.storage[name]) for name in storage_names(format)]
+        assert_same_bits(np.array(decode(tensor.format, arrays, tensor.group_size)), bf.dequantize(tensor))
+
+
+@pytest.mark.parametrize(("format", "capture"), [("u4", True), ("nvfp4", False), ("q4_0", True), ("q4_k", False)])
+def test_mx_compile(format, capture):
+    k = 256
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, k), format)
+    x = mx.array(gaussian((2, 3, k), 1))
+    y = layer(x)
+    compiled = mx.compile(lambda x: mx.maximum(layer(x), 0), inputs=layer.state if capture else [])
+    error = mx.abs(compiled(x) - mx.maximum(y, 0)).max().item()
+    assert error <= 4e-6 * mx.abs(y).max().item()
+    # Weights that are inputs of the graph may change later.
+    if capture:
+        layer.update(bf.MarlinLinear.from_linear(mlx.nn.Linear(k, 16), format).parameters())
+        y = mx.maximum(layer(x), 0)
+        assert mx.abs(compiled(x) - y).max().item() <= 4e-6 * mx.abs(y).max().item()
+
+
+@pytest.mark.parametrize("activations", ["q8", "q16"])
+def test_mx_compile_with_integer_activations(activations):
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 104), "u4b8", activations=activations)
+    x = gaussian((4, 104), 2)
+    x[1] = 0
+    x[2, 40] = np.nan
+    x[3, 50] = 1e-40
+    compiled, eager = np.array(mx.compile(layer)(mx.array(x))), np.array(layer(mx.array(x)))
+    np.testing.assert_allclose(compiled, eager, rtol=1e-5, atol=1e-5)
+    rounded = np.array(round_activations(mx.array(x), activations))
+    expected = billfish.activations.quantize_activations(x, activations).values(104).astype(np.float32)
+    assert_same_bits(rounded + 0, expected + 0)
+
+
+def test_mlx_gradients_inside_and_around_compile():
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "q4_0")
+    x = mx.array(gaussian((3, 64)))
+    expected = mx.grad(lambda x: layer(x).square().sum())(x)
+    for gradient in (
+        mx.compile(mx.grad(lambda x: layer(x).square().sum())),
+        mx.grad(mx.compile(lambda x: layer(x).square().sum())),
+    ):
+        assert mx.allclose(gradient(x), expected, rtol=1e-5, atol=1e-5)
+    rows = mx.vmap(layer)(x)
+    assert mx.allclose(rows, layer(x), atol=1e-5)
+
+
+def test_mlx_set_dtype_does_not_change_weights():
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "fp4")
+    layer.set_dtype(mx.float16)  # scales are float16 already
+    with pytest.raises(bf.DTypeError, match=r"scales: got dtype mlx\.core\.bfloat16; takes mlx\.core\.float16"):
+        layer.set_dtype(mx.bfloat16)
+
+
+def test_mlx_layers_start_frozen():
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "fp4")
+    assert layer.trainable_parameters() == {}
