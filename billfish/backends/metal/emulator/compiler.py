@@ -138,11 +138,7 @@ def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
     """A translated kernel as a shared library."""
     compiler = find_compiler()
     runtime = runtime_library()
-    flags = [
-        *_KERNEL_FLAGS,
-        *(_INSTRUMENTED_FLAGS if instrumented else []),
-        *(_HOSTILE_MATH if hostile else _SAFE_MATH),
-    ]
+    flags = [*_KERNEL_FLAGS, *(_INSTRUMENTED_FLAGS if instrumented else []), *(_HOSTILE_MATH if hostile else _SAFE_MATH)]
 
     def make(folder: Path, result: Path) -> None:
         (folder / "kernel.cpp").write_text(text, "utf-8")

@@ -14,7 +14,9 @@ _FLAGS = r"(?P<flags>(?:[a-z]+ )*)"
 _ARITHMETIC = re.compile(
     rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fadd|fsub|fmul|fdiv|frem) {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)"
 )
-_COMPARISON = re.compile(rf"^(?P<indent>\s+)(?P<result>%\S+) = fcmp {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)")
+_COMPARISON = re.compile(
+    rf"^(?P<indent>\s+)(?P<result>%\S+) = fcmp {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)"
+)
 _FROM_HALF = re.compile(
     rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fpext|fptosi|fptoui) {_FLAGS}{_HALF} (?P<a>%\S+|\S+) to "
 )

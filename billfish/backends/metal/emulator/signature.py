@@ -118,7 +118,9 @@ def _template_value(value: Any) -> tuple[str, str]:
     return "typename", type_name("template", value)
 
 
-def _input_arguments(names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str) -> list[Argument]:
+def _input_arguments(
+    names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str
+) -> list[Argument]:
     arguments = []
     for i, (name, array) in enumerate(zip(names, inputs, strict=True)):
         small = array.size < SMALLEST_DEVICE_ARRAY

@@ -63,9 +63,7 @@ def threadgroup_variables(text: str) -> str:
 
 def rewrite(text: str) -> str:
     """One piece of Metal as C++."""
-    text = _KERNEL_MACRO.sub(
-        lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text
-    )
+    text = _KERNEL_MACRO.sub(lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text)
     text = _INSTANTIATION.sub(lambda found: "\n" * found[0].count("\n"), text)
     text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
     text = _FLOAT_LITERAL.sub(r"\1f", text)
