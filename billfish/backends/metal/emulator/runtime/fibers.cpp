@@ -38,13 +38,13 @@ bool complete(Simdgroup& simdgroup) {
 void fiber_entry() {
   kernel(arguments);
   Simdgroup& simdgroup = group.simdgroups[self->position.simdgroup];
-  simdgroup.returned |= 1u << self->position.lane;
   simdgroup.alive--;
   group.alive--;
   // What the others wait for may be complete now that this lane will not come.
   complete(simdgroup);
   self->state = State::returned;
   self->operation = "the end of the kernel";
+  self->site = nullptr;
   yield();
   __builtin_unreachable();
 }
@@ -85,10 +85,11 @@ void make_fibers(Uint3 first) {
   group.alive = dispatch.threads;
   group.arrived = group.completed = 0;
   for (unsigned i = 0; i < dispatch.simdgroups; i++) {
-    unsigned lanes = dispatch.threads - i * simd_width;
+    unsigned left = dispatch.threads - i * simd_width;
     Simdgroup& simdgroup = group.simdgroups[i];
-    simdgroup.alive = lanes < simd_width ? lanes : simd_width;
-    simdgroup.arrived = simdgroup.completed = simdgroup.returned = 0;
+    simdgroup.alive = left < simd_width ? left : simd_width;
+    simdgroup.lanes = left < simd_width ? (1u << left) - 1 : ~0u;
+    simdgroup.arrived = simdgroup.completed = 0;
   }
   for (unsigned i = 0; i < dispatch.threads; i++) make_fiber(i, first);
 }
@@ -139,26 +140,29 @@ bool run_simdgroup(unsigned index, Order order) {
   return any;
 }
 
+Party party(const Thread& thread) {
+  return Party{1, thread.position.index, linear_threadgroup(), 0, thread.site, thread.operation};
+}
+
+// Nobody can go on. A lane that waits in a simdgroup operation waits for lanes of its own simdgroup; if there is none,
+// threads wait at a barrier for threads that have returned.
 void report_deadlock() {
-  const Thread *waiting = nullptr, *elsewhere = nullptr;
+  const Thread* waiting = nullptr;
   for (unsigned i = 0; i < dispatch.threads; i++) {
     const Thread& thread = group.threads[i];
+    if (thread.state == State::at_simdgroup) waiting = &thread;
     if (thread.state == State::at_threadgroup && !waiting) waiting = &thread;
+    if (thread.state == State::at_simdgroup) break;
   }
-  bool barrier = waiting != nullptr;
+  bool simdgroup = waiting->state == State::at_simdgroup;
+  fault.kind = simdgroup ? divergent_simdgroup : divergent_barrier;
+  fault.first = party(*waiting);
   for (unsigned i = 0; i < dispatch.threads; i++) {
     const Thread& thread = group.threads[i];
-    if (thread.state == State::at_simdgroup && !waiting) waiting = &thread;
-    if (thread.state == State::at_threadgroup) continue;
-    bool same = waiting && thread.state == waiting->state && thread.site == waiting->site;
-    if (!same && !elsewhere) elsewhere = &thread;
-  }
-  fault.kind = barrier ? divergent_barrier : divergent_simdgroup;
-  if (waiting) {
-    fault.first = Party{1, waiting->position.index, linear_threadgroup(), 0, waiting->site, waiting->operation};
-  }
-  if (elsewhere) {
-    fault.second = Party{1, elsewhere->position.index, linear_threadgroup(), 0, elsewhere->site, elsewhere->operation};
+    bool mate = !simdgroup || thread.position.simdgroup == waiting->position.simdgroup;
+    if (!mate || thread.state == waiting->state) continue;
+    fault.second = party(thread);
+    break;
   }
 }
 
@@ -169,7 +173,7 @@ void arrive_elsewhere(FaultKind kind, const char* operation, const void* site, c
     const Thread& thread = group.threads[i];
     if (&thread == self || thread.site != there || thread.operation != others) continue;
     if (thread.state == State::ready || thread.state == State::returned) continue;
-    fault.second = Party{1, i, linear_threadgroup(), 0, there, others};
+    fault.second = party(thread);
     break;
   }
   abandon();
@@ -260,8 +264,10 @@ const Exchange& exchange(const char* operation, const void* value, unsigned size
 void simdgroup_barrier(int flags, const void* site) {
   static const char* const name = "simdgroup_barrier";
   Simdgroup& simdgroup = group.simdgroups[self->position.simdgroup];
-  bool last = arrive(simdgroup.buffers[self->operations++ & 1], name, site);
-  if (simdgroup.returned) report_inactive_lane(name, __builtin_ctz(simdgroup.returned), site);
+  Exchange& buffer = simdgroup.buffers[self->operations++ & 1];
+  bool last = arrive(buffer, name, site);
+  unsigned missing = simdgroup.lanes & ~buffer.lanes;
+  if (missing) report_inactive_lane(name, __builtin_ctz(missing), site);
   if (last) after_simdgroup_barrier(flags);  // before any lane goes on
 }
 

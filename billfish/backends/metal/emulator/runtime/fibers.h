@@ -18,7 +18,7 @@ struct Thread {
 
 struct Simdgroup {
   unsigned alive, arrived, completed;
-  unsigned returned;  // a bit for each lane
+  unsigned lanes;  // a bit for each lane that it has; fewer than 32 at the end of a threadgroup
   const char* operation;
   const void* site;
   Exchange buffers[2];

@@ -12,8 +12,8 @@ Counters counters;
 
 namespace {
 
-// How many threads the read of a cell stands for. All that is remembered of them is what a later write needs.
-enum Readers : unsigned char { one, several_lanes_of_one_simdgroup, several_simdgroups };
+// How many threads an access stands for. All that is remembered of them is what a later access needs.
+enum Threads : unsigned char { one, several_lanes_of_one_simdgroup, several_simdgroups };
 
 Range* ranges;
 unsigned range_count;
@@ -86,9 +86,9 @@ bool ordered(const Access& before, Space space) {
   const Position& me = self->position;
   if (before.clock < last_barrier[space]) return true;
   bool same_simdgroup = before.thread / simd_width == me.simdgroup;
-  if (before.readers == several_simdgroups) return false;
+  if (before.threads == several_simdgroups) return false;
   if (same_simdgroup && before.clock < last_simdgroup_barrier[space][me.simdgroup]) return true;
-  return before.readers == one && before.thread == me.index;
+  return before.threads == one && before.thread == me.index;
 }
 
 struct Check {
@@ -117,26 +117,29 @@ struct Check {
     return range.initialised || cell.write.threadgroup;
   }
 
-  void read(Cell& cell) {
-    if (!written(cell)) report(uninitialised, &range, address, size, false, site);
-    past(cell.write, true, false);
-    Access& last = cell.read;
-    if (last.threadgroup != now.threadgroup || past(last, false, false)) {
+  // `last` becomes the access under way, alone if `last` is past, else both together.
+  void join(Access& last, bool past) const {
+    if (last.threadgroup != now.threadgroup || past) {
       last = now;
       return;
     }
     bool same_simdgroup = last.thread / simd_width == now.thread / simd_width;
-    unsigned char readers = last.readers;
-    if (last.thread != now.thread && readers == one) readers = several_lanes_of_one_simdgroup;
-    if (!same_simdgroup) readers = several_simdgroups;
-    if (last.atomic || !now.atomic) last = now;  // a plain read is the one to remember
-    last.readers = readers;
+    unsigned char threads = last.threads;
+    if (last.thread != now.thread && threads == one) threads = several_lanes_of_one_simdgroup;
+    if (!same_simdgroup) threads = several_simdgroups;
+    if (last.atomic || !now.atomic) last = now;  // a plain access is the one to remember
+    last.threads = threads;
   }
 
-  void write(Cell& cell) {
-    past(cell.write, true, true);
+  void read(Cell& cell) const {
+    if (!written(cell)) report(uninitialised, &range, address, size, false, site);
+    past(cell.write, true, false);
+    join(cell.read, past(cell.read, false, false));
+  }
+
+  void write(Cell& cell) const {
     past(cell.read, false, true);
-    cell.write = now;
+    join(cell.write, past(cell.write, true, true));
   }
 };
 
@@ -218,10 +221,8 @@ void after_threadgroup_barrier(int flags) {
   counters.threadgroup_barriers++;
   spins = 0;
   clock_now++;
-  if (flags & device_memory) {
-    last_barrier[device_space] = clock_now;
-    share_knowledge();
-  }
+  share_knowledge(flags & device_memory);
+  if (flags & device_memory) last_barrier[device_space] = clock_now;
   if (flags & threadgroup_memory) last_barrier[threadgroup_space] = clock_now;
 }
 

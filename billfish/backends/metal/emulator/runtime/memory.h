@@ -7,13 +7,13 @@ namespace emulator {
 
 enum Space { device_space, threadgroup_space };
 
-// The last read or write of a byte.
+// The last read or write of a byte. Several reads, or several atomic writes, can be the last together.
 struct Access {
   unsigned threadgroup;  // linear index + 1; 0: none yet
   unsigned clock;
   unsigned short thread;
   unsigned char atomic;
-  unsigned char readers;  // for reads: see Readers
+  unsigned char threads;  // see Threads
   int site;               // relative to the kernel's code
 };
 

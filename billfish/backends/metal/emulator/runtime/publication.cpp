@@ -67,11 +67,13 @@ struct Location {  // of an atomic
 Location* locations;
 unsigned location_count, location_capacity;
 
-Knowledge shared;                   // by the whole threadgroup
-Knowledge acquired[max_threads];    // by one thread
-Knowledge pending[max_threads];     // read from atomics, not yet acquired
-Known released[max_threads];        // by its last fence; own == 0: none
-bool used;                          // by this threadgroup
+Knowledge shared;                 // by the whole threadgroup
+Knowledge shared_release;         // what its threads had released before their last barrier
+Knowledge shared_pending;         // what they had read from atomics by then
+Knowledge acquired[max_threads];  // by one thread
+Knowledge pending[max_threads];   // read from atomics, not yet acquired
+Known released[max_threads];      // by its last fence; own == 0: none
+bool used;                        // by this threadgroup
 
 Location& location(unsigned long address) {
   for (unsigned i = 0; i < location_count; i++)
@@ -93,7 +95,7 @@ void begin_publication() {
 }
 
 void begin_knowledge() {
-  shared.count = 0;
+  shared.count = shared_release.count = shared_pending.count = 0;
   if (!used) return;
   used = false;
   for (unsigned i = 0; i < max_threads; i++) acquired[i].count = pending[i].count = released[i].own = 0;
@@ -102,14 +104,17 @@ void begin_knowledge() {
 void fence(bool acquire, bool release, unsigned clock, unsigned last_barrier) {
   unsigned me = self->position.index;
   used = true;
-  if (acquire) acquired[me].learn(pending[me]);
+  if (acquire) {
+    acquired[me].learn(pending[me]);
+    acquired[me].learn(shared_pending);
+  }
   if (release) released[me] = Known{linear_threadgroup() + 1, me, last_barrier, clock};
 }
 
 void publish_atomic(unsigned long address, bool reads, bool writes) {
   // Knowledge only spreads from fences: while nobody has run one there is nothing to keep.
   unsigned me = self->position.index;
-  bool releases = writes && used && released[me].own;
+  bool releases = writes && (released[me].own || shared_release.count);
   if (!releases && location_count == 0) return;
   Location& place = location(address);
   if (reads) {
@@ -119,14 +124,19 @@ void publish_atomic(unsigned long address, bool reads, bool writes) {
     place.published.count = 0;  // a plain store ends what was released here before
   }
   if (!releases) return;
-  place.published.learn(released[me]);
+  if (released[me].own) place.published.learn(released[me]);
+  place.published.learn(shared_release);
   place.published.learn(shared);
   place.published.learn(acquired[me]);
 }
 
-void share_knowledge() {
+void share_knowledge(bool device_memory) {
   if (!used) return;
-  for (unsigned i = 0; i < dispatch.threads; i++) shared.learn(acquired[i]);
+  for (unsigned i = 0; i < dispatch.threads; i++) {
+    if (device_memory) shared.learn(acquired[i]);
+    if (released[i].own) shared_release.learn(released[i]);
+    shared_pending.learn(pending[i]);
+  }
 }
 
 bool known(const Access& access) { return shared.covers(access) || acquired[self->position.index].covers(access); }
