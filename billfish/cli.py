@@ -51,6 +51,15 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--json", action="store_true", help="end with one line of JSON about the answer")
     run.set_defaults(run=_run)
 
+    score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
+    _add_model(score)
+    score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
+    score.add_argument("--against", metavar="OTHER.gguf", help="compare with this model's exact predictions")
+    score.add_argument("--window", type=int, default=512, metavar="N", help="tokens that see each other (512)")
+    score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
+    score.add_argument("--json", action="store_true", help="one line of JSON")
+    score.set_defaults(run=_eval)
+
     bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
     bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
@@ -99,6 +108,12 @@ def _run(arguments: argparse.Namespace) -> None:
     from billfish.llm import commands
 
     commands.run(arguments)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from billfish.llm import commands
+
+    commands.evaluate_text(arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> None:

@@ -36,7 +36,7 @@ class Oracle:
         return self.field.get(f"{self.architecture}.{name}", default)
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        epsilon = self.about("attention.layer_norm_rms_epsilon")
+        epsilon = float(self.about("attention.layer_norm_rms_epsilon"))
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * self.weights[name]
 
     def product(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -55,9 +55,9 @@ class Oracle:
         part, rest = x[..., :size], x[..., size:]
         if self.architecture == "llama":
             z = (part[..., 0::2] + 1j * part[..., 1::2]) * turn
-            return np.concatenate([np.stack([z.real, z.imag], -1).reshape(part.shape), rest], -1)
+            return np.concatenate([np.stack([z.real, z.imag], -1).reshape(part.shape), rest], -1).astype(x.dtype)
         z = (part[..., : size // 2] + 1j * part[..., size // 2 :]) * turn
-        return np.concatenate([z.real, z.imag, rest], -1)
+        return np.concatenate([z.real, z.imag, rest], -1).astype(x.dtype)
 
     def attention(self, x: np.ndarray, layer: str) -> np.ndarray:
         heads = self.about("attention.head_count")
@@ -67,17 +67,17 @@ class Oracle:
         if f"{layer}.attn_q_norm.weight" in self.weights:
             q, k = self.norm(q, f"{layer}.attn_q_norm.weight"), self.norm(k, f"{layer}.attn_k_norm.weight")
         q, k = self.rotated(q), np.repeat(self.rotated(k), heads // kv_heads, axis=1)
-        scores = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(q.shape[-1])
+        q, k, v = (part.swapaxes(0, 1) for part in (q, k, np.repeat(v, heads // kv_heads, axis=1)))
+        scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1]).astype(x.dtype)
         scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        mixed = np.einsum("hij,jhd->ihd", weights, np.repeat(v, heads // kv_heads, axis=1))
-        return self.product(mixed.reshape(len(x), -1), f"{layer}.attn_output")
+        return self.product((weights @ v).swapaxes(0, 1).reshape(len(x), -1), f"{layer}.attn_output")
 
     def feed_forward(self, x: np.ndarray, layer: str) -> np.ndarray:
         gate, up = self.product(x, f"{layer}.ffn_gate"), self.product(x, f"{layer}.ffn_up")
         if self.architecture == "gemma":
-            gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+            gate = 0.5 * gate * (1 + np.tanh(float(np.sqrt(2 / np.pi)) * (gate + 0.044715 * gate**3)))
         else:
             gate = gate / (1 + np.exp(-gate))
         return self.product(gate * up, f"{layer}.ffn_down")
@@ -85,7 +85,7 @@ class Oracle:
     def hidden(self, tokens: list[int]) -> np.ndarray:
         x = self.weights["token_embd.weight"][tokens]
         if self.architecture == "gemma":
-            x = x * np.sqrt(x.shape[-1])
+            x = x * np.sqrt(x.shape[-1]).astype(x.dtype)
         for i in range(self.about("block_count")):
             x = x + self.attention(self.norm(x, f"blk.{i}.attn_norm.weight"), f"blk.{i}")
             x = x + self.feed_forward(self.norm(x, f"blk.{i}.ffn_norm.weight"), f"blk.{i}")

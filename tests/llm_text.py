@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import random
 import unicodedata
+from pathlib import Path
 
-WORDS = (
+_WORDS = (
     "the of and a to in is you that it he was for on are as with his they I at be this have from or one had by word "
     "but not what all were we when your can said there use an each which she do how their if will up other about out "
     "don't I'll we've it's you're HELLO World iPhone e-mail naïve café Straße Ångström São fjord coöperate"
-).split()
+)
+WORDS = _WORDS.split()
 CODE = (
     "def f(x: int) -> str:",
     "\treturn {**x, 'a': [1, 2.5e-3, 0xFF]}",
     "    for (int i = 0; i < n; ++i) { a[i] += b[i] * c; }",
     "SELECT name, COUNT(*) FROM t WHERE id != 42 GROUP BY name;",
-    "<div class=\"x\">&nbsp;</div>  <!-- comment -->",
+    '<div class="x">&nbsp;</div>  <!-- comment -->',
     "#include <stdio.h>\\n",
     "fn main() -> Result<(), Box<dyn Error>> { Ok(()) }",
     "x = y if z else lambda *args, **kw: None  # noqa",
-    "git commit -m \"fix: it's broken\" && echo $?",
+    'git commit -m "fix: it\'s broken" && echo $?',
     "https://example.org/a/b?c=d&e=%20f#g",
 )
 EMOJI = ("😀", "👍🏽", "👩‍👩‍👧‍👦", "🇫🇷", "🏳️‍🌈", "❤️", "🎣", "1️⃣", "☃", "🤷🏿‍♀️")
 SPACES = (" ", "  ", "   ", "\t", "\t\t", "\n", "\n\n", " \n", "\r\n", "\u00a0", "\u2003", "\u3000", "\u200b", "      ")
-PUNCTUATION = tuple(".,;:!?-()[]{}\"'`~@#$%^&*_+=|\\/<>") + ("...", "--", "—", "…", "«", "»", "“", "”", "‘s", "'S", "'LL", "''")
+PUNCTUATION = (
+    *".,;:!?-()[]{}\"'`~@#$%^&*_+=|\\/<>",
+    *("...", "--", "—", "…", "«", "»", "“", "”", "‘s", "'S", "'LL", "''"),  # noqa: RUF001
+)
 # Blocks of scripts, some with digits and combining marks of their own.
 SCRIPTS = (
     (0x00C0, 0x024F), (0x0370, 0x03FF), (0x0400, 0x04FF), (0x05D0, 0x05EA), (0x0621, 0x0669), (0x0905, 0x096F),
@@ -84,3 +89,9 @@ The billfish are a family of large predatory fish with a long, spear-like upper 
 spearfishes. They are found in all oceans, although they usually live in tropical and subtropical waters, and they are
 among the fastest swimmers known. Using the bill, they slash at and stun their prey, which makes it easier to catch.
 """
+
+
+def samples() -> list[str]:
+    """Some of each kind, to compare models on."""
+    license = (Path(__file__).parent.parent / "LICENSE").read_text()
+    return [PROSE, license[:1800], "\n".join(varied_lines()[100:116])]

@@ -6,7 +6,8 @@ for text in model.generate("What is the capital of France?"):
 """
 
 from billfish.llm.decoder import Cache
+from billfish.llm.evaluation import Evaluation, evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, default_model, load
 
-__all__ = ["Cache", "Generation", "Model", "default_model", "load"]
+__all__ = ["Cache", "Evaluation", "Generation", "Model", "default_model", "evaluate", "load"]

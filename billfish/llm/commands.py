@@ -1,4 +1,4 @@
-"""`billfish run`: an answer, or a chat, in the terminal."""
+"""`billfish run` and `billfish eval`: an answer or a chat in the terminal, and how well a model predicts a text."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import importlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TextIO
 
 from billfish.backends.cpu import _cpu
-from billfish.errors import ModelError, ShapeError, complaint
+from billfish.errors import DataError, ModelError, ShapeError, complaint
 from billfish.explain import Style
 from billfish.llm.chat import Message
 from billfish.llm.decoder import Cache
+from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 
@@ -38,10 +40,14 @@ def run(arguments: argparse.Namespace) -> None:
     conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
     answer = _generate(model, arguments, conversation)
     pieces, first_token = [], 0.0
-    for text in answer:
-        first_token = first_token or time.perf_counter() - started
-        pieces.append(text)
-        print(text, end="", flush=True)
+    try:
+        for text in answer:
+            first_token = first_token or time.perf_counter() - started
+            pieces.append(text)
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …")
+        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
     print()
     first_token = first_token or time.perf_counter() - started
     if arguments.json:
@@ -141,3 +147,34 @@ class Chat:
         print()
         print_rates(answer, self._model, sys.stderr)
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def evaluate_text(arguments: argparse.Namespace) -> None:
+    """`billfish eval`: perplexity, and the divergence from another model."""
+    set_threads(arguments.threads)
+    try:
+        text = Path(arguments.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
+    model = load(arguments.model)
+    against = None if arguments.against is None else load(arguments.against)
+    tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
+    found = evaluate(
+        model,
+        tokens,
+        against=against,
+        activations=arguments.activations,
+        window=min(arguments.window, model.config.context),
+        progress=True,
+    )
+    if arguments.json:
+        about = {"model": model.config.name, "activations": arguments.activations, "window": arguments.window}
+        record = {"tokens": found.tokens, "loss": found.loss, "loss_error": found.loss_error}
+        print(json.dumps({**about, **record, "perplexity": found.perplexity, "divergence": found.divergence,
+                          "same_best": found.same_best}))  # fmt: skip
+        return
+    spread = found.perplexity * found.loss_error
+    print(f"perplexity     {found.perplexity:.3f} ± {spread:.3f}   ({found.tokens} tokens, {arguments.activations})")
+    if found.divergence is not None and found.same_best is not None:
+        print(f"KL divergence  {found.divergence:.3g} nats from {Path(arguments.against).name}")
+        print(f"same best      {found.same_best:.2%} of tokens")

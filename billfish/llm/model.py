@@ -104,16 +104,17 @@ class Model:
 
     def logits(self, tokens: Sequence[int], *, activations: str = "exact") -> NDArray[np.float32]:
         """The scores of every next token after each of these: [tokens, vocabulary]."""
-        return self.decoder.logits(self._hidden(tokens, activations, "llm.logits"), activations)
+        return self.decoder.logits(self.hidden(tokens, activations, "llm.logits"), activations)
 
     def embed_text(self, text: str, *, activations: str = "exact") -> NDArray[np.float32]:
         """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states."""
-        hidden = self._hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
+        hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
         mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
         return (mean / np.linalg.norm(mean)).astype(np.float32)
 
-    def _hidden(self, tokens: Sequence[int], activations: str, call: str) -> NDArray[np.float32]:
+    def hidden(self, tokens: Sequence[int], activations: str, call: str = "llm.hidden") -> NDArray[np.float32]:
+        """The last hidden states [tokens, hidden], before the last norm."""
         planes_of(activations)
         ids = [int(token) for token in tokens]
         check_prompt(self.decoder, ids, call)

@@ -18,8 +18,8 @@ import llama_cpp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from llm_oracle import Oracle, divergence
-from llm_text import PROSE, varied_lines
+from llm_oracle import Oracle, divergence, log_softmax
+from llm_text import samples, varied_lines
 
 
 def checksum(tokens: list[int]) -> int:
@@ -36,11 +36,16 @@ def main() -> None:
     lines = varied_lines()
     encoded = [encode(line) for line in lines]
     unlike = [i for i, tokens in enumerate(encoded) if llama.detokenize(tokens) != lines[i].encode()]
-    prose = encode(PROSE)
-    llama.eval(prose)
-    scores = np.array(llama.scores[: len(prose)])
-    exact = Oracle(path, dtype=np.float32).logits(prose)
-    nll = -np.mean([row[t] - np.log(np.exp(row - row.max()).sum()) - row.max() for row, t in zip(scores, prose[1:])])
+    oracle = Oracle(path, dtype=np.float32)
+    predictions = []
+    for text in samples():
+        tokens = encode(text)
+        llama.reset()
+        llama.eval(tokens)
+        scores = np.array(llama.scores[: len(tokens)])
+        loss = -log_softmax(scores)[np.arange(len(tokens) - 1), tokens[1:]].mean()
+        apart = divergence(oracle.logits(tokens), scores)
+        predictions.append({"tokens": len(tokens), "loss": float(loss), "divergence": apart})
     print(
         json.dumps(
             {
@@ -48,9 +53,7 @@ def main() -> None:
                 "model": path.name,
                 "token_checksums": [checksum(tokens) for tokens in encoded],
                 "not_decoded_to_the_same_text": unlike,
-                "prose_tokens": len(prose),
-                "divergence": divergence(exact, scores),
-                "negative_log_likelihood": float(nll),
+                "predictions": predictions,
             }
         )
     )
