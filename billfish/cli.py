@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     _add_model(score)
     score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
     score.add_argument("--against", metavar="OTHER.gguf", help="compare with this model's exact predictions")
-    score.add_argument("--window", type=int, default=512, metavar="N", help="tokens that see each other (512)")
+    score.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
     score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
     score.add_argument("--json", action="store_true", help="one line of JSON")
     score.set_defaults(run=_eval)

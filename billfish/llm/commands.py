@@ -164,7 +164,7 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         tokens,
         against=against,
         activations=arguments.activations,
-        window=min(arguments.window, model.config.context),
+        window=arguments.window,
         progress=True,
     )
     if arguments.json:

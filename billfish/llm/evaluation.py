@@ -39,14 +39,16 @@ def evaluate(
     *,
     against: Model | None = None,
     activations: str = "exact",
-    window: int = WINDOW,
+    window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Predict each token of a text from those before it, in windows of `window` tokens that know nothing of each other.
+    """Predict each token of a text from those before it, in windows of `window` tokens (512, or the model's context)
+    that know nothing of each other.
 
     `against` predicts the same, in exact arithmetic: it is the truth that `model` is compared with.
     """
     ids = [int(token) for token in tokens]
+    window = min(WINDOW, model.config.context) if window is None else window
     if not 2 <= window <= model.config.context:
         raise DataError(complaint(CALL, "window", window, f"from 2 to {model.config.context}, the model's context"))
     if len(ids) < 2:
