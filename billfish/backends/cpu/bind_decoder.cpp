@@ -57,6 +57,13 @@ class PythonDecoder {
     decoder_.run(data, spans, planes);
   }
 
+  // By name of the part.
+  nb::dict seconds() const {
+    nb::dict parts;
+    for (int part = 0; part < PARTS; part++) parts[PART_NAMES[part]] = decoder_.seconds()[part];
+    return parts;
+  }
+
   void finish(Numbers x, int planes, Contiguous<float> out) const {
     const float* data = x.data();
     const int64_t m = int64_t(x.shape(0));
@@ -91,7 +98,8 @@ void billfish::bind_decoder(nb::module_& module) {
       .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
       .def("set_head", &PythonDecoder::set_head)
       .def("run", &PythonDecoder::run)
-      .def("finish", &PythonDecoder::finish);
+      .def("finish", &PythonDecoder::finish)
+      .def("seconds", &PythonDecoder::seconds);
   module.attr("KEY_BLOCK") = KEY_BLOCK;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

@@ -1,5 +1,6 @@
 #include "decoder.h"
 
+#include <chrono>
 #include <cmath>
 
 #include "rows.h"
@@ -19,6 +20,21 @@ struct QueryBlock {
 };
 
 constexpr int64_t QUERY_BLOCK = 4;
+
+// Adds the time since it was last asked to a part.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* seconds) : seconds_(seconds), last_(std::chrono::steady_clock::now()) {}
+  void lap(Part part) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds_[part] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  double* seconds_;
+  std::chrono::steady_clock::time_point last_;
+};
 
 void add_to(float* x, const float* more, int64_t count) {
   for (int64_t i = 0; i < count; i++) x[i] += more[i];
@@ -56,13 +72,16 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
     });
   };
 
+  Stopwatch watch(seconds_);
   for (size_t l = 0; l < layers_.size(); l++) {
     const Layer& layer = layers_[l];
     auto keys_of = [&](const Cache& c, int64_t head) { return c.keys + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
     auto values_of = [&](const Cache& c, int64_t head) { return c.values + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
 
     add_and_normalize(layer.attention_norm);
+    watch.lap(NORM);
     hidden.multiply({{layer.q.weights, layer.q.bias, q.data()}, {layer.k.weights, layer.k.bias, k.data()}, {layer.v.weights, layer.v.bias, v.data()}});
+    watch.lap(QKV);
     parallel_for(m, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; row++) {
         const Place& place = places[size_t(row)];
@@ -85,6 +104,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
         }
       }
     });
+    watch.lap(ROTATE);
     parallel_for(s.heads * int64_t(blocks.size()), [&](int64_t first, int64_t last) {
       for (int64_t unit = first; unit < last; unit++) {
         const int64_t head = unit / int64_t(blocks.size());
@@ -96,22 +116,30 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
       }
     });
     attended.fill([&](int64_t row, float* to) { std::copy_n(out.data() + row * q_size, q_size, to); });
+    watch.lap(ATTENTION);
     attended.multiply({{layer.o.weights, layer.o.bias, added.data()}});
+    watch.lap(OUTPUT);
 
     add_and_normalize(layer.feed_forward_norm);
+    watch.lap(NORM);
     hidden.multiply({{layer.gate.weights, layer.gate.bias, gate.data()}, {layer.up.weights, layer.up.bias, up.data()}});
+    watch.lap(GATE_UP);
     opened.fill([&](int64_t row, float* to) {
       kernels_.open_gate(gate.data() + row * s.feed_forward, up.data() + row * s.feed_forward, s.gelu, s.feed_forward, to);
     });
+    watch.lap(GATE);
     opened.multiply({{layer.down.weights, layer.down.bias, added.data()}});
+    watch.lap(DOWN);
   }
   add_to(x, added.data(), m * s.hidden);
 }
 
 void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const {
+  Stopwatch watch(seconds_);
   Rows rows(level_, m, shape_.hidden, planes);
   rows.fill([&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
   rows.multiply({{head.weights, head.bias, out}});
+  watch.lap(HEAD);
 }
 
 }  // namespace billfish

@@ -48,6 +48,11 @@ struct DecoderKernels {
                  int64_t head_size, float* out);
 };
 
+// Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
+enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, HEAD, PARTS };
+constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
+                                           "gate and up", "gate", "down", "head"};
+
 class Decoder {
  public:
   Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<double> frequencies)
@@ -59,8 +64,11 @@ class Decoder {
   void run(float* x, const std::vector<Span>& spans, int planes) const;
   // The last norm and product: x [m, hidden] -> out [m, n].
   void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const;
+  // Seconds since the decoder was made, by Part.
+  const double* seconds() const { return seconds_; }
 
  private:
+  mutable double seconds_[PARTS] = {};
   const billfish::Level& level_;
   const DecoderKernels& kernels_;
   DecoderShape shape_;
