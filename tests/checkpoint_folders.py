@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import gguf
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+
+import billfish as bf
+from billfish.nn.names import LAYER, TOP
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -73,12 +78,14 @@ def words(codes: NDArray, axis: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(np.moveaxis(packed, -1, axis)).view(np.int32)
 
 
-def random_matrix(rng: np.random.Generator, n: int, k: int, act_order: bool) -> tuple[Arrays, NDArray[np.float32]]:
+def random_matrix(
+    rng: np.random.Generator, n: int, k: int, act_order: bool, scale_type: type
+) -> tuple[Arrays, NDArray[np.float32]]:
     """Codes [K, N], zeros and scales [G, N], group of each k; and the weights [N, K] that they mean."""
     groups = k // GROUP
     codes = rng.integers(0, 16, (k, n))
     zeros = rng.integers(1, 16, (groups, n))
-    scales = rng.uniform(0.005, 0.02, (groups, n)).astype(np.float16)
+    scales = rng.uniform(0.005, 0.02, (groups, n)).astype(scale_type)
     index = np.arange(k) // GROUP
     if act_order:
         index = rng.permutation(index)
@@ -86,13 +93,20 @@ def random_matrix(rng: np.random.Generator, n: int, k: int, act_order: bool) -> 
     return {"codes": codes, "zeros": zeros, "scales": scales, "index": index}, w.T.copy()
 
 
-def write_folder(folder: Path, layout: str, act_order: bool = False, seed: int = 0) -> Arrays:
-    """A folder in a layout: "plain", "gptq", "awq" or "compressed-tensors". Returns all its weights as numbers."""
+def write_folder(
+    folder: Path, layout: str, act_order: bool = False, scale_type: type = np.float16, tied: bool = False, seed: int = 0
+) -> Arrays:
+    """A folder in a layout: "plain", "gptq", "awq" or "compressed-tensors". Returns all its weights as numbers.
+
+    scale_type: float32 makes scales that float16 cannot hold.
+    """
     rng = np.random.default_rng(seed)
     truth = plain_arrays(rng)
+    if tied:
+        del truth["lm_head.weight"]
     stored = dict(truth)
     for name, (n, k) in matrices().items():
-        parts, w = random_matrix(rng, n, k, act_order)
+        parts, w = random_matrix(rng, n, k, act_order, scale_type)
         truth[f"{name}.weight"] = w
         codes, zeros, scales, index = (parts[key] for key in ("codes", "zeros", "scales", "index"))
         if layout == "plain":
@@ -115,10 +129,48 @@ def write_folder(folder: Path, layout: str, act_order: bool = False, seed: int =
             stored[f"{name}.weight_zero_point"] = words(zeros.T, 0)
             stored[f"{name}.weight_shape"] = np.array([n, k], np.int64)
     folder.mkdir(parents=True, exist_ok=True)
-    config = {**CONFIG, **({} if layout == "plain" else {"quantization_config": settings(layout, act_order)})}
+    config = {
+        **CONFIG,
+        "tie_word_embeddings": tied,
+        **({} if layout == "plain" else {"quantization_config": settings(layout, act_order)}),
+    }
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.numpy.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return truth
+
+
+def write_gguf(path: Path, format: str = "q4_0", seed: int = 0) -> None:
+    """The same Llama as llama.cpp writes it, its matrices quantized, its embedding too."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(CONFIG["num_hidden_layers"])
+    writer.add_context_length(CONFIG["max_position_embeddings"])
+    writer.add_embedding_length(CONFIG["hidden_size"])
+    writer.add_feed_forward_length(CONFIG["intermediate_size"])
+    writer.add_head_count(CONFIG["num_attention_heads"])
+    writer.add_head_count_kv(CONFIG["num_key_value_heads"])
+    writer.add_rope_dimension_count(CONFIG["head_dim"])
+    writer.add_rope_freq_base(CONFIG["rope_theta"])
+    writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
+    writer.add_vocab_size(CONFIG["vocab_size"])
+    kind = gguf.GGMLQuantizationType[format.upper()]
+    names = {hf: ggml for ggml, hf in {**TOP, **LAYER}.items()}
+    shapes = {name: array.shape for name, array in plain_arrays(rng).items()}
+    shapes |= {f"{name}.weight": shape for name, shape in matrices().items()}
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        stored = f"blk.{match[1]}.{names[match[2]]}.weight" if match else f"{names[module]}.weight"
+        w = rng.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(stored, 1 + w / 10)
+        else:
+            blocks = bf.quantize(w / np.float32(np.sqrt(shape[1])), format).storage["blocks"]
+            writer.add_tensor(stored, blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def settings(layout: str, act_order: bool) -> dict:

@@ -202,7 +202,7 @@ def test_a_wrong_result_is_no_result(monkeypatch):
         (["--m", "1,,2"], "[bench] --m: got ''; takes positive integers, such as 1,16,256"),
         (["--activations", "q9"], "[bench] --activations: got 'q9'; takes exact, q8, q16"),
         (["--threads", "0"], "[bench] --threads: got '0'; takes a positive integer"),
-        (["--backend", "abacus"], "[bench] --backend: got 'abacus'; takes cpu"),
+        (["--backend", "abacus"], "[bench] --backend: got 'abacus'; takes cpu, metal"),
         (
             ["--json", "/no/such/folder/x"],
             "[bench] --json: got '/no/such/folder/x'; takes a file in a folder that exists",

@@ -90,3 +90,20 @@ def test_values_that_do_not_fit(target, change, reason):
         return
     with pytest.raises(Misfit, match=reason):
         recast(q, bf.FORMATS[target])
+
+
+@pytest.mark.parametrize("source", ["u4b8", "u8b128", "q4_0", "q5_0", "q8_0", "u4", "u8"])
+def test_a_symmetric_format_comes_back_from_an_affine_one(source):
+    """A bias that is a whole number of scales is a zero point, and if it is the same everywhere, a fixed offset."""
+    q = bf.quantize(gaussian((16, 512)), source)
+    wide = recast(q, bf.FORMATS["affine8"]).apply(q)
+    back = {"q5_0": "u8", "q4_0": "u8", "u4b8": "u8", "u4": "u8"}.get(source, source)
+    again = recast(wide, bf.FORMATS[back]).apply(wide)
+    assert_same_bits(bf.dequantize(again), bf.dequantize(q))
+
+
+def test_zero_points_that_are_all_the_same_are_a_fixed_offset():
+    planes = bf.quantize(gaussian((16, 512)), "u4").planes
+    planes["zero"][:] = 8
+    q = bf.QuantizedTensor.from_planes("u4", planes, 32)
+    assert_same_bits(bf.dequantize(recast(q, bf.FORMATS["u4b8"]).apply(q)), bf.dequantize(q))

@@ -549,7 +549,14 @@ def test_positions_are_named_in_partial_threadgroups() -> None:
     case = Case("out-of-bounds", "y", "y[thread_position_in_grid.y == 4 ? 9999 : 0] = 1;", "", "")
     kernel = emulator.metal_kernel("planted", [], ["y"], case.source)
     with emulator.options(check=True), pytest.raises(KernelFault) as caught:
-        kernel(inputs=[], grid=(1, 5, 1), threadgroup=(1, 1, 1), output_shapes=[(64,)], output_dtypes=[np.float32], init_value=0)
+        kernel(
+            inputs=[],
+            grid=(1, 5, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[np.float32],
+            init_value=0,
+        )
     assert caught.value.kind == "cross-threadgroup" or caught.value.threadgroup == (0, 4, 0)
 
 

@@ -1,4 +1,4 @@
-"""MLX's own quantized kernels, from the headers in its wheel, run in the emulator: proof that it runs Metal, not only ours."""
+"""MLX's own quantized kernels, from the headers in its wheel: proof that the emulator runs Metal, not only ours."""
 
 from __future__ import annotations
 

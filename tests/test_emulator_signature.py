@@ -1,4 +1,4 @@
-"""The text for Metal, compared with what MLX itself writes: when it exports a function, it prints what it would compile."""
+"""The text for Metal, compared with MLX's own: when it exports a function, it prints what it would compile."""
 
 from __future__ import annotations
 

@@ -419,6 +419,21 @@ def test_mlx_gradients_inside_and_around_compile():
     assert mx.allclose(rows, layer(x), atol=1e-5)
 
 
+def test_mlx_compiles_what_metal_computes_lazily(monkeypatch):
+    """A backend that only builds MLX's graph is part of what mx.compile traces, and brings its own gradient."""
+    metal = bf.BACKENDS["metal"]
+    monkeypatch.setattr(metal, "can_run", lambda problem: (problem.kind == "mlx", "it takes MLX arrays"))
+    monkeypatch.setattr(metal, "prepack", lambda tensor: mx.array(bf.dequantize(tensor)))
+    monkeypatch.setattr(metal, "linear", lambda x, w, n, bias, activations: x.source @ w.T + bias.source)
+    layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "q4_0")
+    monkeypatch.setattr(billfish.nn.mlx, "decode", None)  # not needed
+    x, plain = mx.array(gaussian((3, 64))), layer.to_linear()
+    assert mx.allclose(mx.compile(layer)(x), plain(x), atol=1e-5)
+    for module in (layer, mx.compile(layer)):
+        gradient = mx.grad(lambda x: module(x).square().sum())(x)  # noqa: B023
+        assert mx.allclose(gradient, mx.grad(lambda x: plain(x).square().sum())(x), atol=1e-4)
+
+
 def test_mlx_set_dtype_does_not_change_weights():
     layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "fp4")
     layer.set_dtype(mx.float16)  # scales are float16 already

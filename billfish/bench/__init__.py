@@ -23,10 +23,10 @@ import numpy as np
 
 import billfish
 from billfish.activations import ACTIVATIONS
-from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, PackedWeights, _cpu
-from billfish.bench.limits import MEBIBYTE, Limits, last_level_cache, machine
-from billfish.bench.peers import Case, Peer, Prepared, Rotated, copies_for, select
+from billfish.backends.cpu import _cpu
+from billfish.bench.engines import ENGINES
+from billfish.bench.limits import Limits, machine
+from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
 from billfish.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
 from billfish.explain import Style
@@ -48,7 +48,8 @@ class Settings:
     json: Path | None = None
     plot: Path | None = None
     budget: float = 0.7  # seconds for each contender in each measurement
-    cold_bytes: int | None = None  # None: four times the last-level cache, 128 MiB at least
+    cold_bytes: int | None = None  # None: what the engine says
+    backend: str = "cpu"
 
     @classmethod
     def parse(
@@ -58,15 +59,16 @@ class Settings:
         formats: str = "q4_0,fp4",
         shapes: str = "4096x4096",
         m: str = "1,16,256",
-        activations: str = "q8",
+        activations: str | None = None,
         threads: str | None = None,
         peers: str = "all",
         json: str | None = None,
         plot: str | None = None,
     ) -> Settings:
         """Comma-separated lists, checked. A format may carry its group size, such as u4b8:128."""
-        if backend != "cpu" or backend not in BACKENDS:
-            raise BackendUnavailable(complaint("bench", "--backend", repr(backend), "cpu"))
+        if backend not in ENGINES:
+            raise BackendUnavailable(complaint("bench", "--backend", repr(backend), ", ".join(ENGINES)))
+        activations = activations or ENGINES[backend].activations
         for name in activations.split(","):
             if name not in ACTIVATIONS:
                 raise FormatError(complaint("bench", "--activations", repr(name), ", ".join(ACTIVATIONS)))
@@ -78,7 +80,8 @@ class Settings:
         ]
         count = _cpu.threads() if threads is None else _positive("--threads", threads, "a positive integer")
         rows = [_positive("--m", text, "positive integers, such as 1,16,256") for text in m.split(",")]
-        return cls(cases, rows, count, peers, _destination("--json", json), _destination("--plot", plot))
+        files = _destination("--json", json), _destination("--plot", plot)
+        return cls(cases, rows, count, peers, *files, backend=backend)
 
 
 def _case(format: str, shape: str, activations: str) -> Case:
@@ -157,17 +160,17 @@ class Bench:
     """A run: `run()` measures until it is done or interrupted, and leaves `report`."""
 
     def __init__(self, settings: Settings, limits: Limits | None = None, progress: TextIO | None = None) -> None:
-        backend = BACKENDS["cpu"]
-        assert isinstance(backend, CpuBackend)
-        self.backend, self.settings = backend, settings
+        self.engine, self.settings = ENGINES[settings.backend](), settings
+        self.engine.require()
         self.progress = sys.stderr if progress is None else progress
-        self.cold_bytes = settings.cold_bytes or max(128 * MEBIBYTE, 4 * last_level_cache())
-        self.peers, notes = select(settings.peers)
+        self.cold_bytes = settings.cold_bytes or self.engine.cold_bytes()
+        self.peers, notes = self.engine.peers(settings.peers)
         _cpu.set_threads(settings.threads)
-        measured = limits or Limits.measure(backend.level, self.cold_bytes)
+        measured = limits or self.engine.limits(self.cold_bytes)
         versions = {OURS: billfish.__version__, "python": sys.version.split()[0], "numpy": np.__version__}
         versions |= {peer.name: peer.version() for peer in self.peers}
-        about = machine() | {"isa": backend.level, "threads": settings.threads, "date": time.strftime("%Y-%m-%d")}
+        about = machine() | self.engine.about()
+        about |= {"threads": settings.threads, "date": time.strftime("%Y-%m-%d")}
         self.report = Report([], measured, about, versions, notes)
         self.row_seconds: dict[tuple[Case, str], float] = {}
 
@@ -189,8 +192,8 @@ class Bench:
     def _measure(self, case: Case, rows: list[int], cold_bytes: int, total: int) -> Iterator[dict[str, Any]]:
         """A record for each M."""
         with ExitStack() as stack:
-            weights = self.backend.prepack(case.tensor())
-            prepared: dict[str, Prepared] = {OURS: self._ours(case, weights, cold_bytes)}
+            ours, nbytes = self.engine.prepare(case, cold_bytes)
+            prepared: dict[str, Prepared] = {OURS: ours}
             for peer in self.peers:
                 what = f"{case.label} {case.k}x{case.n}: {peer.name} prepares"
                 self._draw(_bar(len(self.report.records), total, what))
@@ -202,13 +205,7 @@ class Bench:
                 what = f"{case.label} {case.activations} {case.k}x{case.n} M={m}"
                 self._draw(_bar(len(self.report.records), total, what))
                 seconds = self._time(case, m, prepared)
-                yield self._record(case, m, weights.nbytes, seconds.pop(OURS), seconds)
-
-    def _ours(self, case: Case, weights: PackedWeights, cold_bytes: int) -> Prepared:
-        copies = copies_for(weights.nbytes, cold_bytes) - 1
-        rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
-        matmul, activations = self.backend.matmul, case.activations
-        return Rotated(rotation, lambda x, copy: matmul(x, copy, None, activations))
+                yield self._record(case, m, nbytes, seconds.pop(OURS), seconds)
 
     def _prepare(self, peer: Peer, case: Case, cold_bytes: int) -> Prepared | None:
         able, reason = peer.can_run(case)
@@ -249,7 +246,7 @@ class Bench:
     def _record(self, case: Case, m: int, nbytes: int, seconds: float, peers: dict[str, float]) -> dict[str, Any]:
         operations = 2 * m * case.k * case.n
         return {
-            "backend": self.backend.name,
+            "backend": self.engine.name,
             "format": case.label,
             "activations": case.activations,
             "m": m,

@@ -49,7 +49,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     settings = {**config, **own} if isinstance(own, dict) else config
     if len(weight.shape) < 2 or weight.shape[:-1] != scales.shape[:-1]:
         raise CheckpointError(complaint(CALL, scales.name, f"shape {scales.shape}", f"rows of {weight.shape}"))
-    mode = settings.get("mode", "affine")
+    mode = str(settings.get("mode", "affine"))
     if not config and "biases" not in parts:
         ratio = weight.shape[-1] / max(1, scales.shape[-1])  # of words to scales: 4 bits times the group over 32
         mode = {4.0: "mxfp4", 2.0: "nvfp4"}.get(ratio, "of some other kind")

@@ -14,6 +14,7 @@ object as JSON in the metadata under "billfish". MarlinLinear's state dicts have
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ PARTS = ("packed", "blocks", "scales", "zeros", "biases", "global_scale", "permu
 class NativeMatrix(Matrix):
     layout = "billfish"
 
-    def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, int], group: int) -> None:
+    def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, ...], group: int) -> None:
         self.arrays = {part: stored for part, stored in parts.items() if part != "permutation"}
         self.order = parts.get("permutation")
         super().__init__(name, format.name, shape, group, parts.values(), self.order is not None)
@@ -93,4 +94,15 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     if order is not None and (order.kind not in ("I32", "I64") or order.shape != (shape[1],)):
         raise CheckpointError(complaint(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
     name = module if settings.get("bare") else f"{module}.weight"
-    return NativeMatrix(name, parts, format, shape, int(group))
+    return NativeMatrix(name, parts, format, _stack(module, shape, settings.get("shape")), int(group))
+
+
+def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:
+    """The shape of a stack of matrices, which is stored as one."""
+    if declared is None:
+        return shape
+    whole = isinstance(declared, list) and all(isinstance(size, int) and size > 0 for size in declared)
+    if not whole or len(declared) < 2 or (math.prod(declared[:-1]), declared[-1]) != shape:
+        got = f"shape {declared!r} for {module}"
+        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one that makes {shape}"))
+    return tuple(declared)

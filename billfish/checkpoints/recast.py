@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from billfish.arrays import bfloat16
 from billfish.checkpoints.words import narrow
 from billfish.elements import Integer, Signed
-from billfish.format import Array, Format, Planes
+from billfish.format import Array, Format, GroupValues, Planes
 from billfish.formats.affine import AffineFormat, ZeroPointFormat
 from billfish.formats.ggml import MinimumBlock, ScaledBlock
 from billfish.formats.words import ScaledWordFormat, WordFormat
@@ -65,19 +65,48 @@ def recast(tensor: QuantizedTensor, format: Format) -> Recast:
     group = _group_size(tensor, format)
     with np.errstate(invalid="ignore", over="ignore"):
         values = source.group_values(planes)
-        planes = _integer_planes(source, format, values.scale, values.zero, values.minimum)
+        shift = 0.0
+        if isinstance(format, (ScaledWordFormat, ScaledBlock, ZeroPointFormat)):
+            values = _with_zero_point(source, values)
+        if isinstance(format, (ScaledWordFormat, ScaledBlock)):
+            values, shift = _without_zero_point(values)
+        planes = _integer_planes(source, format, *values)
     repeats, count = tensor.group_size // group, -(-tensor.shape[1] // group)
     planes = {name: np.repeat(plane, repeats, axis=1)[:, :count] for name, plane in planes.items()}
-    return Recast(format, group, planes, _code_table(source, format))
+    return Recast(format, group, planes, _code_table(source, format, shift))
 
 
-def _code_table(source: Format, target: Format) -> NDArray[np.uint8]:
+def _with_zero_point(source: Format, values: GroupValues) -> GroupValues:
+    """q * s + m as (q - z) * s, where m is a whole number of scales in every group."""
+    scale, _, minimum = values
+    if minimum is None:
+        return values
+    zero = np.where(scale == 0, np.float32(0), np.rint(-minimum / np.where(scale == 0, np.float32(1), scale)))
+    if not ((zero.astype(np.float64) * scale == -minimum) & _has_room(source, scale)).all():
+        return values
+    used = zero[scale != 0]  # where the scale is zero, any zero point will do
+    return GroupValues(scale, np.where(scale == 0, used.flat[0] if used.size else np.float32(0), zero))
+
+
+def _without_zero_point(values: GroupValues) -> tuple[GroupValues, float]:
+    """(q - z) * s where z is the same everywhere: a fixed offset."""
+    if values.zero is None or values.minimum is not None or not (values.zero == values.zero.flat[0]).all():
+        return values, 0.0
+    return GroupValues(values.scale), float(values.zero.flat[0])
+
+
+def _has_room(source: Format, scale: Floats) -> NDArray[np.bool_]:
+    """Whether a scale times any code is a float32: its last bits are free."""
+    return scale.view(np.uint32) & np.uint32(2**source.element.bits - 1) == 0
+
+
+def _code_table(source: Format, target: Format, shift: float) -> NDArray[np.uint8]:
     """For each code of the source, the one of the target that means the same, up to a zero point or minimum."""
     a, b = source.element, target.element
     fixed = isinstance(target, (ScaledWordFormat, ScaledBlock))  # no offset that could make up for a shift
-    values = a.values if fixed else a.values - np.float32(a.low)
-    if values.min() < b.low or values.max() > b.high:
-        raise Misfit(f"{target.name} has no codes for {a.low:g} .. {a.high:g}")
+    values = a.values - np.float32(shift if fixed else a.low)
+    if values.min() < b.low or values.max() > b.high or shift != int(shift):
+        raise Misfit(f"{target.name} has no codes for {values.min():g} .. {values.max():g}")
     code_of = {float(value): code for code, value in enumerate(b.values)}
     return np.array([code_of[float(value)] for value in values], np.uint8)
 
@@ -112,16 +141,17 @@ def _integer_planes(
         return {"scale": narrow(scale) if isinstance(target, WordFormat) else _as_half(scale, target)}
     if isinstance(target, ZeroPointFormat):
         if zero is None or minimum is not None:
-            raise Misfit(f"{target.name} has a zero point, and {source.name} has none")
+            raise Misfit(
+                f"{target.name} has a zero point, and {source.name} {'none' if minimum is None else 'a minimum'}"
+            )
         return {"scale": narrow(scale), "zero": _whole_numbers(zero, int(target.element.high))}
     if isinstance(target, (AffineFormat, MinimumBlock)):
         if minimum is None:
             # (q - z) * s as q * s - z * s: the same number if no product has to be rounded.
             shift = np.float32(source.element.low) - (np.float32(0) if zero is None else zero)
             minimum = shift * scale
-            spare = np.uint32(2**source.element.bits - 1)  # bits of a float32 that must be free for a factor q
             exact = minimum.astype(np.float64) == shift.astype(np.float64) * scale
-            if not (exact.all() and (scale.view(np.uint32) & spare == 0).all()):
+            if not (exact & _has_room(source, scale)).all():
                 raise Misfit("a zero point times its scale is no float32")
         if isinstance(target, MinimumBlock):
             return {"scale": _as_half(scale, target), "minimum": _as_half(minimum, target)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 
-from billfish.arrays import MlxArrays
+from billfish.arrays import FLOATS, MlxArrays
+from billfish.backends import BACKENDS, Problem
 from billfish.errors import BillfishError, DTypeError, complaint
 from billfish.format import Format, get_format
 from billfish.nn import base
@@ -209,12 +211,22 @@ class MarlinLinear(base.MarlinLinear, Module):
         if "permutation" in self:
             x = mx.take(x, self.permutation, axis=-1)
         try:
-            return _product(self.quantized(), self.activations)(x, bias)
+            tensor = self.quantized()
+            if self._runs_on_metal(x):  # as part of MLX's graph, with a gradient of its own
+                return quantized_linear(x, tensor, bias=bias, activations=self.activations)
+            return _product(tensor, self.activations)(x, bias)
         except ValueError as error:
             if isinstance(error, BillfishError):
                 raise
             # mx.compile or mx.vmap is tracing: arrays are placeholders, and MLX refuses to show their values.
             return self._by_operations(x, bias)
+
+    def _runs_on_metal(self, x: mx.array) -> bool:
+        rows, dtype = math.prod(x.shape[:-1]), FLOATS.get(str(x.dtype).rsplit(".", 1)[-1], np.dtype(np.float32))
+        shape = (rows, self.out_features, self.in_features)
+        format = get_format(self.format)
+        problem = Problem("matmul", format, self.group_size, *shape, dtype, "mlx", activations=self.activations)
+        return BACKENDS["metal"].can_run(problem)[0]
 
     def _by_operations(self, x: mx.array, bias: mx.array | None) -> mx.array:
         """The same product as a graph of MLX operations, decoded weights and all."""

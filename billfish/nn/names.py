@@ -84,6 +84,10 @@ class ModelWeights(Mapping[str, "QuantizedTensor | Array"]):
         """As Checkpoint.permutation."""
         return self.checkpoint.permutation(self._names[name])
 
+    def is_reordered(self, name: str) -> bool:
+        """Whether columns are stored in another order. Headers only say where they may be; this looks."""
+        return self.describe(name).act_order and self.permutation(name) is not None
+
     def read(
         self, name: str, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
     ) -> QuantizedTensor | Array:

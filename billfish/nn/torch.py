@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from billfish.nn import base
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 ARRAYS = TorchArrays()
 
 # torch's own tools (pickle, DDP, gloo) do not take uint32, so layers hold the 32-bit words of storage as int32.
@@ -29,7 +32,8 @@ def _to_numpy(tensor: Tensor) -> NDArray[Any]:
     return array.view(np.uint32) if array.dtype == np.int32 else array
 
 
-def _to_torch(array: NDArray[Any], device: torch.device | str | None) -> Tensor:
+def to_torch(array: NDArray[Any], device: torch.device | str | None = None) -> Tensor:
+    """A storage array as a layer holds it."""
     held = np.array(array)  # a copy: it may be a read-only view of a file
     return ARRAYS.from_numpy(held.view(np.int32) if held.dtype == np.uint32 else held).to(device)
 
@@ -154,7 +158,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         options = format.check_options(call, options)
         template = base.storage_template(format, out_features, in_features, group_size, options)
         storage = {
-            name: torch.zeros(array.shape, dtype=_to_torch(array.ravel()[:0], "meta").dtype, device=device)
+            name: torch.zeros(array.shape, dtype=to_torch(array.ravel()[:0], "meta").dtype, device=device)
             for name, array in template.items()
         }
         permutation = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
@@ -211,7 +215,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         permutation: Any = None,
         activations: str = "exact",
         device: torch.device | str | None = None,
-    ) -> MarlinLinear:
+    ) -> Self:
         """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
         call = "from_quantized"
         if not isinstance(tensor, QuantizedTensor):
@@ -221,7 +225,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         order = None
         if permutation is not None:
             order = torch.from_numpy(base.check_permutation(call, permutation, tensor.shape[1])).to(device)
-        storage = {name: _to_torch(array, device) for name, array in tensor.storage.items()}
+        storage = {name: to_torch(array, device) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
         layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
         return layer

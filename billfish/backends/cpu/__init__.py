@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,6 +237,22 @@ def storage_of(tensor: QuantizedTensor) -> Source:
     return source
 
 
+class _Blocks(NamedTuple):
+    """Blocks of 32 whose float16 scales the packer can copy as they are; all that is unpacked is one row."""
+
+    source: Source
+    first_row: QuantizedTensor
+
+
+def _blocks_with_scales(tensor: QuantizedTensor) -> _Blocks | None:
+    if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
+        return None
+    source = storage_of(tensor)
+    if source.about["scale_offset"] < 0:
+        return None
+    return _Blocks(source, QuantizedTensor.from_storage(tensor.format, {"blocks": source.data[:1]}))
+
+
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
     """[N, count] of anything to bytes [N, count, size]."""
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
@@ -256,7 +272,8 @@ class CpuBackend(Backend):
         return True, ""
 
     def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
-        layout = layout_of(tensor)
+        blocks = _blocks_with_scales(tensor)
+        layout = layout_of(tensor if blocks is None else blocks.first_row)
         n, k = tensor.shape
         description = _cpu.Description(
             n,
@@ -269,6 +286,9 @@ class CpuBackend(Backend):
             list(layout.table),
         )
         data = np.empty(_cpu.packed_bytes(self.level, description), np.uint8)
+        if blocks is not None:
+            _cpu.prepack_blocks(self.level, description, blocks.source.data, blocks.source.about, data)
+            return PackedWeights(tensor.format, tensor.shape, self.level, description, data)
         codes = np.ascontiguousarray(layout.codes_plane)
         chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
         _cpu.prepack(self.level, description, codes, chunk_fields, group_fields, data)

@@ -51,6 +51,9 @@ def prepack(
     group_fields: list[NDArray[Any]],
     out: NDArray[Any],
 ) -> None: ...
+def prepack_blocks(
+    level: str, description: Description, data: NDArray[Any], about: dict[str, Any], out: NDArray[Any]
+) -> None: ...
 def multiply(
     level: str,
     description: Description,

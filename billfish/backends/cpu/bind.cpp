@@ -66,6 +66,9 @@ size_t packed_bytes(const std::string& level, const Description& d) {
   return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
 }
 
+// The code of zero, for what is beyond the end of a row.
+uint8_t padding_of(const Weights& w) { return w.codes == Codes::s8 || w.codes == Codes::table ? 0 : uint8_t(w.bias); }
+
 void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> codes,
              const std::vector<Contiguous<const uint8_t>>& chunk_fields,
              const std::vector<Contiguous<const uint8_t>>& group_fields, Contiguous<uint8_t> out) {
@@ -74,14 +77,57 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   const TileShape shape(w, level.tile_rows);
   auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
     std::vector<Field> out;
-    for (const auto& a : arrays) out.push_back({a.data(), int64_t(a.shape(1)), int(a.shape(2))});
+    for (const auto& a : arrays) {
+      const int64_t count = int64_t(a.shape(1)), size = int64_t(a.shape(2));
+      out.push_back({a.data(), count * size, size, count, int(size)});
+    }
     return out;
   };
   const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  const uint8_t padding = padding_of(w);
+  auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) {
+    const int64_t at = block * BLOCK, count = std::min<int64_t>(BLOCK, d.k - at);
+    std::copy_n(codes.data() + row * d.k + at, count, to);
+    std::fill(to + count, to + BLOCK, padding);
+  };
   nb::gil_scoped_release unlocked;
   parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; tile++)
-      pack_tile(w, level, codes.data(), per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+      pack_tile(w, level, read_codes, padding, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
+// Storage as the Python side describes it, without scales that are decoded already.
+Storage storage_of(const uint8_t* bytes, nb::dict about) {
+  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
+  Storage s{};
+  s.bytes = bytes;
+  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
+  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
+  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
+    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
+  s.element = Storage::Element(number("element"));
+  s.bias = int32_t(number("bias"));
+  const auto table = nb::cast<std::vector<float>>(about["table"]);
+  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
+  return s;
+}
+
+// The same from blocks of 32 as a file holds them, with float16 scales inside: nothing is unpacked in between.
+void prepack_blocks(const std::string& name, const Description& d, Contiguous<const uint8_t> bytes, nb::dict about, Contiguous<uint8_t> out) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(nullptr);
+  const TileShape shape(w, level.tile_rows);
+  const Storage s = storage_of(bytes.data(), about);
+  std::vector<Field> fields;
+  for (const int offset : {s.scale_offset, s.minimum_offset})
+    if (offset >= 0) fields.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
+  auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(s, row, block, to); };
+  nb::gil_scoped_release unlocked;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++)
+      pack_tile(w, level, read_codes, padding_of(w), {}, fields, tile, out.data() + tile * shape.tile_bytes);
   });
 }
 
@@ -161,21 +207,10 @@ void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool w
                 std::optional<Contiguous<const float>> scale, std::optional<Contiguous<const float>> minimum,
                 std::optional<Contiguous<const float>> zero, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
   const Level& level = find_level(name);
-  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
-  Storage s{};
-  s.bytes = bytes.data();
-  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
-  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
-  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
-    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
-  s.element = Storage::Element(number("element"));
-  s.bias = int32_t(number("bias"));
-  const auto table = nb::cast<std::vector<float>>(about["table"]);
-  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  Storage s = storage_of(bytes.data(), about);
   s.scale = scale ? scale->data() : nullptr;
   s.minimum = minimum ? minimum->data() : nullptr;
   s.zero = zero ? zero->data() : nullptr;
-  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
   void* target = out.data();
   nb::gil_scoped_release unlocked;
   parallel_for(s.n, [&](int64_t first, int64_t last) {
@@ -238,6 +273,7 @@ NB_MODULE(_cpu, module) {
   module.def("levels", &levels_here, "The ISA levels that this machine can run, best first.");
   module.def("packed_bytes", &packed_bytes);
   module.def("prepack", &prepack);
+  module.def("prepack_blocks", &prepack_blocks);
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_codes", &multiply_codes);
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),

@@ -15,7 +15,7 @@ namespace BILLFISH_ISA {
 extern const billfish::Level level;
 const billfish::Level level = {
     NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, quantize_row, copy_row, transpose_rows, multiply<Kernel8, Activations8>,
-    multiply<KernelExact, ActivationsExact>, dequantize_rows, dequantize_words, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
+    multiply<KernelExact, ActivationsExact>, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
 };
 
 }  // namespace BILLFISH_ISA

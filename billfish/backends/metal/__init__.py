@@ -23,7 +23,7 @@ from billfish.tensor import QuantizedTensor
 
 MLX = MlxArrays()
 
-__all__ = ["EmulatorBackend", "Kernels", "MetalBackend", "MetalWeights", "lay_out"]
+__all__ = ["MLX", "EmulatorBackend", "Kernels", "MetalBackend", "MetalProduct", "MetalWeights", "lay_out"]
 
 
 def has_kernels(problem: Problem) -> tuple[bool, str]:

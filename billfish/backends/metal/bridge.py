@@ -131,6 +131,17 @@ class Kernels:
         )
         return y
 
+    def zero_reduction(self, count: int, xp: Any = np) -> Any:
+        """Zeros, float32 [count], of NumPy or mlx.core."""
+        (y,) = self._get(("zero",), lambda: ZERO)(
+            inputs=[],
+            grid=(count, 1, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=[(count,)],
+            output_dtypes=[xp.float32],
+        )
+        return y
+
     def dequantize(self, w: MetalWeights, dtype: Any) -> Any:
         """W [N, K] in that type."""
         n, k = w.shape

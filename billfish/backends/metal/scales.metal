@@ -122,10 +122,7 @@ struct Weights {
 
   // The same in two steps, for sums over a group: without an offset, the scale can wait until the sum is known.
   template <typename V>
-  static METAL_FUNC V unscaled(V v, Group g) {
-    if (OFFSET == Offset::zero) return v * g.scale - g.zero * g.scale;
-    return OFFSET == Offset::minimum ? v * g.scale + g.minimum : v;
-  }
+  static METAL_FUNC V unscaled(V v, Group g) { return has_offset ? apply(v, g) : v; }
   static METAL_FUNC float scaled(float sum, Group g) { return has_offset ? sum : sum * g.scale; }
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from billfish.bench.peers.base import Case, Peer, Prepared, Rotated, copies_for
 from billfish.bench.peers.ggml import Ggml
 from billfish.bench.peers.mlx import Mlx
@@ -15,14 +17,14 @@ __all__ = ["PEERS", "Case", "Peer", "Prepared", "Rotated", "copies_for", "select
 PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Torch(), Mlx(), Numpy())
 
 
-def select(names: str) -> tuple[list[Peer], list[str]]:
+def select(names: str, peers: Sequence[Peer] = PEERS) -> tuple[list[Peer], list[str]]:
     """The peers for `--peers`, loaded, and a line about each that is not there.
 
     "all" takes what is installed; a peer asked for by name must be.
     """
     if names == "none":
         return [], []
-    families = list(dict.fromkeys(peer.family for peer in PEERS))
+    families = list(dict.fromkeys(peer.family for peer in peers))
     wanted = families if names == "all" else names.split(",")
     chosen: list[Peer] = []
     missing: dict[str, None] = {}
@@ -30,7 +32,7 @@ def select(names: str) -> tuple[list[Peer], list[str]]:
         if name not in families:
             takes = f"all, none, or some of {', '.join(families)}"
             raise BackendUnavailable(complaint("bench", "--peers", repr(name), takes))
-        for peer in PEERS:
+        for peer in peers:
             if peer.family != name or peer in chosen:
                 continue
             try:

@@ -9,13 +9,13 @@
 
 `metal_kernel` takes MLX's arguments, and NumPy or MLX arrays; MLX arrays or types give MLX arrays back.
 
-`options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block. A
-checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`, `buffer`.
-A hostile one is built with fast mathematics and flushes subnormal numbers to zero.
+`options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block.
+A checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`,
+`buffer`. A hostile one is built with fast mathematics and flushes subnormal numbers to zero.
 
 `with launches() as log:` records each launch: `name`, `read` and `written` (device bytes, by buffer name),
-`threadgroup_read` and `threadgroup_written` (by variable name), `threadgroup_memory` and `threadgroup_variables` (bytes),
-`threadgroup_barriers`, `simdgroup_barriers`, `matrix_multiplies`, `atomics`.
+`threadgroup_read` and `threadgroup_written` (by variable name), `threadgroup_memory` and `threadgroup_variables`
+(bytes), `threadgroup_barriers`, `simdgroup_barriers`, `matrix_multiplies`, `atomics`.
 
 `kernel.signature(inputs, output_dtypes, template).text` is the text that MLX would compile.
 """

@@ -27,20 +27,21 @@ SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
 OLDEST_CLANG = 17
 
 _DARWIN = sys.platform == "darwin"
+_COMMON_FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-nostdinc", "-nostdinc++", "-fno-exceptions", "-fno-rtti"]
+_COMMON_FLAGS += ["-fno-stack-protector", "-fno-sanitize=undefined"]
+_RUNTIME_FLAGS = [*_COMMON_FLAGS, "-DEMULATOR_RUNTIME"]
+_KERNEL_FLAGS = [*_COMMON_FLAGS, "-Wno-everything", "-fno-strict-aliasing", "-fno-math-errno", "-gline-tables-only"]
+# Calls stay where they are in the source: a barrier is known by its address.
+_KERNEL_FLAGS += ["-fconvergent-functions", "-fno-optimize-sibling-calls"]
 # Half and bfloat are rounded after each operation, as on a GPU.
-_KERNEL_FLAGS = (
-    "-x c++ -std=c++17 -O2 -fPIC -nostdinc -nostdinc++ -fno-exceptions -fno-rtti -fno-strict-aliasing -Wno-everything "
-    "-fno-math-errno -fno-optimize-sibling-calls -fconvergent-functions "
-    "-Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none "
-    "-gline-tables-only -fno-stack-protector -fno-sanitize=undefined"
-).split()
+for _type in ("float16", "bfloat16"):
+    _KERNEL_FLAGS += ["-Xclang", f"-f{_type}-excess-precision=none"]
 # The sanitizer's calls come to our own functions, see runtime/memory.cpp.
-_INSTRUMENTED_FLAGS = (
-    "-DEMULATOR_INSTRUMENTED -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0 "
-    "-mllvm -tsan-instrument-read-before-write=1 -mllvm -tsan-handle-cxx-exceptions=0 -fno-vectorize -fno-slp-vectorize"
-).split()
+_INSTRUMENTED_FLAGS = ["-DEMULATOR_INSTRUMENTED", "-fsanitize=thread", "-fno-vectorize", "-fno-slp-vectorize"]
+for _option in ("func-entry-exit=0", "read-before-write=1"):
+    _INSTRUMENTED_FLAGS += ["-mllvm", f"-tsan-instrument-{_option}"]
+_INSTRUMENTED_FLAGS += ["-mllvm", "-tsan-handle-cxx-exceptions=0"]
 _SAFE_MATH, _HOSTILE_MATH = ["-ffp-contract=off"], ["-ffast-math", "-ffp-contract=fast", "-fno-finite-math-only"]
-_RUNTIME_FLAGS = "-DEMULATOR_RUNTIME -x c++ -std=c++17 -O2 -fPIC -fno-exceptions -fno-rtti -fno-stack-protector -fno-sanitize=undefined".split()
 # Without the C library's own libraries, which the process has anyway: zig would build stubs of them for half a minute.
 _LINK_FLAGS = ["-shared", "-fPIC", *(["-undefined", "dynamic_lookup"] if _DARWIN else ["-nostdlib"])]
 
@@ -138,7 +139,11 @@ def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
     """A translated kernel as a shared library."""
     compiler = find_compiler()
     runtime = runtime_library()
-    flags = [*_KERNEL_FLAGS, *(_INSTRUMENTED_FLAGS if instrumented else []), *(_HOSTILE_MATH if hostile else _SAFE_MATH)]
+    flags = [
+        *_KERNEL_FLAGS,
+        *(_INSTRUMENTED_FLAGS if instrumented else []),
+        *(_HOSTILE_MATH if hostile else _SAFE_MATH),
+    ]
 
     def make(folder: Path, result: Path) -> None:
         (folder / "kernel.cpp").write_text(text, "utf-8")
@@ -157,6 +162,17 @@ def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
 
     key = [*compiler.command, *compiler.target, compiler.version, runtime.name, *flags, text]
     return _cached(key, ".so", make)
+
+
+def check_syntax(text: str, folder: Path, *, address_spaces: bool) -> str:
+    """What the compiler says about a translated kernel; "" if nothing."""
+    (folder / "kernel.cpp").write_text(text, "utf-8")
+    flags = [*_KERNEL_FLAGS, *_SAFE_MATH, "-ferror-limit=0", *(["-DEMULATOR_LINT"] if address_spaces else [])]
+    try:
+        find_compiler().run([*flags, "-I", SHIM, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
+    except CompileError as error:
+        return str(error)
+    return ""
 
 
 @cache

@@ -1,7 +1,7 @@
 """What a careless compiler could do to half: flush subnormal numbers to zero, in every operand and every result.
 
-The text of LLVM's intermediate code is rewritten. `%r = fmul half %a, %b` becomes the same on flushed operands, and what
-used %r uses its flushed value. Loads, stores, selections and casts of bits move bits and are left alone.
+The text of LLVM's intermediate code is rewritten. `%r = fmul half %a, %b` becomes the same on flushed operands, and
+what used %r uses its flushed value. Loads, stores, selections and casts of bits move bits and are left alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ _FLAGS = r"(?P<flags>(?:[a-z]+ )*)"
 _ARITHMETIC = re.compile(
     rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fadd|fsub|fmul|fdiv|frem) {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)"
 )
-_COMPARISON = re.compile(
-    rf"^(?P<indent>\s+)(?P<result>%\S+) = fcmp {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)"
-)
+_COMPARISON = re.compile(rf"^(?P<indent>\s+)(?P<result>%\S+) = fcmp {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)")
 _FROM_HALF = re.compile(
     rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fpext|fptosi|fptoui) {_FLAGS}{_HALF} (?P<a>%\S+|\S+) to "
 )

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.arrays import ADAPTERS, MlxArrays, bfloat16
-from billfish.backends.metal.emulator import runtime, signature
+from billfish.backends.metal.emulator import runtime
 from billfish.backends.metal.emulator.compiler import kernel_library, load
 from billfish.backends.metal.emulator.faults import CompileError, KernelFault
 from billfish.backends.metal.emulator.report import describe
 from billfish.backends.metal.emulator.settings import Launch, current_log, current_options
+from billfish.backends.metal.emulator.signature import Signature, dtype_name, write
 from billfish.backends.metal.emulator.sites import Sites
 from billfish.backends.metal.emulator.translate import translate
 from billfish.errors import DTypeError, ShapeError, complaint
@@ -44,7 +45,7 @@ def _array(name: str, value: Any) -> NDArray[Any]:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    name = signature.dtype_name(dtype)
+    name = dtype_name(dtype)
     return bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
@@ -55,7 +56,7 @@ def _three(argument: str, value: Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
-class metal_kernel:  # noqa: N801  (it stands in for MLX's function of this name)
+class metal_kernel:
     """As `mx.fast.metal_kernel`: the same arguments, the same text for Metal, run on this machine's CPU.
 
     Arrays are NumPy's or MLX's; outputs are MLX's if an input is or an output type is. `compile_options` are read by
@@ -81,10 +82,10 @@ class metal_kernel:  # noqa: N801  (it stands in for MLX's function of this name
 
     def signature(
         self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[tuple[str, Any]] | None = None
-    ) -> signature.Signature:
+    ) -> Signature:
         """What MLX would hand to Metal for these arguments; its `text` is the whole."""
         arrays = [_array(name, value) for name, value in zip(self.input_names, inputs, strict=True)]
-        return signature.write(
+        return write(
             self.name,
             self.input_names,
             arrays,
@@ -96,7 +97,7 @@ class metal_kernel:  # noqa: N801  (it stands in for MLX's function of this name
             self.atomic_outputs,
         )
 
-    def compile(self, text: signature.Signature, *, instrumented: bool, hostile: bool = False) -> ctypes.CDLL:
+    def compile(self, text: Signature, *, instrumented: bool, hostile: bool = False) -> ctypes.CDLL:
         """The library for a signature, from the cache if it is there."""
         try:
             return load(kernel_library(translate(text, self.name), instrumented=instrumented, hostile=hostile))
@@ -167,7 +168,7 @@ class metal_kernel:  # noqa: N801  (it stands in for MLX's function of this name
 
     def _buffers(
         self,
-        text: signature.Signature,
+        text: Signature,
         arrays: Sequence[NDArray[Any]],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[Any],

@@ -190,7 +190,7 @@ def launch(
     local = [(v.name.decode(), r) for v, r in zip(shared, ranges[len(buffers) :], strict=True)]
     return Outcome(
         fault if status else None,
-        tuple([*(buffer.name for buffer in buffers), *(name for name, _ in local)]),
+        (*(buffer.name for buffer in buffers), *(name for name, _ in local)),
         counters,
         {buffer.name: r.bytes_read for buffer, r in device},
         {buffer.name: r.bytes_written for buffer, r in device},

@@ -40,9 +40,7 @@ class Launch:
     atomics: int
 
     @classmethod
-    def of(
-        cls, name: str, full_name: str, outcome: runtime.Outcome, memory: int, library: ctypes.CDLL
-    ) -> Launch:
+    def of(cls, name: str, full_name: str, outcome: runtime.Outcome, memory: int, library: ctypes.CDLL) -> Launch:
         counters = outcome.counters
         return cls(
             name,

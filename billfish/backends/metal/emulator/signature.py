@@ -118,9 +118,7 @@ def _template_value(value: Any) -> tuple[str, str]:
     return "typename", type_name("template", value)
 
 
-def _input_arguments(
-    names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str
-) -> list[Argument]:
+def _input_arguments(names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str) -> list[Argument]:
     arguments = []
     for i, (name, array) in enumerate(zip(names, inputs, strict=True)):
         small = array.size < SMALLEST_DEVICE_ARRAY
@@ -174,8 +172,8 @@ def write(
         position = len(arguments)
         written = f"atomic<{type_}>" if atomic_outputs else type_
         opening += f"  device {written}* {output} [[buffer({position})]]"
-        # MLX takes the position for the number of arrays so far, which shapes and strides make wrong: without attributes,
-        # its text for several outputs is then broken. So is ours.
+        # MLX takes the position for the number of arrays so far, which shapes and strides make wrong: without
+        # attributes, its text for several outputs is then broken. So is ours.
         more = position < len(inputs) + len(output_names) - 1 or attributes
         opening += ",\n" if more else ") {\n"
         arguments.append(Argument(output, "output", i, written))

@@ -22,7 +22,9 @@ _SYMBOL = "_" if _DARWIN else ""
 
 def annotate(assembly: str) -> str:
     """The same assembly with the table; its symbols are emulator_sites and emulator_files."""
-    out, table, files = [], [], {}
+    out: list[str] = []
+    table: list[str] = []
+    files: dict[int, str] = {}
     file = line = 0
     for text in assembly.splitlines():
         out.append(text)

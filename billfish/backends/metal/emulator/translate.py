@@ -15,8 +15,10 @@ from billfish.backends.metal.emulator.signature import ATTRIBUTES, Signature
 
 SHIM = Path(__file__).parent / "shim"
 
-# `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` gives an instance a name; we call it by its own.
-_INSTANTIATION = re.compile(r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kernel\]\]\s*decltype\([^;]*;")
+# `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` makes an instance and gives it a name.
+_INSTANTIATION = re.compile(
+    r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kernel\]\]\s*decltype\((?P<instance>[^;]*)\)\s+(?P=instance)\s*;"
+)
 _KERNEL_MACRO = re.compile(r"#define instantiate_kernel\((?:.*\\\n)*.*\n")
 # 1.0h and 1.0bf, which C++ has not, and 1.0, which is float in Metal: it has no double.
 _HALF_LITERAL = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)(h|H|bf|BF)\b")
@@ -39,6 +41,11 @@ _VARIABLE = re.compile(
 # Any other statement that looks like one, which would silently become a variable of each thread.
 _LEFT_OVER = re.compile(r"(?:(?<=[;{}])|^)\s*threadgroup\s[^*&();{}]*;", re.MULTILINE)
 _DECLARATOR = re.compile(r"\s*([A-Za-z_]\w*)\s*((?:\[[^\[\]]*\]\s*)*)([,;])")
+# A cast of a pointer, with what it is cast into.
+_POINTER_CAST = re.compile(
+    r"(?P<deref>(?<=[^\w)\]\s])\s*\*\s*|(?<=return)\s+\*\s*)?"
+    r"\(\s*(?P<type>(?:const\s+|volatile\s+)*(?:device|constant|threadgroup|thread)\b[^()]*\*(?:\s*const)?)\s*\)\s*(?=[\w(&*])"
+)
 _INCLUDE = re.compile(r'^[ \t]*#include\s+"(mlx/[^"]+)"[^\n]*$', re.MULTILINE)
 
 
@@ -63,13 +70,25 @@ def threadgroup_variables(text: str) -> str:
 
 def rewrite(text: str) -> str:
     """One piece of Metal as C++."""
-    text = _KERNEL_MACRO.sub(lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text)
-    text = _INSTANTIATION.sub(lambda found: "\n" * found[0].count("\n"), text)
+    text = _KERNEL_MACRO.sub(
+        lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text
+    )
+    text = _INSTANTIATION.sub(r"template decltype(\g<instance>) \g<instance>;", text)
     text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
     text = _FLOAT_LITERAL.sub(r"\1f", text)
     text = _HALF_LITERAL.sub(lambda found: f"(({'half' if found[2] in 'hH' else 'bfloat'})({found[1]}))", text)
     text = _VECTOR.sub(r"metal::make<\1>(", text)
     return threadgroup_variables(text)
+
+
+def checked_casts(text: str) -> str:
+    """For the lint: casts of pointers as an operator that knows address spaces, see shim/lint.h."""
+
+    def replaced(found: re.Match[str]) -> str:
+        form = "Deref" if found["deref"] else "Cast"
+        return f"{(found['deref'] or '').replace('*', ' ')}emulator::{form}<{found['type']}>{{}} ->* "
+
+    return _POINTER_CAST.sub(replaced, text)
 
 
 def mlx_headers() -> Path | None:
@@ -112,19 +131,33 @@ def prelude() -> tuple[str, frozenset[str]]:
     return text, frozenset(seen)
 
 
+def marked(signature: Signature, label: str) -> str:
+    """The text for Metal with #line directives, so that the author's lines keep their numbers."""
+    # Where the header's last line is open, what follows is part of it, for us as for Metal.
+    open_line = signature.header and not signature.header.endswith("\n")
+    return (
+        f'#line 1 "{label} header"\n'
+        + signature.header
+        + ("" if open_line else f'#line 1 "{label} signature"\n')
+        + signature.opening
+        + f'#line 1 "{label}"\n'
+        + signature.source
+        + signature.ending
+    )
+
+
+def unit(text: str, label: str) -> str:
+    """A text of Metal, behind MLX's prelude, as C++."""
+    before, headers = prelude()
+    return f'#include <metal_stdlib>\n{before}\n#line 1 "{label}"\n' + rewrite(include_mlx(text, label, set(headers)))
+
+
 def translate(signature: Signature, label: str) -> str:
     """A whole translation unit: the kernel, and a function that calls it with an array of pointers."""
-    before, headers = prelude()
     passed = [argument.passed(i) for i, argument in enumerate(signature.arguments)]
     passed += [ATTRIBUTES[attribute][1] for attribute in signature.attributes]
-    header = include_mlx(signature.header, f"{label} header", set(headers))
-    # Where the header's last line is open, what follows is part of it, for us as for Metal.
-    mark = f'#line 1 "{label} signature"\n' if header.endswith("\n") or not header else ""
     return (
-        "#include <metal_stdlib>\n"
-        + before
-        + f'\n#line 1 "{label} header"\n'
-        + rewrite(header + mark + signature.opening + f'#line 1 "{label}"\n' + signature.source + signature.ending)
+        unit(marked(signature, label), f"{label} header")
         + '\n#line 1 "entry"\n#include "entry.h"\n'
         + 'extern "C" EMULATOR_UNSEEN void emulator_kernel(void** arguments) {\n'
         + f"  {signature.instance}({', '.join(passed)});\n}}\n"

@@ -78,7 +78,7 @@ constexpr unsigned long redzone = 65536;  // more than all of threadgroup memory
 constexpr unsigned long redzone = 16;
 #endif
 
-template <class T> struct alignas(16) Storage {
+template <class T> struct alignas(32) Storage {
   char before[redzone];
   T value;
   char after[redzone];

@@ -1,10 +1,9 @@
 #include "fibers.h"
 
-#include <sys/mman.h>
-
 #include "fault.h"
 #include "memory.h"
 #include "switch.h"
+#include "system.h"
 
 namespace emulator {
 
@@ -212,10 +211,10 @@ unsigned random_below(unsigned bound) {  // xorshift
 
 bool allocate_stacks() {
   if (stacks) return true;
-  int flags = MAP_PRIVATE | MAP_ANON | MAP_NORESERVE;
-  void* memory = mmap(nullptr, stack_size * max_threads, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) return false;
-  stacks = (unsigned char*)memory;
+  // Pages that no fiber touches cost nothing: the system gives them out on first use.
+  unsigned char* memory = (unsigned char*)malloc(stack_size * max_threads + 16);
+  if (!memory) return false;
+  stacks = memory + (-(unsigned long)memory & 15);
   return true;
 }
 

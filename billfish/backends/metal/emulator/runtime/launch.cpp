@@ -1,9 +1,8 @@
 // The C interface that runtime.py calls.
-#include <stdlib.h>
-
 #include "fault.h"
 #include "fibers.h"
 #include "memory.h"
+#include "system.h"
 
 namespace emulator {
 

@@ -1,10 +1,8 @@
 #include "memory.h"
 
-#include <dlfcn.h>
-#include <stdlib.h>
-
 #include "fault.h"
 #include "publication.h"
+#include "system.h"
 
 namespace emulator {
 

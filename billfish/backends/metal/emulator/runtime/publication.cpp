@@ -1,6 +1,6 @@
 #include "publication.h"
 
-#include <stdlib.h>
+#include "system.h"
 
 namespace emulator {
 

@@ -13,6 +13,7 @@ typedef atomic<float> atomic_float;
 typedef atomic<bool> atomic_bool;
 typedef atomic<ulong> atomic_ulong;
 
+#ifndef EMULATOR_LINT
 #define METAL_ATOMIC __attribute__((noinline)) EMULATOR_UNSEEN inline
 
 template <class T> METAL_ATOMIC T atomic_load_explicit(const volatile atomic<T>* object, memory_order) {
@@ -51,5 +52,6 @@ METAL_ATOMIC bool atomic_compare_exchange_weak_explicit(volatile atomic<T>* obje
   *expected = object->value;
   return false;
 }
+#endif
 
 }  // namespace metal

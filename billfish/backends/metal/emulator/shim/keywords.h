@@ -1,5 +1,5 @@
-// The keywords of Metal, as macros, and last of all: they must not be seen by the shim itself. Address spaces vanish; the
-// lint has real ones (lint.h).
+// The keywords of Metal, as macros, and last of all: they must not be seen by the shim itself. Address spaces vanish, but
+// for the lint.
 #pragma once
 
 using metal::as_type;
@@ -9,10 +9,16 @@ using metal::vec;
 #define __METAL_VERSION__ 320
 #define METAL_FUNC inline __attribute__((always_inline))
 
+#ifdef EMULATOR_LINT
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup __attribute__((address_space(3)))
+#else
 #define device
-#define thread
-#define threadgroup
 #define constant const
+#define threadgroup
+#endif
+#define thread
 #define kernel
 #define ray_data
 #define object_data
@@ -135,7 +141,13 @@ using metal::packed_bfloat4;
 #else
 #define EMULATOR_RECORDS __attribute__((used, section("emu_vars")))
 #endif
+#ifdef EMULATOR_LINT
+#define EMULATOR_THREADGROUP(name, ...)  \
+  using name##_type = __VA_ARGS__; \
+  static threadgroup name##_type name
+#else
 #define EMULATOR_THREADGROUP(name, ...)                                                                \
   static __attribute__((used)) ::emulator::Storage<__VA_ARGS__> name##_storage;                        \
   static EMULATOR_RECORDS ::emulator::Variable name##_record{#name, &name##_storage.value, sizeof(name##_storage.value)}; \
   auto& name = name##_storage.value
+#endif

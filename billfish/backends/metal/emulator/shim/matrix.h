@@ -58,6 +58,7 @@ struct MatrixAddress {
   }
 };
 
+#ifndef EMULATOR_LINT
 template <class T>
 METAL_SIMD void simdgroup_load(simdgroup_matrix<T, 8, 8>& matrix, const T* source, ulong elements_per_row = 8,
                                ulong2 matrix_origin = ulong2{0, 0}, bool transpose_matrix = false) {
@@ -83,6 +84,7 @@ METAL_SIMD void simdgroup_store(const simdgroup_matrix<T, 8, 8>& matrix, T* dest
     *to = matrix.elements[i];
   }
 }
+#endif
 
 // d = a b + c in float, k after k, rounded once to d's type.
 template <class D, class A, class B, class C>

@@ -1,0 +1,134 @@
+"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GGUF.
+
+plan      what becomes of each tensor, from headers, scales and offsets
+target    how it is called and laid out there
+engine    the bytes to disk, in such a way that being killed costs nothing
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.gguf import Metadata
+from billfish.checkpoints.writers import compressed_tensors, mlx, native
+from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_files
+from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
+from billfish.checkpoints.writers.engine import Output, write
+from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
+from billfish.checkpoints.writers.mlx import MlxTarget
+from billfish.checkpoints.writers.native import NativeTarget
+from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
+from billfish.errors import CheckpointError, complaint
+
+TARGETS: dict[str, type[Target]] = {
+    target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
+}
+# Files of a model's folder that are no weights: they are copied.
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
+REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
+MAX_COMPANION_BYTES = 200_000_000
+STRING_TYPE, UINT32_TYPE = 8, 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written."""
+
+    items: list[Item]
+    notes: list[Problem]
+    nbytes: int
+
+
+def export(
+    call: str,
+    checkpoint: Checkpoint,
+    out: str | os.PathLike[str],
+    settings: Settings,
+    start: Callable[[int], Callable[[int, str], None]],
+) -> Report:
+    """Write a checkpoint to `out`. `start` is given the number of bytes, and returns what is told of progress."""
+    path = Path(out)
+    items, problems, notes = plan(checkpoint, settings)
+    target = settings.target
+    takes = f"what {target.name} holds as it is; --requantize quantizes these again, and loses something"
+    refuse(call, problems, takes)
+    if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
+        takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
+        raise CheckpointError(complaint(call, "OUT", path.name, takes))
+    output = _output(checkpoint, path, items, settings)
+    write(call, path, output, start(output.nbytes))
+    return Report(items, notes, output.nbytes)
+
+
+def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Settings) -> Output:
+    target, identity = settings.target, _identity(checkpoint, settings)
+    if isinstance(target, GgufTarget):
+        file = gguf_file(target, path.name, items, _gguf_metadata(checkpoint), checkpoint.release)
+        return Output([file], {}, False, identity)
+    config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
+    config.pop("quantization_config", None)
+    metadata = {"format": "pt"}
+    if isinstance(target, CompressedTensorsTarget):
+        config["quantization_config"] = compressed_tensors.quantization_config(items)
+    elif isinstance(target, MlxTarget):
+        metadata = {"format": "mlx"}
+        quantization = mlx.quantization_config(items)
+        if quantization:
+            config |= {"quantization": quantization, "quantization_config": quantization}
+    else:
+        config["quantization_config"] = native.quantization_config(items)
+        metadata["billfish"] = json.dumps(config["quantization_config"])
+    files, index = safetensors_files(target, items, metadata, checkpoint.release)
+    small = {**_companions(checkpoint), **index, "config.json": json_bytes(config)}
+    return Output(files, small, True, identity)
+
+
+def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
+    """What the output depends on, beside what is in its headers."""
+    import billfish
+
+    sources = [(file.path.name, file.size, file.path.stat().st_mtime_ns) for file in checkpoint.files]
+    quantization = settings.quantization
+    return {
+        "billfish": billfish.__version__,
+        "sources": sources,
+        "method": quantization.method if quantization else "",
+        "requantize": settings.requantize,
+    }
+
+
+def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if not checkpoint.config:  # a file in some folder, not a model's
+        return {}
+    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(found)
+        if path.name not in REPLACED
+        and not path.name.endswith(".safetensors.index.json")
+        and path.stat().st_size <= MAX_COMPANION_BYTES
+    }
+
+
+def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
+    """The fields of a GGUF file as they are; of other checkpoints, the architecture and the whole configuration."""
+    if isinstance(checkpoint.metadata, Metadata):
+        dropped = ("general.file_type", "general.quantization_version", "general.alignment")
+        return {
+            name: (checkpoint.metadata[name], *checkpoint.metadata.types(name))
+            for name in checkpoint.metadata
+            if name not in dropped and not name.startswith("split.")
+        }
+    architecture = str(checkpoint.config.get("model_type", "unknown"))
+    config = json.dumps(checkpoint.config, sort_keys=True)
+    return {
+        "general.architecture": (architecture, STRING_TYPE, None),
+        "billfish.config": (config, STRING_TYPE, None),
+    }

@@ -1,0 +1,189 @@
+"""What is to be written, and what a target must know: which formats it holds, and how its arrays are called."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.container import TYPES
+from billfish.checkpoints.writers.engine import OutputFile, Piece
+from billfish.format import Array, Format, Planes
+from billfish.formats.ggml import BlockFormat
+from billfish.formats.words import WordFormat
+from billfish.tensor import QuantizedTensor
+
+SHARD_BYTES = 5_000_000_000
+KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
+
+Spec = tuple[np.dtype[Any], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the output. Nothing is read before `load` is called."""
+
+    name: str
+    format: Format | None  # None: a plain array
+    shape: tuple[int, ...]
+    group_size: int  # 0 for plain arrays
+    dtypes: Mapping[str, np.dtype[Any]]  # of the storage arrays; of a plain array, under ""
+    act_order: bool
+    load: Callable[[], QuantizedTensor | Array]
+    order: Callable[[], NDArray[np.int64] | None]
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def n(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def k(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def groups(self) -> int:
+        return -(-self.k // self.group_size)
+
+    @property
+    def bits(self) -> int:
+        assert self.format is not None
+        return self.format.element.bits
+
+
+def storage_specs(item: Item) -> dict[str, Spec]:
+    """Types and shapes of the storage arrays of a quantized item."""
+    format, n, k = item.format, item.n, item.k
+    shapes: dict[str, tuple[int, ...]] = {"global_scale": ()}
+    if isinstance(format, BlockFormat):
+        shapes["blocks"] = (n, k // format.block_size * format.struct.itemsize)
+    elif isinstance(format, WordFormat):
+        shapes |= {"packed": (k * item.bits // 32, n), "scales": (item.groups, n), "zeros": (item.groups, n)}
+    else:
+        shapes |= {"packed": (n, k * item.bits // 8), "scales": (n, item.groups), "biases": (n, item.groups)}
+    return {name: (dtype, shapes[name]) for name, dtype in item.dtypes.items()}
+
+
+def stored_types(format: Format, planes: Planes) -> dict[str, np.dtype[Any]]:
+    """The types of the storage arrays, from planes (all but the codes)."""
+    types: dict[str, np.dtype[Any]] = {}
+    if isinstance(format, BlockFormat):
+        types["blocks"] = np.dtype(np.uint8)
+    else:
+        types["packed"] = np.dtype(np.uint32 if isinstance(format, WordFormat) else np.uint8)
+        names = {"scale": "scales", "zero": "zeros", "minimum": "biases"}
+        types |= {names[plane]: planes[plane].dtype for plane in names if plane in planes}
+    if "global_scale" in planes:
+        types["global_scale"] = np.dtype(np.float32)
+    return types
+
+
+class Target(ABC):
+    """A kind of checkpoint that can be written."""
+
+    name: str
+    formats: tuple[str, ...]  # those it holds, in the order in which they are tried
+    quantizes: tuple[str, ...] = ()  # those that weights can be quantized to, if not all
+
+    def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
+        """Raises Misfit if a tensor in one of the formats has something else that the target cannot hold.
+
+        `planes` are all but the codes.
+        """
+        return
+
+    def check_plain(self, dtype: np.dtype[Any]) -> None:
+        """Raises Misfit if the target has no such type."""
+        return
+
+    def preferred(self, format: Format, planes: Planes, config: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
+        """Storage arrays to be written in another type than the planes', where that loses nothing."""
+        return {}
+
+    @abstractmethod
+    def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
+        """The format and group size for weights that do not fit and may be quantized again."""
+
+    @abstractmethod
+    def specs(self, item: Item) -> dict[str, Spec]:
+        """Arrays of a quantized item: name, type, shape."""
+
+    @abstractmethod
+    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
+        """The same, made. Types may differ from the specs where a cast loses nothing."""
+
+    # ---- the same for all --------------------------------------------------------------------------------------
+
+    def all_specs(self, item: Item) -> dict[str, Spec]:
+        return {item.name: (item.dtypes[""], item.shape)} if item.format is None else self.specs(item)
+
+    def make(self, item: Item) -> list[Array]:
+        """The arrays of an item in the order and the types of its specs."""
+        loaded, specs = item.load(), self.all_specs(item)
+        arrays = self.arrays(item, loaded) if isinstance(loaded, QuantizedTensor) else {item.name: loaded}
+        return [arrays[name].astype(dtype, copy=False).reshape(shape) for name, (dtype, shape) in specs.items()]
+
+    def piece(self, item: Item, release: Callable[[], None]) -> Piece:
+        def make() -> list[Array]:
+            release()  # of what the pieces before have read
+            return self.make(item)
+
+        sizes = (math.prod(shape) * dtype.itemsize for dtype, shape in self.all_specs(item).values())
+        return Piece(item.name, tuple(sizes), make)
+
+
+def safetensors_files(
+    target: Target, items: Iterable[Item], metadata: Mapping[str, str], release: Callable[[], None]
+) -> tuple[list[OutputFile], dict[str, bytes]]:
+    """Files of at most SHARD_BYTES (or one tensor), and the index if there are several."""
+    shards: list[list[Item]] = [[]]
+    size, total = 0, 0
+    for item in items:
+        nbytes = sum(target.piece(item, release).sizes)
+        if shards[-1] and size + nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size, total = size + nbytes, total + nbytes
+    files, weight_map = [], dict[str, str]()
+    for i, shard in enumerate(shards):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        specs = {key: spec for item in shard for key, spec in target.all_specs(item).items()}
+        pieces = tuple(target.piece(item, release) for item in shard)
+        files.append(OutputFile(name, safetensors_header(specs, metadata), pieces))
+        weight_map |= dict.fromkeys(specs, name)
+    if len(shards) == 1:
+        return files, {}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    return files, {"model.safetensors.index.json": json_bytes(index)}
+
+
+def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bytes:
+    """Length and JSON, padded so that the data begin at a multiple of 8."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, (dtype, shape) in specs.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def model_type(config: Mapping[str, Any]) -> str:
+    """The type that a model computes in, such as "bfloat16", as its configuration says."""
+    return str(config.get("torch_dtype", config.get("dtype", "")))
+
+
+def json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,101 @@
+"""GGUF files. The `gguf` library writes the header; the data follow piece by piece."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from billfish.arrays import bfloat16
+from billfish.checkpoints.container import extra
+from billfish.checkpoints.gguf import PLAIN, QUANTIZED
+from billfish.checkpoints.recast import Misfit
+from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
+from billfish.checkpoints.writers.engine import OutputFile
+from billfish.format import Array, Format, Planes
+from billfish.tensor import QuantizedTensor
+
+ALIGNMENT = 32
+GGML_NAMES = {ours: theirs for theirs, ours in QUANTIZED.items()}
+GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"} | {
+    f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
+}
+
+
+class GgufTarget(Target):
+    name = "gguf"
+    formats = (*QUANTIZED.values(),)
+
+    def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
+        if k % 32:
+            return None
+        if source.element.bits > 4:
+            return "q8_0", 32
+        return ("q4_0" if source.offset == "none" else "q4_1"), 32
+
+    def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
+        if act_order:
+            raise Misfit("act-order: GGUF has no place for a permutation")
+
+    def check_plain(self, dtype: np.dtype[Any]) -> None:
+        if GGML_TYPES.get(dtype.name) not in PLAIN:
+            raise Misfit(f"GGUF has no type {dtype.name}")
+
+    def specs(self, item: Item) -> dict[str, Spec]:
+        storage = storage_specs(item)
+        specs = {item.name: storage["blocks"]}
+        if "global_scale" in storage:
+            specs[f"{item.module}.scale"] = (np.dtype(np.float32), (1,))
+        return specs
+
+    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
+        arrays = {item.name: tensor.storage["blocks"]}
+        if "global_scale" in tensor.storage:
+            arrays[f"{item.module}.scale"] = tensor.storage["global_scale"]
+        return arrays
+
+
+def gguf_file(
+    target: GgufTarget,
+    name: str,
+    items: Sequence[Item],
+    metadata: Mapping[str, tuple[Any, int, int | None]],
+    release: Callable[[], None],
+) -> OutputFile:
+    """The file of these items. Metadata: value, type, and type of the items of a list, numbers as GGUF has them."""
+    gguf = extra("gguf")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "header"
+        writer = gguf.GGUFWriter(path, str(metadata["general.architecture"][0]))
+        for key, (value, kind, item_kind) in metadata.items():
+            if key != "general.architecture":
+                types = gguf.GGUFValueType(kind), None if item_kind is None else gguf.GGUFValueType(item_kind)
+                writer.add_key_value(key, value, *types)
+        for item in items:
+            for tensor, (dtype, shape) in target.all_specs(item).items():
+                _add_tensor(gguf, writer, item, tensor, dtype, shape)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        header = path.read_bytes()
+    header += b"\0" * (-len(header) % ALIGNMENT)
+    return OutputFile(name, header, tuple(target.piece(item, release) for item in items), ALIGNMENT)
+
+
+def _add_tensor(gguf: Any, writer: Any, item: Item, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if item.format is not None and name == item.name:
+        kind = gguf.GGMLQuantizationType[GGML_NAMES[item.format.name]]
+        stacked = (*item.shape[:-1], shape[-1])  # the library wants the shape in bytes, and experts apart
+        writer.add_tensor_info(name, stacked, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
+        return
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    if dtype == bfloat16:
+        in_bytes = (*shape[:-1], shape[-1] * 2)
+        kind = gguf.GGMLQuantizationType.BF16
+        writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), nbytes, raw_dtype=kind)
+    else:
+        writer.add_tensor_info(name, shape, dtype, nbytes)

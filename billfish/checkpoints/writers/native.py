@@ -1,0 +1,53 @@
+"""billfish's own layout, billfish.checkpoints.native, which holds every format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
+from billfish.format import FORMATS, Array, Format
+from billfish.tensor import QuantizedTensor
+
+
+class NativeTarget(Target):
+    name = "billfish"
+    formats = tuple(FORMATS)
+
+    def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
+        return None  # nothing that does not fit
+
+    def specs(self, item: Item) -> dict[str, Spec]:
+        specs = {f"{item.module}.{part}": spec for part, spec in storage_specs(item).items()}
+        if item.act_order:
+            specs[f"{item.module}.permutation"] = (np.dtype(np.int32), (item.k,))
+        return specs
+
+    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
+        arrays = {f"{item.module}.{part}": array for part, array in tensor.storage.items()}
+        if item.act_order:
+            order = item.order()
+            arrays[f"{item.module}.permutation"] = np.arange(item.k) if order is None else order
+        return arrays
+
+
+def quantization_config(items: Iterable[Item]) -> dict[str, Any]:
+    """What most modules have, and the exceptions."""
+    quantized = [item for item in items if item.format is not None]
+    common = Counter((item.format.name, item.group_size) for item in quantized if item.format).most_common(1)
+    config: dict[str, Any] = {"quant_method": "billfish"}
+    if common:
+        config |= {"format": common[0][0][0], "group_size": common[0][0][1]}
+    modules: dict[str, Mapping[str, Any]] = {}
+    for item in quantized:
+        assert item.format is not None
+        about: dict[str, Any] = {"format": item.format.name, "group_size": item.group_size}
+        extra: dict[str, Any] = {} if item.name.endswith(".weight") else {"bare": True}
+        if len(item.shape) != 2:
+            extra["shape"] = list(item.shape)
+        if extra or any(config[key] != value for key, value in about.items()):
+            modules[item.module] = {**about, **extra}
+    return {**config, "modules": modules} if modules else config

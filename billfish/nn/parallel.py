@@ -1,0 +1,215 @@
+"""Tensor parallelism: layers cut over the processes of a torch DeviceMesh, each reading only its part of the file.
+
+    column-parallel   a process has some rows of W, and computes those outputs from all of x
+    row-parallel      a process has some columns of W, and the products of all processes are summed, in float32
+
+Collectives, and what they do to gradients, are DTensor's. A row is never a problem to cut. Columns are cut where groups
+and blocks end, which may leave shares of different sizes. With act-order the stored columns are in another order than
+the features of x, so a row-parallel layer first gathers x and then takes what its columns need.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from billfish.errors import CheckpointError, ShapeError, complaint
+from billfish.nn.names import ModelWeights
+from billfish.nn.torch import ARRAYS, MarlinLinear
+from billfish.tensor import QuantizedTensor
+
+Span = tuple[int, int]
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+class ColumnParallelLinear(MarlinLinear):
+    """Some rows of W: y [..., its share of N], or all of y if `gather_output`."""
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]  # outputs of each process
+    gather_output: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(replicated(x, self.mesh))
+        return gathered(y, self.sizes, self.mesh) if self.gather_output else y
+
+
+class RowParallelLinear(MarlinLinear):
+    """Some columns of W: takes its share of x's features [..., K], gives all of y on every process.
+
+    The first process has the bias. Partial products are float32, summed as such, and rounded once to x's type.
+    """
+
+    mesh: DeviceMesh
+    sizes: tuple[int, ...]  # features of x that each process has
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.permutation is not None:
+            x = replicated(gathered(x, self.sizes, self.mesh), self.mesh)
+        partial = super().forward(x.float())
+        total = DTensor.from_local(partial, self.mesh, [Partial()], run_check=False)
+        return total.redistribute(self.mesh, [Replicate()]).to_local().to(x.dtype)
+
+
+def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x as it is; on the way back, the sum of all processes' gradients."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def gathered(x: Tensor, sizes: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
+    """The shares of all processes [..., sizes[rank]], side by side: [..., sum(sizes)]."""
+    most = max(sizes)
+    padded = torch.nn.functional.pad(x, (0, most - x.shape[-1]))
+    shared = DTensor.from_local(padded, mesh, [Shard(x.ndim - 1)], run_check=False)
+    whole = shared.redistribute(mesh, [Replicate()]).to_local()
+    if all(size == most for size in sizes):
+        return whole
+    return torch.cat([whole[..., most * rank : most * rank + size] for rank, size in enumerate(sizes)], dim=-1)
+
+
+# ---- who gets what ---------------------------------------------------------------------------------------------------
+
+
+def cut(total: int, unit: int, ranks: int, what: str) -> list[Span]:
+    """[0, total) in one span for each rank, at multiples of `unit`, as even as that allows."""
+    units = -(-total // unit)
+    if units < ranks:
+        takes = f"at most {units}, as {what} can be cut into {units} parts of {unit}"
+        raise ShapeError(complaint("parallel", "processes", ranks, takes))
+    bounds = [min(total, unit * (units * rank // ranks)) for rank in range(ranks + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+class Share(NamedTuple):
+    """What one process holds of a layer, and what it needs to know of the others."""
+
+    style: str  # "column" or "row"
+    span: Span  # of the rows of W, or of its stored columns
+    sizes: tuple[int, ...]  # outputs, or features of x, of each process
+    gather_output: bool = False
+
+
+Plan = dict[str, Share]
+
+
+def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: int) -> Plan:
+    """A plan for models with Llama's layers: shares by the path of the layer.
+
+    Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an output
+    layer `lm_head` is column-parallel and gathered. Attention is cut between key/value heads. A block of which some
+    matrix is not quantized stays whole on every process, as does everything that the plan does not name.
+    """
+    plan: Plan = {}
+
+    def quantized(*paths: str) -> bool:
+        names = [f"{path}.weight" for path in paths]
+        return all(name in weights and weights.describe(name).format is not None for name in names)
+
+    def add(style: str, path: str, spans: list[Span], sizes: list[Span], gather_output: bool = False) -> None:
+        plan[path] = Share(style, spans[rank], tuple(b - a for a, b in sizes), gather_output)
+
+    def row_parallel(path: str, features: list[Span]) -> None:
+        """`features`: who has which part of x. With act-order, stored columns are cut by themselves."""
+        about = weights.describe(f"{path}.weight")
+        columns = features
+        if weights.is_reordered(f"{path}.weight"):
+            columns = cut(about.shape[1], column_step(weights, path), ranks, f"the columns of {path}")
+        add("row", path, columns, features)
+
+    blocks = sorted({match[1] for name in weights if (match := re.match(r"(.*\blayers\.\d+)\.", name))})
+    for block in blocks:
+        q, k, v, o = (f"{block}.self_attn.{name}_proj" for name in "qkvo")
+        if quantized(q, k, v, o):
+            rows, columns = weights.describe(f"{k}.weight").shape[0], weights.describe(f"{o}.weight").shape[1]
+            # Heads that go together: what one key/value head serves, times what fills the groups of o_proj.
+            features = columns // key_value_heads
+            step = 1 if weights.is_reordered(f"{o}.weight") else column_step(weights, o)
+            together = math.lcm(features, step) // features
+            spans = cut(key_value_heads, together, ranks, f"the key/value heads of {block}")
+            queries = [(a * features, b * features) for a, b in spans]
+            kv = [(a * rows // key_value_heads, b * rows // key_value_heads) for a, b in spans]
+            add("column", q, queries, queries)
+            add("column", k, kv, kv)
+            add("column", v, kv, kv)
+            row_parallel(o, queries)
+        gate, up, down = (f"{block}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+        if quantized(gate, up, down):
+            about = weights.describe(f"{down}.weight")
+            step = 1 if weights.is_reordered(f"{down}.weight") else column_step(weights, down)
+            spans = cut(about.shape[1], step, ranks, f"the columns of {down}")
+            add("column", gate, spans, spans)
+            add("column", up, spans, spans)
+            row_parallel(down, spans)
+    if quantized("lm_head"):
+        spans = cut(weights.describe("lm_head.weight").shape[0], 1, ranks, "the rows of lm_head")
+        add("column", "lm_head", spans, spans, gather_output=True)
+    return plan
+
+
+def column_step(weights: ModelWeights, path: str) -> int:
+    """Stored columns are cut at multiples of this: whole groups and whole blocks of the storage."""
+    about = weights.describe(f"{path}.weight")
+    assert about.format is not None
+    group_size = about.group_size or 1
+    return math.lcm(about.format.block_size, 1 if group_size >= about.shape[1] else group_size)
+
+
+# ---- a share of a layer ----------------------------------------------------------------------------------------------
+
+STYLES: dict[str, type[ColumnParallelLinear | RowParallelLinear]] = {
+    "column": ColumnParallelLinear,
+    "row": RowParallelLinear,
+}
+
+
+def place(layer: ColumnParallelLinear | RowParallelLinear, share: Share, mesh: DeviceMesh) -> None:
+    """Tell a layer, made of one process's weights, about the others."""
+    layer.mesh, layer.sizes = mesh, share.sizes
+    if isinstance(layer, ColumnParallelLinear):
+        layer.gather_output = share.gather_output
+
+
+def read_share(weights: ModelWeights, path: str, share: Share) -> tuple[QuantizedTensor, NDArray[np.int64] | None]:
+    """(its part of W, the features of x that the stored columns take, if in another order). Reads only those bytes."""
+    name = f"{path}.weight"
+    rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
+    tensor = weights.read(name, rows=rows, columns=columns)
+    if not isinstance(tensor, QuantizedTensor):
+        raise CheckpointError(complaint("parallel", name, "an array that is not quantized", "a quantized matrix"))
+    order = weights.permutation(name)
+    return tensor, order if order is None or columns is None else order[slice(*columns)]
+
+
+def bias_share(bias: Any, share: Share, rank: int) -> Any:
+    """The part of a bias [N] that a process adds; None where others do."""
+    if share.style == "column":
+        return bias[slice(*share.span)]
+    return bias if rank == 0 else None
+
+
+def parallel_layer(
+    weights: ModelWeights, path: str, share: Share, mesh: DeviceMesh, *, activations: str = "exact"
+) -> ColumnParallelLinear | RowParallelLinear:
+    """The layer at `path` of a checkpoint, cut as a plan says."""
+    tensor, order = read_share(weights, path, share)
+    name = f"{path}.bias"
+    bias = bias_share(np.array(weights[name]), share, mesh.get_local_rank()) if name in weights else None
+    layer = STYLES[share.style].from_quantized(
+        tensor, None if bias is None else ARRAYS.from_numpy(np.array(bias)), activations=activations
+    )
+    assert isinstance(layer, (ColumnParallelLinear, RowParallelLinear))
+    if order is not None:
+        layer.permutation = torch.from_numpy(order.astype(np.int32))
+    place(layer, share, mesh)
+    return layer

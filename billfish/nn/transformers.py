@@ -1,0 +1,380 @@
+"""The plug-in for Hugging Face transformers. Importing this module registers it.
+
+from billfish.nn.transformers import BillfishConfig, load_model
+
+model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
+model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
+model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from billfish.checkpoints import Description
+from billfish.errors import CheckpointError, ShapeError, complaint
+from billfish.format import get_format
+from billfish.nn import parallel
+from billfish.nn.base import check_activations, storage_names
+from billfish.nn.names import ModelWeights
+from billfish.nn.torch import MarlinLinear, to_torch
+from billfish.ops import check_method, dequantize
+from billfish.tensor import QuantizedTensor
+
+METHOD = "billfish"
+
+
+@register_quantization_config(METHOD)
+class BillfishConfig(QuantizationConfigMixin):
+    """How to quantize a model while it is loaded, and, in a saved config.json, how it was.
+
+    format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
+    modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
+    modules_to_not_convert: layers to leave; by default the output layer. Layers whose weights are tied always stay.
+    """
+
+    def __init__(
+        self,
+        format: str = "fp4",
+        group_size: int | None = None,
+        method: str = "rtn",
+        activations: str = "exact",
+        options: dict[str, str] | None = None,
+        modules: dict[str, dict[str, Any]] | None = None,
+        modules_to_not_convert: list[str] | None = None,
+        quant_method: str = METHOD,
+    ) -> None:
+        call = "BillfishConfig"
+        known = get_format(format, call)
+        if group_size is not None and group_size != -1:
+            known.check_group_size(call, group_size, None)
+        check_method(call, method)
+        self.quant_method = quant_method  # type: ignore[assignment]  # theirs are an enum, which plug-ins cannot extend
+        self.format, self.group_size = known.name, known.default_group_size if group_size is None else group_size
+        self.method, self.activations = method, check_activations(call, activations)
+        self.options = known.check_options(call, options or {})
+        self.modules = modules or {}
+        self.modules_to_not_convert = modules_to_not_convert
+
+    def settings(self, path: str) -> dict[str, Any]:
+        """What MarlinLinear.from_linear is told for a layer."""
+        chosen = {name: getattr(self, name) for name in ("format", "group_size", "method", "activations")}
+        own = {name: value for name, value in self.modules.get(path, {}).items() if name in chosen}
+        if own.get("format", self.format) != self.format:
+            return {**chosen, "group_size": None, **own}
+        return {**chosen, **own, **self.options}
+
+
+class LoadConfig(BillfishConfig):
+    """For load_model alone: where the matrices of a checkpoint go. Saved, it is a BillfishConfig like any other."""
+
+    def __init__(self, weights: ModelWeights, places: Places, activations: str) -> None:
+        super().__init__(activations=activations)
+        self.source = (weights, places)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: deepcopy(value) for name, value in self.__dict__.items() if name != "source"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadConfig:
+        return self  # transformers copies configurations; ours holds an open file
+
+
+@register_quantizer(METHOD)
+class BillfishQuantizer(HfQuantizer):
+    """What transformers calls while it loads a model."""
+
+    requires_calibration = False
+    quantization_config: BillfishConfig
+
+    def __init__(self, quantization_config: BillfishConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pre_quantized |= isinstance(quantization_config, LoadConfig)
+        self.chosen: dict[str, dict[str, Any]] = {}  # layers to quantize, with their settings
+        self.left: dict[str, str] = {}  # layers that stay, and why
+        self.storage: set[str] = set()  # names of storage arrays, whose type must stay as it is
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        if not self.pre_quantized:
+            self._choose(model)
+            return
+        config = self.quantization_config
+        if isinstance(config, LoadConfig):
+            source, places = config.source
+        else:
+            source = ModelWeights(Path(checkpoint_files[0]).parent)
+            places = find_places(model, source)
+        for path, name in places.names.items():
+            layer = make_layer(
+                model.get_submodule(path),
+                source.describe(name),
+                act_order=source.is_reordered(name),
+                activations=config.activations,
+                share=places.shares.get(path),
+                mesh=places.mesh,
+            )
+            model.set_submodule(path, layer)
+            self.storage |= {f"{path}.{part}" for part in storage_names(layer.format)}
+
+    def _choose(self, model: Any) -> None:
+        config = self.quantization_config
+        skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
+        tied = model.all_tied_weights_keys
+        held = {name.removesuffix(".weight") for name in (*tied.keys(), *tied.values())}
+        for path, module in model.named_modules():
+            if type(module) is not torch.nn.Linear:
+                continue
+            if path in held:
+                self.left[path] = "its weight is tied"
+            elif path not in config.modules and not should_convert_module(path, skipped):
+                self.left[path] = "modules_to_not_convert"
+            else:
+                settings = config.settings(path)
+                try:
+                    get_format(settings["format"]).check_k("BillfishConfig", module.in_features)
+                    self.chosen[path] = settings
+                except ShapeError as error:
+                    self.left[path] = str(error)
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        path, _, name = param_name.rpartition(".")
+        return name == "weight" and path in self.chosen
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return QuantizeWeight(self.chosen)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        if self.storage.intersection(converter.target_patterns):
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
+        for layer in layers.values():
+            for name, buffer in list(layer.named_buffers()):
+                if buffer.dtype == torch.uint32:  # as MLX writes words
+                    layer.register_buffer(name, buffer.view(torch.int32))
+        self.quantization_config.modules = {
+            path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
+        }
+        self.parallel = any(hasattr(layer, "mesh") for layer in layers.values())
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for path, module in list(model.named_modules()):
+            if isinstance(module, MarlinLinear):
+                model.set_submodule(path, module.to_linear(dtype or torch.float32))
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return not self.parallel  # a process has only its share
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # gradients go through; what is trained is beside the quantized weights
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class QuantizeWeight(ConversionOps):
+    """A Linear that has just been read becomes a MarlinLinear, and its weight is gone before the next one is read."""
+
+    def __init__(self, chosen: dict[str, dict[str, Any]]) -> None:
+        self.chosen = chosen
+
+    def convert(  # type: ignore[override]  # transformers passes all by name, these among them
+        self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        (value,) = input_dict.values()
+        path = full_layer_name.rpartition(".")[0]
+        linear = model.get_submodule(path)
+        linear.weight = torch.nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
+        model.set_submodule(path, MarlinLinear.from_linear(linear, **self.chosen[path]))
+        missing_keys.discard(full_layer_name)
+        return {}
+
+
+# ---- checkpoints that are quantized already --------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where the matrices of a checkpoint go: for each layer its name in the checkpoint, and its share if it is cut."""
+
+    names: dict[str, str]
+    shares: parallel.Plan
+    mesh: DeviceMesh | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+
+def find_places(model: Any, source: ModelWeights) -> Places:
+    """Each Linear of a model whose matrix a checkpoint has in a quantized format."""
+    prefix = f"{model.base_model_prefix}."  # models with a head have it, models without do not
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if type(module) is torch.nn.Linear:
+            own = f"{path}.weight"
+            name = next((n for n in (own, prefix + own, own.removeprefix(prefix)) if n in source), None)
+            if name is not None and source.describe(name).format is not None and len(source.describe(name).shape) == 2:
+                names[path] = name
+    return Places(names, {}, None)
+
+
+def make_layer(
+    linear: torch.nn.Linear,
+    about: Description,
+    *,
+    act_order: bool,
+    activations: str,
+    share: parallel.Share | None = None,
+    mesh: DeviceMesh | None = None,
+) -> MarlinLinear:
+    """A layer for a matrix of a checkpoint, or a share of it, in the place of `linear`; its weights are yet to come."""
+    n, k = linear.weight.shape
+    assert about.format is not None
+    assert about.group_size is not None
+    if about.shape != (n, k):
+        raise CheckpointError(complaint("load_model", about.name, f"shape {about.shape}", f"({n}, {k})"))
+    bias = linear.bias is not None
+    whole_row = about.group_size >= k
+    layer_type: type[MarlinLinear] = MarlinLinear
+    if share is not None and mesh is not None:
+        layer_type = parallel.STYLES[share.style]
+        size = share.span[1] - share.span[0]
+        n, k = (size, k) if share.style == "column" else (n, size)
+        bias = bias and (share.style == "column" or mesh.get_local_rank() == 0)
+    layer = layer_type(
+        k,
+        n,
+        bias,
+        format=about.format,
+        group_size=-1 if whole_row and about.format.whole_row_groups else about.group_size,
+        activations=activations,
+        act_order=act_order,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    if share is not None and mesh is not None:
+        assert isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear))
+        parallel.place(layer, share, mesh)
+    return layer
+
+
+class Lazy:
+    """An array that is read when transformers asks for it, as it asks a safetensors file: by indexing with `...`."""
+
+    def __init__(self, read: Callable[[], NDArray[Any]], dtype: str = "F32") -> None:
+        self.read, self.dtype = read, dtype
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return to_torch(self.read())
+
+
+def state_dict(weights: ModelWeights, places: Places) -> dict[str, Lazy]:
+    """A checkpoint as transformers takes it: storage arrays of the layers, and everything else as numbers."""
+    whole = dict.fromkeys(places.names.values())
+    shares = {**whole, **{places.names[path]: share for path, share in places.shares.items()}}
+
+    @lru_cache(maxsize=8)  # the arrays of one matrix are asked for one by one
+    def matrix(name: str) -> dict[str, NDArray[Any]]:
+        share = shares[name]
+        if share is None:
+            tensor, order = weights[name], weights.permutation(name)
+        else:
+            tensor, order = parallel.read_share(weights, name.removesuffix(".weight"), share)
+        assert isinstance(tensor, QuantizedTensor)
+        return {**tensor.storage, **({} if order is None else {"permutation": order.astype(np.int32)})}
+
+    def numbers(name: str) -> NDArray[Any]:
+        tensor = weights[name]
+        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+
+    arrays: dict[str, Lazy] = {}
+    for name in weights:
+        module, _, kind = name.rpartition(".")
+        share = shares.get(f"{module}.weight")
+        if name in shares:
+            about = weights.describe(name)
+            assert about.format is not None
+            parts = [*storage_names(about.format.name), *(["permutation"] if weights.is_reordered(name) else [])]
+            arrays |= {f"{module}.{part}": Lazy(partial(_part, matrix, name, part), "I32") for part in parts}
+        elif kind == "bias" and share is not None:
+            bias = parallel.bias_share(weights[name], share, places.rank)
+            if bias is not None:
+                arrays[name] = Lazy(partial(np.array, bias))
+        else:
+            about = weights.describe(name)
+            arrays[name] = Lazy(partial(numbers, name), about.dtype if about.format is None else "F32")
+    return arrays
+
+
+def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str) -> NDArray[Any]:
+    return matrix(name)[part]
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    auto_class: Any = AutoModelForCausalLM,
+    *,
+    activations: str = "exact",
+    mesh: DeviceMesh | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
+
+    path: a folder with its config.json, or a GGUF file of a Llama, Qwen2 or Qwen3 model.
+    mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
+    process reads only its share of them.
+    kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
+    """
+    path = Path(path)
+    weights = ModelWeights(path)
+    is_gguf = path.suffix == ".gguf"
+    config = (
+        AutoConfig.from_pretrained(path.parent, gguf_file=path.name) if is_gguf else AutoConfig.from_pretrained(path)
+    )
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    kwargs.setdefault("dtype", config.dtype or torch.float32)
+    with torch.device("meta"):
+        skeleton = auto_class.from_config(config)
+    places = find_places(skeleton, weights)
+    if mesh is not None:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        plan = parallel.llama_plan(weights, kv_heads, mesh.size(), mesh.get_local_rank())
+        shares = {p: plan[m] for p, n in places.names.items() if (m := n.removesuffix(".weight")) in plan}
+        places = Places(places.names, shares, mesh)
+    model = type(skeleton).from_pretrained(
+        None,
+        config=config,
+        state_dict=state_dict(weights, places),
+        quantization_config=LoadConfig(weights, places, activations),
+        **kwargs,
+    )
+    model.name_or_path = str(path)
+    if (path / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model

@@ -1,0 +1,313 @@
+"""Damages checkpoints and opens them: `python tests/checkpoint_fuzzer.py FOLDER FIRST LAST`, in a process of its own.
+
+Every case is made from its number alone. A case passes if all of the checkpoint can be listed and read, or if what is
+raised is a CheckpointError, without more memory than twice the file's size (and a constant for Python itself). The last
+line on standard output counts both; a crash shows as the exit status, a hang as the alarm.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoint_samples as samples
+import numpy as np
+from safetensors.numpy import save_file
+
+import billfish as bf
+from billfish.checkpoints.commands import convert, quantization_of
+
+OVERHEAD = 4_000_000  # bytes: Python objects for headers, and NumPy's and our own temporaries for a small matrix
+SECONDS = 60
+HUGE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def make_sources(folder: Path) -> dict[str, Path]:
+    """One small checkpoint of each kind."""
+    size = {"n": 64, "k": 1024}
+    samples.gptq(folder / "gptq", act_order=True, **size)
+    samples.awq(folder / "awq", **size)
+    samples.compressed(folder / "packed", symmetric=False, act_order=True, **size)
+    samples.compressed_fp4(folder / "nvfp4", "nvfp4")
+    samples.compressed_fp4(folder / "mxfp4", "mxfp4")
+    samples.modelopt(folder / "modelopt")
+    samples.gpt_oss(folder / "gpt-oss")
+    samples.mlx(folder / "mlx")
+    samples.gguf_file(folder / "gguf" / "m.gguf", ("Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "F16", "BF16", "F32"))
+    samples.write_config(folder / "sharded")
+    for i in range(3):
+        save_file({f"t{i}": np.ones((64, 64), np.float32)}, folder / "sharded" / f"model-{i}.safetensors")
+    index = {"weight_map": {f"t{i}": f"model-{i}.safetensors" for i in range(3)}}
+    (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
+    rules = quantization_of("u4", 32, "rtn", ["t1=q4_k", "t2=affine8", "t=u4"])
+    samples.write_config(folder / "plain")
+    save_file(
+        {f"t{i}": samples.integers(4, 32)[0].T.astype(np.float32) for i in range(3)}, folder / "plain" / "m.safetensors"
+    )
+    convert(str(folder / "plain"), str(folder / "native"), "billfish", False, rules)
+    return {path.name: path for path in sorted(folder.iterdir())}
+
+
+# ---- kinds of damage: each takes the copy of a folder and a random generator --------------------------------------
+
+
+def weights_file(folder: Path, rng: random.Random) -> Path:
+    return rng.choice(sorted(path for path in folder.iterdir() if path.suffix in (".gguf", ".safetensors")))
+
+
+def truncate(folder: Path, rng: random.Random) -> None:
+    path = weights_file(folder, rng)
+    data = path.read_bytes()
+    end = rng.choice([rng.randrange(len(data)), rng.randrange(min(200, len(data))), len(data) - rng.randrange(1, 64)])
+    path.write_bytes(data[:end])
+
+
+def extend(folder: Path, rng: random.Random) -> None:
+    path = weights_file(folder, rng)
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 5000)))
+
+
+def header_end(data: bytes) -> int:
+    return 2000 if data[:4] == b"GGUF" else min(len(data), 8 + int.from_bytes(data[:8], "little"))
+
+
+def flip_bits(folder: Path, rng: random.Random) -> None:
+    path = weights_file(folder, rng)
+    data = bytearray(path.read_bytes())
+    end = rng.choice([len(data), header_end(data), 32])
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        data[rng.randrange(min(end, len(data)))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def lie_about_a_size(folder: Path, rng: random.Random) -> None:
+    """A number of 4 or 8 bytes in the header of the file becomes another, mostly a huge one."""
+    path = weights_file(folder, rng)
+    data = bytearray(path.read_bytes())
+    width = rng.choice([4, 8])
+    at = rng.choice([8, 16, 0, rng.randrange(header_end(data) - 8)])
+    value = rng.choice([*HUGE, rng.randrange(2**20), len(data), len(data) // 2])
+    data[at : at + width] = (value % 2 ** (8 * width)).to_bytes(width, "little")
+    path.write_bytes(data)
+
+
+def damage_json(value: object, rng: random.Random) -> object:
+    """Somewhere in a JSON value, something else."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        if rng.random() < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: damage_json(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        at = rng.randrange(len(value))
+        return [*value[:at], damage_json(value[at], rng), *value[at + 1 :]]
+    return rng.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            1,
+            3,
+            4,
+            8,
+            32,
+            64,
+            0.5,
+            10**18,
+            10**400,
+            "",
+            "x",
+            [],
+            {},
+            [1] * 9,
+            "\udc00",
+            2**63,
+            "BF16",
+            "I32",
+            "F8_E4M3",
+            "4",
+        ]
+    )
+
+
+def damage_header(folder: Path, rng: random.Random) -> None:
+    """Types, shapes and offsets of a safetensors header."""
+    path = weights_file(folder, rng)
+    if path.suffix == ".gguf":
+        return lie_about_a_size(folder, rng)
+    data = path.read_bytes()
+    end = header_end(data)
+    header = json.loads(data[8:end])
+    for _ in range(rng.choice([1, 1, 2])):
+        damaged = damage_json(header, rng)
+        header = damaged if isinstance(damaged, dict) else header
+    text = json.dumps(header).encode("utf-8", "surrogatepass")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    return None
+
+
+def swap_types(folder: Path, rng: random.Random) -> None:
+    """Another type of the same size, and a shape of the same product: what only the layout can notice."""
+    path = weights_file(folder, rng)
+    if path.suffix == ".gguf":
+        return lie_about_a_size(folder, rng)
+    data = path.read_bytes()
+    end = header_end(data)
+    header = json.loads(data[8:end])
+    about = header[rng.choice(sorted(name for name in header if name != "__metadata__"))]
+    same_size = [
+        ["F32", "I32", "U32"],
+        ["F16", "BF16", "I16"],
+        ["U8", "I8", "BOOL", "F8_E4M3", "F8_E8M0"],
+        ["I64", "F64"],
+    ]
+    about["dtype"] = rng.choice(next(kinds for kinds in same_size if about["dtype"] in kinds))
+    if rng.random() < 0.5 and about["shape"]:
+        rng.shuffle(about["shape"])
+        about["shape"] = rng.choice([about["shape"], [int(np.prod(about["shape"]))], [1, *about["shape"]]])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    return None
+
+
+def damage_config(folder: Path, rng: random.Random) -> None:
+    path = folder / "config.json"
+    if not path.exists():
+        return flip_bits(folder, rng)
+    config = json.loads(path.read_text())
+    for _ in range(rng.choice([1, 2, 4])):
+        damaged = damage_json(config, rng)
+        config = damaged if isinstance(damaged, dict) else config
+    text = json.dumps(config).encode("utf-8", "surrogatepass")
+    if rng.random() < 0.2:
+        text = rng.choice([text[: rng.randrange(len(text))], b"[" * 5000, b"", b"\xff\xfe", b"NaN", text + b"}"])
+    path.write_bytes(text)
+    return None
+
+
+def trick_paths(folder: Path, rng: random.Random) -> None:
+    """An index that names files elsewhere, twice, or not there."""
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not shards:
+        return truncate(folder, rng)
+    tricks = ["../x.safetensors", "/etc/passwd", "/dev/zero", "a/../../b.safetensors", "..", "", "C:\\x.safetensors"]
+    tricks += [
+        "\0.safetensors",
+        "x" * 5000 + ".safetensors",
+        "missing.safetensors",
+        "config.json",
+        None,
+        3,
+        [],
+        *shards,
+    ]
+    index = {"weight_map": {f"t{i}": rng.choice(tricks) for i in range(rng.randrange(4))}}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(rng.choice([index, index, damage_json(index, rng)]))
+    )
+    return None
+
+
+def random_data(folder: Path, rng: random.Random) -> None:
+    """The header as it is, and anything behind it: scales that are NaN, permutations that are none."""
+    path = weights_file(folder, rng)
+    data = path.read_bytes()
+    end = header_end(data)
+    path.write_bytes(data[:end] + rng.randbytes(len(data) - end))
+
+
+DAMAGE: list[Callable[[Path, random.Random], None]] = [
+    truncate,
+    extend,
+    flip_bits,
+    flip_bits,
+    lie_about_a_size,
+    lie_about_a_size,
+    damage_header,
+    damage_header,
+    swap_types,
+    damage_config,
+    trick_paths,
+    random_data,
+]
+
+
+# ---- one case -------------------------------------------------------------------------------------------------------
+
+
+def read_all(path: Path) -> None:
+    """List, describe and read everything; whatever comes out must be what was promised."""
+    ck = bf.load(path)
+    problems = 0
+    for name in ck:
+        about = ck.describe(name)
+        try:
+            tensor = ck[name]
+            order = ck.permutation(name)
+        except bf.CheckpointError:
+            problems += 1
+            continue
+        if isinstance(tensor, bf.QuantizedTensor):
+            assert tensor.shape == (int(np.prod(about.shape[:-1])), about.shape[-1]), name
+            w = bf.dequantize(tensor)
+            assert order is None or np.array_equal(np.sort(order), np.arange(w.shape[1])), name
+            step = ck._entries[name].column_step
+            if step < tensor.shape[1]:
+                ck.read(name, rows=(0, 1), columns=(0, step))
+        else:
+            assert tensor.shape == about.shape, name
+    if problems:
+        raise bf.CheckpointError(f"{problems} tensors")
+
+
+def run(case: int, sources: dict[str, Path], scratch: Path) -> bool:
+    """Whether a damaged checkpoint loads; False for a CheckpointError. Anything else is raised."""
+    rng = random.Random(case)
+    name = sorted(sources)[case % len(sources)]
+    folder = scratch / f"case-{case}"
+    shutil.copytree(sources[name], folder)
+    rng.choice(DAMAGE)(folder, rng)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    signal.alarm(SECONDS)
+    tracemalloc.reset_peak()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        read_all(folder)
+        loaded = True
+    except bf.CheckpointError:
+        loaded = False
+    used = tracemalloc.get_traced_memory()[1] - before
+    signal.alarm(0)
+    assert used <= 2 * size + OVERHEAD, f"{used} bytes for a file of {size}"
+    shutil.rmtree(folder)
+    return loaded
+
+
+def main() -> None:
+    scratch, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    sources = make_sources(scratch / f"sources-{first}")
+    for path in sources.values():
+        read_all(path)
+    tracemalloc.start()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20),) * 2)  # also what libraries allocate by themselves
+    counts = {True: 0, False: 0}
+    for case in range(first, last):
+        try:
+            counts[run(case, sources, scratch)] += 1
+        except BaseException as error:
+            print(f"case {case}: {type(error).__name__}: {error}", file=sys.stderr)
+            raise
+    print(json.dumps({"loaded": counts[True], "refused": counts[False]}))
+
+
+if __name__ == "__main__":
+    main()

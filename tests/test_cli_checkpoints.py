@@ -1,0 +1,259 @@
+"""`billfish inspect`, `quantize`, `convert` and `verify`; killed and started again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checkpoint_samples as samples
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+from support import gaussian
+
+import billfish as bf
+from billfish.cli import main
+
+BILLFISH = [sys.executable, "-m", "billfish"]
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A folder with weights of 2 x 256 x 512, and what belongs to them."""
+    folder = tmp_path / "model"
+    samples.write_config(folder, torch_dtype="bfloat16")
+    (folder / "tokenizer.json").write_text("{}")
+    tensors = {f"layers.{i}.mlp.weight": torch.from_numpy(gaussian((256, 512), i)).bfloat16() for i in range(2)}
+    save_torch({**tensors, "norm.weight": torch.ones(512)}, folder / "model.safetensors")
+    return folder
+
+
+def test_inspect(model, capsys):
+    assert main(["inspect", str(model)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["tensor", "layout", "format", "shape", "group", "bits/weight", "MB"]
+    assert ["layers.1.mlp.weight", "plain", "bf16", "256x512", "16.000", "0.262"] in [line.split() for line in lines]
+    assert lines[-1].split() == ["all", "3", "262656", "16.031", "0.526"]
+
+
+def test_inspect_json(tmp_path, capsys):
+    samples.gptq(tmp_path, act_order=True)
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layouts"] == ["gptq", "plain"]
+    weight = next(t for t in found["tensors"] if t["format"])
+    assert (weight["format"], weight["shape"], weight["group_size"]) == ("u4", [24, 256], 64)
+    assert weight["act_order"]
+    assert weight["bits_per_weight"] == 8 * weight["bytes"] / (24 * 256)
+
+
+def test_inspect_lists_what_cannot_be_read(tmp_path, capsys):
+    samples.mlx(tmp_path, bits=3, group=32)
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert "not supported: MLX's affine with 3 bits" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert "3 bits" in json.loads(capsys.readouterr().out)["tensors"][0]["unsupported"]
+
+
+def test_quantize_convert_verify(model, tmp_path, capsys):
+    out = tmp_path / "fp4"
+    command = ["quantize", str(model), str(out), "--format", "fp4", "--group-size", "128", "--keep", r"layers\.1=q8_0"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{out}: 3 tensors, 0.2 MB\n"
+    ck = bf.load(out)
+    assert {n: ck[n].format.name for n in ck if n != "norm.weight"} == {
+        "layers.0.mlp.weight": "fp4",
+        "layers.1.mlp.weight": "q8_0",
+    }
+    assert (out / "tokenizer.json").exists()
+    assert main(["verify", str(out), str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the same values"
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(model), str(out)])
+    assert caught.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "different"
+    assert "norm.weight: equal bits" in lines
+    [line] = [line for line in lines if line.startswith("layers.0.mlp.weight: relative error 0.")]
+    assert line.endswith("bf16 and fp4")
+    # fp4 with float16 scales is nobody else's format; q8_0 alone goes everywhere.
+    assert main(["convert", str(out), str(tmp_path / "mlx"), "--to", "mlx"]) == 2
+    error = capsys.readouterr().err
+    assert "layers.0.mlp.weight: " in error
+    assert "layers.1" not in error
+    assert "--requantize" in error
+    assert main(["convert", str(out), str(tmp_path / "mlx"), "--to", "mlx", "--requantize"]) == 0
+    assert "layers.0.mlp.weight: quantized again, to affine4" in capsys.readouterr().err
+
+
+def test_quantize_to_gguf_by_its_name(model, tmp_path, capsys):
+    assert main(["quantize", str(model), str(tmp_path / "m.gguf"), "--format", "q4_k", "--method", "rtn"]) == 0
+    assert bf.load(tmp_path / "m.gguf")["layers.0.mlp.weight"].format.name == "q4_k"
+
+
+def test_a_gptq_folder_for_mlx(tmp_path, capsys):
+    """mlx-lm cannot load one; converted it can, bit for bit."""
+    samples.gptq(tmp_path / "in", symmetric=True)
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "mlx"]) == 0
+    assert main(["verify", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert "equal values, u4b8 and affine4" in capsys.readouterr().out
+
+
+def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
+    arrays = {"a": np.arange(6, dtype=np.float32), "b": np.ones((2, 3), np.float32), "c": np.zeros(2, np.float32)}
+    nan = np.array([np.nan, 1], np.float32)
+    for name, content in (
+        ("x", {**arrays, "nan": nan}),
+        ("y", {"a": arrays["a"].reshape(2, 3), "b": arrays["b"] + np.float32(1e-3), "d": arrays["c"], "nan": nan}),
+    ):
+        save_file(content, tmp_path / f"{name}.safetensors")
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")])
+    text = capsys.readouterr().out
+    for line in (
+        "a: shape (6,) and (2, 3)",
+        "b: relative error 0.001, largest difference 0.001, f32 and f32",
+        f"c: only in {tmp_path / 'x.safetensors'}",
+        f"d: only in {tmp_path / 'y.safetensors'}",
+        "nan: equal bits",
+    ):
+        assert line in text.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantize", "IN", "OUT", "--format", "fp5"], "[quantize] format: got 'fp5'; takes one of u4, "),
+        (
+            ["quantize", "IN", "OUT", "--format", "fp4", "--group-size", "48"],
+            "[quantize] --group-size: got 48; takes 16, 32",
+        ),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "[quantize] method: got 'best'"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "[quantize] --keep: got 'x'; takes REGEX=FORMAT"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "[quantize] --keep: got '(=q8_0'"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "[quantize] --keep: got 64; takes 32"),
+        (
+            ["quantize", "IN", "OUT", "--format", "fp4", "--to", "mlx"],
+            "[quantize] --format: got fp4; takes one of affine4",
+        ),
+        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "[quantize] --format: got nvfp4; takes"),
+        (
+            ["quantize", "IN", "OUT", "--format", "q4_0", "--to", "gguf"],
+            "[quantize] OUT: got OUT; takes a name that ends in",
+        ),
+        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "[convert] OUT: got OUT.gguf; takes a name that ends in"),
+        (["convert", "IN", "OUT", "--to", "onnx"], "[convert] --to: got 'onnx'; takes one of billfish"),
+        (["convert", "IN", "IN", "--to", "mlx"], "a path that exists; takes one to create"),
+        (["convert", "no such", "OUT", "--to", "mlx"], "No such file or directory"),
+        (["inspect", "no such"], "No such file or directory"),
+    ],
+)
+def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, capsys, arguments, message):
+    model.rename(model.with_name("IN"))
+    monkeypatch.chdir(model.parent)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("billfish: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert os.listdir() == ["IN"]
+
+
+def test_ctrl_c_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
+    from billfish.checkpoints.writers import engine
+
+    original = engine._write_piece
+    calls = []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    monkeypatch.setattr(engine, "_write_piece", interrupted)
+    command = ["quantize", str(model), str(tmp_path / "out"), "--format", "u4b8"]
+    with pytest.raises(SystemExit) as caught:
+        main(command)
+    assert caught.value.code == 130
+    assert "continues" in capsys.readouterr().err
+    assert main(command) == 0
+    assert len(calls) == 4  # three pieces, one of them twice
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files as POSIX does")
+def test_a_file_that_may_not_grow_leaves_nothing(model, tmp_path):
+    """A limit of the system, met in the middle of writing, as a full disk is."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    command = [*BILLFISH, "quantize", str(model), str(tmp_path / "out"), "--format", "u8b128", "--method", "rtn"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["model"]
+
+
+# ---- killed -----------------------------------------------------------------------------------------------------
+
+
+def digests(path: Path) -> dict[str, str]:
+    files = path.iterdir() if path.is_dir() else [path]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def written(partial: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in (partial / "output").iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def run_and_kill(command: list[str], partial: Path, at_bytes: int) -> bool:
+    """Start a command and kill it as soon as so much is written; whether it was still running."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        if written(partial) >= at_bytes:
+            process.send_signal(signal.SIGKILL)
+            break
+        time.sleep(0.001)
+    return process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+@pytest.mark.parametrize(("kind", "seed"), [("folder", 1), ("gguf", 2)])
+def test_killed_ten_times_it_ends_with_the_same_bytes(tmp_path, kind, seed):
+    """Each run goes on where the one before was killed, at ten random places of the output; twenty for both kinds."""
+    samples.write_config(tmp_path / "in")
+    tensors = {f"layers.{i}.weight": gaussian((192, 512), i) for i in range(40)}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    format, suffix = ("u4", "") if kind == "folder" else ("q4_k", ".gguf")
+    whole, out = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
+    command = [*BILLFISH, "quantize", str(tmp_path / "in"), str(out), "--format", format]
+    subprocess.run([*command[:5], str(whole), *command[6:]], check=True, capture_output=True)
+    expected = digests(whole)
+    expected = {("out.gguf" if kind == "gguf" else name): digest for name, digest in expected.items()}
+    total = sum(path.stat().st_size for path in (whole.iterdir() if whole.is_dir() else [whole]))
+    rng = random.Random(seed)
+    partial = tmp_path / f"out{suffix}.partial"
+    killed = [run_and_kill(command, partial, at) for at in sorted(rng.randrange(1, total) for _ in range(10))]
+    # A run may finish before the signal gets there, but only near the end.
+    assert sum(killed) >= 8
+    if not out.exists():
+        assert written(partial) > 0
+        subprocess.run(command, check=True, capture_output=True)
+    assert digests(out) == expected
+    assert not partial.exists()

@@ -1,0 +1,331 @@
+"""The Metal engine from outside: layouts, the choice of a kernel, MLX arrays, gradients, the text that Metal gets."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_support import ALL_M, ALL_N, FORMATS, KERNELS, MORE_FORMATS, assert_within_contract, quantized
+from support import assert_same_bits, gaussian
+
+import billfish as bf
+from billfish.arrays import MlxArrays
+from billfish.backends import BACKENDS, Problem, choose
+from billfish.backends.metal import Kernels, MetalBackend, MetalProduct, emulator, lay_out
+from billfish.backends.metal.bridge import REDUCE, ZERO, kernel_arguments
+from billfish.backends.metal.choose import choose as choose_kernel
+from billfish.backends.metal.choose import launch
+
+FLOAT16 = np.dtype(np.float16)
+
+
+def in_mlx(q: bf.QuantizedTensor) -> Any:
+    return lay_out(q).converted(MlxArrays().from_numpy)
+
+
+def emulated(q: bf.QuantizedTensor) -> MetalProduct:
+    return MetalProduct(Kernels(emulator.metal_kernel), in_mlx(q))
+
+
+# ---- which backend ------------------------------------------------------------------------------------------------
+
+
+def problem(format: str = "q4_0", kind: str = "mlx", activations: str = "exact", device: str = "cpu") -> Problem:
+    return Problem("matmul", bf.FORMATS[format], 32, 1, 8, 64, FLOAT16, kind, device, activations)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (problem(kind="numpy"), "it computes with MLX arrays, and x is a numpy array"),
+        (problem(), "MLX finds no Metal on this machine"),
+    ],
+)
+def test_metal_says_why_not(case, reason, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert BACKENDS["metal"].can_run(case) == (False, reason)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (problem("q6_k"), "it has no kernels for the u6b32 codes of q6_k"),
+        (problem(activations="q8"), "it multiplies x as it is, and activations are 'q8'"),
+        (problem(device="cuda"), "it computes in CPU memory, and x is on cuda"),
+    ],
+)
+def test_the_emulator_says_why_not(case, reason):
+    assert BACKENDS["metal-emulator"].can_run(case) == (False, reason)
+
+
+def test_mlx_on_a_machine_with_metal_goes_to_metal(monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert choose("test", problem()).name == "metal"
+    assert choose("test", problem(activations="q8")).name == "cpu"
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))
+    assert "set_default_device" in BACKENDS["metal"].can_run(problem())[1]
+
+
+def test_mlx_without_metal_goes_to_the_cpu(monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    assert choose("test", problem()).name == "cpu"
+    q = quantized("q4_0", 8, 64)
+    y = bf.quantized_linear(mx.array(gaussian((3, 64))), q)
+    assert isinstance(y, mx.array)
+
+
+# ---- by name ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_quantized_linear_in_the_emulator(m):
+    q, bias = quantized("fp4", 70, 64), gaussian((70,), 2)
+    x = gaussian((2, m, 64), 1).astype(np.float16)
+    y = bf.quantized_linear(x, q, bias=bias, backend="metal-emulator")
+    assert (y.shape, y.dtype) == ((2, m, 70), FLOAT16)
+    if m:
+        assert_within_contract(y.reshape(-1, 70), x.reshape(-1, 64), q, bias)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dequantize_in_the_emulator(dtype):
+    q = quantized("q5_1", 20, 96)
+    expected = bf.dequantize(q, dtype, backend="reference")
+    assert_same_bits(bf.dequantize(q, dtype, backend="metal-emulator"), expected)
+    strided = np.empty((20, 192), expected.dtype)[:, ::2]
+    bf.dequantize(q, out=strided, backend="metal-emulator")
+    assert_same_bits(strided, expected)
+
+
+def test_gemm_w4a8_in_the_emulator():
+    x, w = bf.quantize(gaussian((9, 64), 1), "q8_0"), quantized("q4_0", 20, 64)
+    y, expected = (bf.gemm_w4a8(x, w, backend=backend) for backend in ("metal-emulator", "reference"))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_strided_x():
+    q = quantized("u4", 8, 64)
+    x = gaussian((6, 128), 1).astype(np.float16)[::2, ::2]
+    y = bf.quantized_linear(x, q, backend="metal-emulator")
+    assert_within_contract(y, np.ascontiguousarray(x), q, None)
+
+
+# ---- layouts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
+def test_weights_take_no_more_than_their_storage(name):
+    """But for the two-level scales of k-quants, which are multiplied out."""
+    q = quantized(name, 64, 512)
+    most = {"q4_k": 6.1 / 4.5, "q5_k": 7.1 / 5.5}.get(name, 1.01)
+    assert lay_out(q).nbytes <= most * q.nbytes + 8
+
+
+def test_words_are_used_as_they_are():
+    q = quantized("fp4", 64, 64)
+    assert lay_out(q).arrays["codes"] is q.storage["packed"]
+
+
+# ---- the choice of a kernel ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "itemsize", "expected"),
+    [
+        (1, 4096, 2, "gemv"),
+        (8, 4096, 4, "gemv"),
+        (9, 4096, 2, "striped"),
+        (64, 8192, 2, "gemm"),
+        (512, 4096, 2, "gemm"),
+        (9, 4096, 4, "fused"),
+    ],
+)
+def test_choice(m, n, itemsize, expected):
+    assert choose_kernel(m, n, 4096, itemsize) == expected
+
+
+@pytest.mark.parametrize("n", [*ALL_N, 4096, 16384])
+@pytest.mark.parametrize("m", ALL_M)
+def test_launches_cover_y(m, n):
+    for kernel in ("gemv", "gemm", "fused", "striped"):
+        if kernel == "gemv" and m > 8:
+            continue
+        chosen = launch(kernel, m, n, 4096)
+        groups = [size // part for size, part in zip(chosen.grid, chosen.threadgroup, strict=True)]
+        if kernel == "gemv":
+            assert groups[0] * 32 * chosen.template["COLUMNS"] >= n
+            assert n % chosen.template["COLUMNS"] == 0
+            assert chosen.template["ROWS"] >= m
+        elif kernel == "striped":
+            assert groups[0] >= 1
+        else:
+            assert groups[0] * 64 >= n
+            assert groups[1] * chosen.template["TILE_M"] >= m
+
+
+# ---- MLX arrays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 9, 64), (0, 64), (2, 0, 64)])
+def test_mlx_arrays_stay_mlx_arrays(shape, dtype):
+    q = quantized("fp4", 24, 64)
+    x = mx.array(gaussian(shape, 1)).astype(dtype)
+    y = emulated(q)(x)
+    assert isinstance(y, mx.array)
+    assert (y.dtype, tuple(y.shape)) == (dtype, (*shape[:-1], 24))
+
+
+def test_linear_hands_over_the_callers_arrays(monkeypatch):
+    """From `quantized_linear` on: x and the bias go to the kernels as they are, a NumPy bias is converted."""
+    q, x = quantized("fp4", 24, 64), mx.array(gaussian((9, 64)))
+    backend = MetalBackend()
+    backend.kernels = Kernels(emulator.metal_kernel)
+    monkeypatch.setitem(BACKENDS, "metal", backend)
+    monkeypatch.setattr(MetalBackend, "can_run", lambda self, problem: (problem.kind == "mlx", "no"))
+    monkeypatch.setattr(MlxArrays, "to_numpy", lambda self, array: pytest.fail("through NumPy"), raising=True)
+    monkeypatch.setattr(
+        "billfish.backends.metal.bridge.Kernels.multiply", lambda self, x, w, bias=None: x @ mx.ones((64, 24)) + bias
+    )
+    for bias in (mx.ones((24,)), np.ones(24, np.float32)):
+        y = bf.quantized_linear(x, q, bias=bias)
+        assert isinstance(y, mx.array)
+
+
+@pytest.mark.parametrize("name", ["fp4", "u4", "q8_0"])
+def test_gradients(name):
+    q = quantized(name, 24, 64)
+    product, x, bias = emulated(q), mx.array(gaussian((9, 64), 1)), mx.array(gaussian((24,), 2))
+    w, weight = mx.array(bf.dequantize(q)), mx.array(gaussian((9, 24), 3))
+    ours = mx.grad(lambda x, b: (product(x, b) * weight).sum(), argnums=(0, 1))(x, bias)
+    dense = mx.grad(lambda x, b: ((x @ w.T + b) * weight).sum(), argnums=(0, 1))(x, bias)
+    for a, b in zip(ours, dense, strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-5, atol=1e-5)
+    alone = mx.grad(lambda x: (product(x) * weight).sum())(x)
+    np.testing.assert_allclose(np.array(alone), np.array(ours[0]), rtol=1e-5, atol=1e-5)
+
+
+def dense_kernels(q: bf.QuantizedTensor) -> Callable[..., Any]:
+    """A metal_kernel of MLX operations, which `mx.compile` can run where there is no Metal."""
+    w = mx.array(bf.dequantize(q))
+
+    def build(name: str, **arguments: Any) -> Callable[..., Any]:
+        if name.startswith("dequant"):
+            return lambda **call: [w.astype(call["output_dtypes"][0])]
+        return lambda **call: [call["inputs"][0] @ w.T]
+
+    return build
+
+
+def test_compile_and_gradients_of_what_is_compiled():
+    q = quantized("fp4", 24, 64)
+    product = MetalProduct(Kernels(dense_kernels(q)), in_mlx(q))
+    x, w = mx.array(gaussian((4, 64), 1)), mx.array(bf.dequantize(q))
+    y = mx.compile(lambda x: product(x) * 2)(x)
+    np.testing.assert_allclose(np.array(y), np.array(x @ w.T * 2), rtol=1e-5, atol=1e-5)
+    gradient = mx.compile(mx.grad(lambda x: (product(x) ** 2).sum()))(x)
+    dense = mx.grad(lambda x: ((x @ w.T) ** 2).sum())(x)
+    np.testing.assert_allclose(np.array(gradient), np.array(dense), rtol=1e-4, atol=1e-4)
+
+
+# ---- the text for Metal ---------------------------------------------------------------------------------------------
+
+
+def printed_by_mlx(tmp_path: Path, call: Callable[[Kernels], Any]) -> list[str]:
+    """What MLX would compile for the kernels that `call` runs: it prints them while it exports a function."""
+
+    def build(**arguments: Any) -> Callable[..., Any]:
+        kernel = mx.fast.metal_kernel(**arguments)
+        return lambda **launch: kernel(**launch, verbose=True, stream=mx.gpu)
+
+    saved = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)  # it prints from C++
+        try:
+            mx.export_function(str(tmp_path / "exported.mlxfn"), lambda: call(Kernels(build)))
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+        file.seek(0)
+        text = file.read().decode()
+    return [part.removesuffix("\n") for part in text.split("```\n")[1::2]]
+
+
+class Recorder:
+    """The emulator's metal_kernel, which writes down the text instead of running it."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, **arguments: Any) -> Callable[..., Any]:
+        kernel = emulator.metal_kernel(**arguments)
+
+        def launch(**call: Any) -> list[Any]:
+            text = kernel.signature(call["inputs"], call["output_dtypes"], call.get("template"))
+            self.texts.append(text.text)
+            return [
+                mx.zeros(shape, dtype)
+                for shape, dtype in zip(call["output_shapes"], call["output_dtypes"], strict=True)
+            ]
+
+        return launch
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize"])
+@pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
+def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
+    w = in_mlx(quantized(name, 96, 512))
+    x, bias = mx.zeros((8, 512), mx.float16), mx.zeros((96,), mx.float16)
+
+    def call(kernels: Kernels) -> Any:
+        if kernel == "dequantize":
+            return kernels.dequantize(w, mx.bfloat16)
+        return kernels.multiply(x, w, bias, kernel)
+
+    recorder = Recorder()
+    call(Kernels(recorder))
+    assert len(recorder.texts) == (2 if kernel == "striped" else 1)
+    assert printed_by_mlx(tmp_path, call) == recorder.texts
+
+
+def test_the_kernels_have_the_names_of_the_documents():
+    weights = {name: lay_out(quantized(name, 8, 64)) for name in ("fp4", "u4")}
+    names = {
+        str(kernel_arguments(kernel, name, w.axes)["name"])
+        for name, w in weights.items()
+        for kernel in ("gemm", "fused", "striped", "dequantize")
+    }
+    names |= {str(REDUCE["name"]), str(ZERO["name"])}
+    assert {
+        "marlin_gemm_fp4",
+        "marlin_gemm_fp4_striped",
+        "marlin_gemm_fused_fp4",
+        "marlin_gemm_fused_u4",
+        "marlin_zero_reduction",
+        "dequant_fp4",
+        "dequant_u4",
+    } <= names
+
+
+def test_kernels_are_built_once():
+    built: list[str] = []
+
+    def build(**arguments: Any) -> Any:
+        built.append(arguments["name"])
+        assert arguments["compile_options"] == {"math_mode": "safe"}
+        return emulator.metal_kernel(**arguments)
+
+    kernels = Kernels(build)
+    for group_size in (32, 64):
+        w = lay_out(quantized("fp4", 8, 64, group_size))
+        for m in (1, 2, 8):
+            kernels.multiply(gaussian((m, 64)).astype(np.float16), w)
+    assert built == ["marlin_gemv_fp4"]
+    assert KERNELS is not kernels

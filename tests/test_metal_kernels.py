@@ -1,0 +1,237 @@
+"""The Metal kernels, executed: every format, type and kernel, in checked, shuffled and hostile launches."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from metal_support import (
+    ALL_M,
+    ALL_N,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    KERNELS,
+    MORE_FORMATS,
+    PRODUCTS,
+    assert_within_contract,
+    exact_product,
+    multiply,
+    quantized,
+    sizes_of_k,
+)
+from support import ALL_BYTES, ALL_HALVES, assert_same_bits, gaussian, random_storage
+
+import billfish as bf
+from billfish.backends.metal import emulator, lay_out
+
+ORDERS = ("forward", "reverse", "random")
+BY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+BY_ANY_FORMAT = pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
+BY_KERNEL = pytest.mark.parametrize(("kernel", "dtype"), PRODUCTS, ids=lambda value: getattr(value, "name", value))
+BY_DTYPE = pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32], ids=lambda dtype: dtype.name)
+
+
+def shapes(kernel: str, name: str) -> list[tuple[int, int, int, int | None]]:
+    """Every (M, N, K, group size) for a kernel and a format."""
+    rows = [m for m in ALL_M if kernel != "gemv" or m <= 8]
+    return [(m, n, *k) for k, m, n in itertools.product(sizes_of_k(name), rows, ALL_N)]
+
+
+def check_product(kernel: str, name: str, dtype: np.dtype, shape: tuple[int, int, int, int | None], turn: int) -> None:
+    """Checked in one order, and the same bits in the two others; hostile, it is still near."""
+    m, n, k, group_size = shape
+    q = quantized(name, n, k, group_size)
+    x = gaussian((m, k), m).astype(dtype)
+    bias = gaussian((n,), 7).astype(dtype) if turn % 2 else None
+    orders = [ORDERS[(turn + i) % 3] for i in range(3)]
+    y = multiply(kernel, x, q, bias, check=True, order=orders[0], seed=turn)
+    assert_within_contract(y, x, q, bias)
+    for order in orders[1:]:
+        assert_same_bits(multiply(kernel, x, q, bias, check=True, order=order, seed=turn), y)
+
+
+def check_hostile(kernel: str, name: str, dtype: np.dtype, shape: tuple[int, int, int, int | None]) -> None:
+    m, n, k, group_size = shape
+    q = quantized(name, n, k, group_size)
+    x = gaussian((m, k), m).astype(dtype)
+    y = multiply(kernel, x, q, hostile=True)
+    expected = exact_product(x, q, None)
+    assert (
+        np.abs(y.astype(np.float64) - expected).max()
+        <= {2: 2.0**-6, 4: 2.0**-18}[dtype.itemsize] * np.abs(expected).max()
+    )
+
+
+@BY_FORMAT
+@BY_KERNEL
+def test_products(kernel, dtype, name):
+    """One shape for each, another every time, so that together they cover the sizes of the full matrix."""
+    possible = shapes(kernel, name)
+    turn = 37 * list(FORMATS).index(name) + 11 * PRODUCTS.index((kernel, dtype))
+    check_product(kernel, name, dtype, possible[turn % len(possible)], turn)
+
+
+@BY_FORMAT
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused"])
+def test_hostile_products(kernel, name):
+    """A compiler that reorders sums and flushes subnormal numbers changes the last bits and nothing else."""
+    check_hostile(kernel, name, FLOAT16, (5 if kernel == "gemv" else 20, 70, *sizes_of_k(name)[0]))
+
+
+@pytest.mark.metal_full
+@BY_ANY_FORMAT
+@BY_KERNEL
+def test_all_products(kernel, dtype, name):
+    for turn, shape in enumerate(shapes(kernel, name)):
+        check_product(kernel, name, dtype, shape, turn)
+
+
+@pytest.mark.metal_full
+@BY_ANY_FORMAT
+@BY_KERNEL
+def test_all_hostile_products(kernel, dtype, name):
+    for shape in shapes(kernel, name):
+        check_hostile(kernel, name, dtype, shape)
+
+
+# ---- dequantize -------------------------------------------------------------------------------------------------
+
+
+def check_dequantize(q: bf.QuantizedTensor, dtype: np.dtype, **options: object) -> None:
+    with emulator.options(**options):
+        w = KERNELS.dequantize(lay_out(q), dtype)
+    assert_same_bits(w, bf.dequantize(q, dtype, backend="reference"))
+
+
+@BY_ANY_FORMAT
+def test_dequantize_is_exact_on_random_bytes(name):
+    """All codes, and scales of every kind, NaN and infinities included; in three orders, checked."""
+    format = bf.FORMATS[name.split()[0]]
+    for turn, (n, (k, group_size)) in enumerate(zip((8, 70, 200, 96, 64), sizes_of_k(name), strict=False)):
+        storage = random_storage(format, n, k, np.random.default_rng(turn), group_size if group_size != -1 else k)
+        if "fractional" in name:
+            storage["zeros"] = storage["zeros"].astype(np.float16) / np.float16(16)
+        q = bf.QuantizedTensor.from_storage(format, storage, group_size)
+        check_dequantize(q, (FLOAT16, BFLOAT16, FLOAT32)[turn % 3], check=True, order=ORDERS[turn % 3])
+
+
+@pytest.mark.metal_full
+@BY_ANY_FORMAT
+@BY_DTYPE
+def test_dequantize_all_sizes(name, dtype):
+    for (k, group_size), n, order in itertools.product(sizes_of_k(name), ALL_N, ORDERS):
+        check_dequantize(quantized(name, n, k, group_size), dtype, check=True, order=order)
+
+
+@BY_DTYPE
+def test_every_code_with_every_float16_scale(dtype):
+    codes = np.tile(np.arange(16, dtype=np.uint8), (4096, 16))
+    # One NaN for all: the emulator's compiler rounds a quiet NaN with a payload of ones up to a zero in bfloat16.
+    scales = np.where(np.isnan(ALL_HALVES), np.float16(np.nan), ALL_HALVES)
+    planes = {"codes": codes, "scale": scales.reshape(4096, 16)}
+    check_dequantize(bf.QuantizedTensor.from_planes("fp4", planes, 16), dtype)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp4_gguf", "nvfp4_gguf"])
+@BY_DTYPE
+def test_every_code_with_every_byte_as_scale(name, dtype):
+    format = bf.FORMATS[name]
+    group = format.default_group_size
+    codes = np.tile(np.arange(16, dtype=np.uint8), (64, 4 * group // 16))
+    planes = {"codes": codes, "scale": ALL_BYTES.reshape(64, 4)}
+    if "nvfp4" in name:
+        planes["global_scale"] = np.asarray(0.37, np.float32)
+    check_dequantize(bf.QuantizedTensor.from_planes(name, planes), dtype)
+
+
+# ---- codes, one by one ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["safe", "hostile"])
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped"])
+@pytest.mark.parametrize("name", ["fp4", "mxfp4", "nvfp4"])
+def test_sixteen_codes_times_the_identity(name, kernel, dtype, hostile):
+    """Raw, code 1 is a subnormal half. Where that is flushed, 0.5 would silently be 0."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), (8, 2))
+    group = 32 if name != "nvfp4" else 16
+    one = {"fp4": np.float16(1), "mxfp4": np.uint8(127), "nvfp4": np.uint8(0x38)}[name]
+    planes = {"codes": codes, "scale": np.full((8, 32 // group), one)}
+    if name == "nvfp4":
+        planes["global_scale"] = np.asarray(1, np.float32)
+    q = bf.QuantizedTensor.from_planes(name, planes)
+    identity = np.eye(32, dtype=np.float32).astype(dtype)
+    rows = 8 if kernel == "gemv" else 32
+    y = np.concatenate([multiply(kernel, identity[i : i + rows], q, hostile=hostile) for i in range(0, 32, rows)])
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    np.testing.assert_array_equal(y.astype(np.float64).T, np.tile(values, (8, 2)))
+
+
+@BY_ANY_FORMAT
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused"])
+def test_identity_returns_the_weights(name, kernel):
+    k, group_size = sizes_of_k(name)[0]
+    q = quantized(name, 24, k, group_size)
+    identity = np.eye(k, dtype=np.float16)
+    rows = 8 if kernel == "gemv" else k
+    y = np.concatenate([multiply(kernel, identity[i : i + rows], q) for i in range(0, k, rows)])
+    np.testing.assert_array_equal(y.T, bf.dequantize(q, "float16", backend="reference"))
+
+
+# ---- shapes that are easily forgotten -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 4), (1, 3, 8), (2, 1, 12), (1, 7, 36), (9, 1, 4), (17, 5, 20)])
+def test_tiny_problems(m, n, k):
+    """Fewer than eight numbers arrive in another address space; nobody notices."""
+    q = bf.quantize(gaussian((n, k)), "u8b128", group_size=-1)
+    x, bias = gaussian((m, k), 1).astype(np.float16), gaussian((n,), 2).astype(np.float16)
+    for kernel in ("gemv", "gemm", "fused", "striped"):
+        if kernel != "gemv" or m <= 8:
+            assert_within_contract(multiply(kernel, x, q, bias, check=True), x, q, bias)
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped"])
+def test_what_lies_beyond_k_is_not_seen(kernel):
+    """The last group is partial and its scale infinite: no code of it, so no NaN from padding."""
+    q = bf.quantize(gaussian((8, 40)), "u4b8", group_size=32)
+    storage = {name: array.copy() for name, array in q.storage.items()}
+    storage["scales"][1] = np.inf
+    storage["packed"][4:] = 0x99999999  # q - 8 = 1
+    q = bf.QuantizedTensor.from_storage("u4b8", storage, 32)
+    x = np.ones((4, 40), np.float16)
+    assert np.isposinf(multiply(kernel, x, q)).all()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4])
+@pytest.mark.parametrize("name", ["fp4", "u4", "q5_1", "u8b128", "nvfp4"])
+def test_columns_of_the_matvec(name, columns, monkeypatch):
+    """Wide columns are for wide weights; here they are forced, on every kind of plane."""
+    from billfish.backends.metal import bridge, choose
+
+    def forced(kernel: str, m: int, n: int, k: int) -> choose.Launch:
+        template = {"ROWS": 2, "COLUMNS": columns, "SIMDGROUPS": 2}
+        return choose.Launch("gemv", template, (choose.up(n, 32 * columns) * 64, 1, 1), (64, 1, 1))
+
+    monkeypatch.setattr(bridge, "launch", forced)
+    k, group_size = sizes_of_k(name)[1]
+    q = quantized(name, 204, k, group_size)
+    x = gaussian((2, k), 3).astype(np.float16)
+    assert_within_contract(multiply("gemv", x, q, check=True), x, q, None)
+
+
+def test_x_may_begin_anywhere():
+    """MLX hands contiguous slices over as they are, at any offset."""
+    q = quantized("q4_0", 16, 64)
+    x = gaussian((1 + 9 * 64,)).astype(np.float16)[1:].reshape(9, 64)
+    assert_within_contract(multiply("gemm", x, q), x, q, None)
+
+
+@pytest.mark.parametrize("count", [1, 7, 256, 1000])
+def test_zero_reduction(count):
+    with emulator.options(check=True):
+        y = KERNELS.zero_reduction(count)
+    assert_same_bits(y, np.zeros(count, np.float32))

