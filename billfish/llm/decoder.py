@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from billfish.activations import ACTIVATIONS
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import CpuBackend, _cpu, storage_of
 from billfish.errors import FormatError, ModelError, complaint
 from billfish.llm.config import Config, embedding_scale
 from billfish.llm.gguf_file import GgufFile, Tensor
@@ -97,6 +97,12 @@ class Decoder:
                 ],
             )
         self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
+        self._native_embedding = False
+        if isinstance(self._embedding, QuantizedTensor):
+            source = storage_of(self._embedding)
+            self._native_embedding = not source.words and source.about["scale_offset"] >= 0
+            if self._native_embedding:
+                self._native.set_embedding(source.data, source.about)
         # Many models use the embedding as the last matrix too.
         head = "output" if "output.weight" in file else "token_embd"
         self.last_norm = self._vector("output_norm.weight", c.hidden)
@@ -140,9 +146,13 @@ class Decoder:
 
     def embed(self, tokens: list[int]) -> Floats:
         """The rows of the embedding: [tokens, hidden]."""
-        if isinstance(self._embedding, QuantizedTensor):
+        rows: Floats
+        if self._native_embedding:
+            rows = np.empty((len(tokens), self.config.hidden), np.float32)
+            self._native.embed(tokens, rows)
+        elif isinstance(self._embedding, QuantizedTensor):
             blocks = {"blocks": self._embedding.storage["blocks"][tokens]}
-            rows: Floats = dequantize(QuantizedTensor.from_storage(self._embedding.format, blocks))
+            rows = dequantize(QuantizedTensor.from_storage(self._embedding.format, blocks))
         else:
             rows = self._embedding[tokens].astype(np.float32)
         return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows

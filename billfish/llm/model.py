@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,10 @@ class Model:
         file = GgufFile(path)
         self.path = path
         self.config = read_config(file.metadata)
-        self.tokenizer = Tokenizer(file.metadata)
-        self.decoder = Decoder(file, self.config, convert)
+        with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
+            tokenizer = pool.submit(Tokenizer, file.metadata)
+            self.decoder = Decoder(file, self.config, convert)
+            self.tokenizer = tokenizer.result()
         source = file.metadata.get("tokenizer.chat_template")
         self.template = None if source is None else ChatTemplate(source, **_token_names(file.metadata, self.tokenizer))
 

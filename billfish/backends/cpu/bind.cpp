@@ -97,8 +97,9 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   });
 }
 
-// Storage as the Python side describes it, without scales that are decoded already.
-Storage storage_of(const uint8_t* bytes, nb::dict about) {
+}  // namespace
+
+Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
   auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
   Storage s{};
   s.bytes = bytes;
@@ -114,7 +115,9 @@ Storage storage_of(const uint8_t* bytes, nb::dict about) {
   return s;
 }
 
-// The same from blocks of 32 as a file holds them, with float16 scales inside: nothing is unpacked in between.
+namespace {
+
+// As prepack(), from blocks of 32 as a file holds them, with float16 scales inside: nothing is unpacked in between.
 void prepack_blocks(const std::string& name, const Description& d, Contiguous<const uint8_t> bytes, nb::dict about, Contiguous<uint8_t> out) {
   const Level& level = find_level(name);
   const Weights w = d.weights(nullptr);

@@ -29,6 +29,9 @@ struct Description {
 // The level of that name; throws if this machine cannot run it.
 const Level& find_level(const std::string& name);
 
+// Storage as the Python side describes it, without scales that are decoded already.
+Storage storage_of(const uint8_t* bytes, nanobind::dict about);
+
 void bind_decoder(nanobind::module_& module);
 
 }  // namespace billfish

@@ -36,13 +36,27 @@ class PythonDecoder {
  public:
   PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
                 float epsilon, bool adjacent, bool gelu, const std::vector<double>& frequencies)
-      : decoder_(find_level(level), find_kernels(level),
+      : level_(find_level(level)), decoder_(level_, find_kernels(level),
                  {hidden, heads, kv_heads, head_size, feed_forward, epsilon, adjacent, gelu}, frequencies) {}
 
   void add_layer(Numbers attention_norm, Numbers feed_forward_norm, std::optional<Numbers> q_norm, std::optional<Numbers> k_norm,
                  const std::vector<PackedMatrix>& m) {
     decoder_.add_layer({keep(attention_norm), keep(feed_forward_norm), keep(q_norm), keep(k_norm), keep(m[0]), keep(m[1]),
                         keep(m[2]), keep(m[3]), keep(m[4]), keep(m[5]), keep(m[6])});
+  }
+
+  void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
+    streams_.push_back(blocks);
+    embedding_ = storage_of(blocks.data(), about);
+  }
+
+  // Rows of the embedding, decoded.
+  void embed(const std::vector<int64_t>& tokens, Contiguous<float> out) const {
+    for (size_t i = 0; i < tokens.size(); i++) {
+      Storage row = embedding_;
+      row.bytes += tokens[i] * row.row_bytes;
+      level_.dequantize_rows(row, out.data() + int64_t(i) * row.k, 0, 0, 1);
+    }
   }
 
   void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
@@ -83,7 +97,9 @@ class PythonDecoder {
     return {description.weights(stream.data()), keep(bias)};
   }
 
+  const Level& level_;
   Decoder decoder_;
+  Storage embedding_{};
   const float* norm_ = nullptr;
   Matrix head_{};
   std::vector<Numbers> arrays_;
@@ -96,6 +112,8 @@ void billfish::bind_decoder(nb::module_& module) {
   nb::class_<PythonDecoder>(module, "Decoder")
       .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, bool, bool, const std::vector<double>&>())
       .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
+      .def("set_embedding", &PythonDecoder::set_embedding)
+      .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)
       .def("run", &PythonDecoder::run)
       .def("finish", &PythonDecoder::finish)

@@ -14,16 +14,21 @@ struct Field {
   int size;
 };
 
-constexpr uint32_t EACH_BYTE = 0x01010101;
-
-// Four codes as one word: its low `width` bits of each byte into a plane that stacks 8 / width vectors; see decode.h.
-inline void put_plane(uint8_t* plane, int v, int lane, int vector_bytes, int width, uint32_t codes) {
-  const int per_byte = 8 / width;
-  uint8_t* at = plane + v / per_byte * vector_bytes + lane * 4;
-  uint32_t word;
-  std::memcpy(&word, at, 4);
-  word |= (codes & EACH_BYTE * ((1u << width) - 1)) << (width * (v % per_byte));
-  std::memcpy(at, &word, 4);
+// Bits [from, from + WIDTH) of the codes of a block, [rows][32], as a plane that stacks 8 / WIDTH vectors in one byte vector;
+// see decode.h. Four codes of a row are one word, so that a shift moves all of them.
+template <int WIDTH> void put_plane(const uint8_t* codes, int from, int row_vectors, int lanes, uint8_t* plane) {
+  constexpr int per_byte = 8 / WIDTH;
+  constexpr uint32_t mask = 0x01010101u * ((1u << WIDTH) - 1);
+  for (int v = 0; v < 8 * row_vectors; v += per_byte)
+    for (int lane = 0; lane < lanes; lane++, plane += 4) {
+      uint32_t stacked = 0;
+      for (int i = 0; i < per_byte; i++) {
+        uint32_t word;
+        std::memcpy(&word, codes + ((v + i) % row_vectors * lanes + lane) * BLOCK + (v + i) / row_vectors * 4, 4);
+        stacked |= (word >> from & mask) << (WIDTH * i);
+      }
+      std::memcpy(plane, &stacked, 4);
+    }
 }
 
 // read_codes(row, block, out) writes the 32 codes of one block of a row, `padding` where the row has ended.
@@ -31,7 +36,7 @@ template <class ReadCodes>
 void pack_tile(const Weights& w, const Level& level, ReadCodes read_codes, uint8_t padding, const std::vector<Field>& chunk_fields,
                const std::vector<Field>& group_fields, int64_t tile, uint8_t* out) {
   const TileShape shape(w, level.tile_rows);
-  const int rows = level.tile_rows, lanes = level.row_lanes, vector_bytes = level.vector_bytes;
+  const int rows = level.tile_rows, lanes = level.row_lanes;
   const int row_vectors = rows / lanes, bits = code_bits(w.codes);
   const int low = bits == 8 ? 8 : bits < 4 ? 2 : 4, high = bits - low;
   std::vector<uint8_t> codes(size_t(rows) * BLOCK, padding);
@@ -49,13 +54,12 @@ void pack_tile(const Weights& w, const Level& level, ReadCodes read_codes, uint8
       for (const Field& field : group_fields) put_field(field, chunk * (CHUNK / w.group) + g);
     for (int b = 0; b < blocks; b++, out += shape.block_code_bytes) {
       for (int r = 0; r < rows && tile * rows + r < w.n; r++) read_codes(tile * rows + r, chunk * 8 + b, codes.data() + r * BLOCK);
-      for (int v = 0; v < 8 * row_vectors; v++)
-        for (int lane = 0; lane < lanes; lane++) {
-          uint32_t word;
-          std::memcpy(&word, codes.data() + (v % row_vectors * lanes + lane) * BLOCK + v / row_vectors * 4, 4);
-          put_plane(out, v, lane, vector_bytes, low, word);
-          if (high) put_plane(out + rows * BLOCK * low / 8, v, lane, vector_bytes, high, word >> low);
-        }
+      uint8_t* more = out + rows * BLOCK * low / 8;
+      if (low == 8) put_plane<8>(codes.data(), 0, row_vectors, lanes, out);
+      if (low == 4) put_plane<4>(codes.data(), 0, row_vectors, lanes, out);
+      if (low == 2) put_plane<2>(codes.data(), 0, row_vectors, lanes, out);
+      if (high == 2) put_plane<2>(codes.data(), low, row_vectors, lanes, more);
+      if (high == 1) put_plane<1>(codes.data(), low, row_vectors, lanes, more);
     }
   }
 }

@@ -34,7 +34,7 @@ class Rows {
   template <class Make> void fill(Make make) {
     const Activations8 integers = activations8();
     parallel_for((m_ + 7) / 8, [&](int64_t first, int64_t last) {
-      std::vector<float> made(size_t(k_) * 8);
+      std::vector<float> made(size_t(k_ * std::min<int64_t>(8, m_)));
       for (int64_t group = first; group < last; group++) {
         const int64_t count = std::min<int64_t>(8, m_ - group * 8);
         for (int64_t i = 0; i < count; i++) {
