@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,17 +54,48 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes
 
 
+# The matrices of a layer, in the order in which the native decoder takes them.
+MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+
+
 class Decoder:
-    """All layers of a model, in the memory layout of this machine's kernels."""
+    """All layers of a model. Making one checks the file's tensors; `pack` puts them into the order of the kernels."""
 
     def __init__(self, file: GgufFile, config: Config, convert: Convert | None = None) -> None:
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
         self._backend, self._file, self._convert, self.config = backend, file, convert, config
-        family, c = config.family, config
+        c = config
+        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+        sizes = (
+            (q_size, c.hidden),
+            (kv_size, c.hidden),
+            (kv_size, c.hidden),
+            (c.hidden, q_size),
+            (c.feed_forward, c.hidden),
+            (c.feed_forward, c.hidden),
+            (c.hidden, c.feed_forward),
+        )
+        self._matrices: dict[str, QuantizedTensor] = {}
+        for i in range(c.layers):
+            for name, shape in zip(MATRICES, sizes, strict=True):
+                self._matrices[f"blk.{i}.{name}"] = self._matrix(f"blk.{i}.{name}.weight", shape)
+        # Many models use the embedding as the last matrix too.
+        head = "output" if "output.weight" in file else "token_embd"
+        self._matrices["head"] = self._matrix(f"{head}.weight", (c.vocabulary, c.hidden))
+        self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
+        self.last_norm = self._vector("output_norm.weight", c.hidden)
+        self.formats = sorted({tensor.format.name for tensor in self._matrices.values()})
+
+    def pack(self) -> None:
+        """Make it ready to run. Most of this happens in native threads, beside which Python goes on."""
+        c, family, file = self.config, self.config.family, self._file
+        packed = dict(zip(self._matrices, self._backend.prepack_all(list(self._matrices.values())), strict=True))
+        self._matrices.clear()
+        self.nbytes = sum(weights.nbytes for weights in packed.values())
         factors = self._vector("rope_freqs.weight", c.rope_size // 2) if "rope_freqs.weight" in file else None
         self._native = _cpu.Decoder(
-            backend.level,
+            self._backend.level,
             c.hidden,
             c.heads,
             c.kv_heads,
@@ -76,37 +106,28 @@ class Decoder:
             family.gate == "gelu",
             c.rope_frequencies(factors).tolist(),
         )
-        self.nbytes = 0
-        self.formats: set[str] = set()
-        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         for i in range(c.layers):
             layer = f"blk.{i}."
+            weights = []
+            for name in MATRICES:
+                biased = family.biases and name in ("attn_q", "attn_k", "attn_v")
+                matrix = packed[layer + name]
+                bias = self._vector(f"{layer}{name}.bias", matrix.shape[0]) if biased else None
+                weights.append((matrix.description, matrix.data, bias))
             self._native.add_layer(
                 self._vector(f"{layer}attn_norm.weight", c.hidden),
                 self._vector(f"{layer}ffn_norm.weight", c.hidden),
                 self._vector(f"{layer}attn_q_norm.weight", c.head_size) if family.head_norms else None,
                 self._vector(f"{layer}attn_k_norm.weight", c.head_size) if family.head_norms else None,
-                [
-                    self._matrix(f"{layer}attn_q", q_size, c.hidden, family.biases),
-                    self._matrix(f"{layer}attn_k", kv_size, c.hidden, family.biases),
-                    self._matrix(f"{layer}attn_v", kv_size, c.hidden, family.biases),
-                    self._matrix(f"{layer}attn_output", c.hidden, q_size),
-                    self._matrix(f"{layer}ffn_gate", c.feed_forward, c.hidden),
-                    self._matrix(f"{layer}ffn_up", c.feed_forward, c.hidden),
-                    self._matrix(f"{layer}ffn_down", c.hidden, c.feed_forward),
-                ],
+                weights,
             )
-        self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
+        self._native.set_head(self.last_norm, (packed["head"].description, packed["head"].data, None))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
             source = storage_of(self._embedding)
             self._native_embedding = not source.words and source.about["scale_offset"] >= 0
             if self._native_embedding:
                 self._native.set_embedding(source.data, source.about)
-        # Many models use the embedding as the last matrix too.
-        head = "output" if "output.weight" in file else "token_embd"
-        self.last_norm = self._vector("output_norm.weight", c.hidden)
-        self._native.set_head(self.last_norm, self._matrix(head, c.vocabulary, c.hidden))
 
     # ---- tensors of the file ------------------------------------------------------------------------------------
 
@@ -123,21 +144,18 @@ class Decoder:
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
         return np.ascontiguousarray(tensor, np.float32)
 
-    def _matrix(self, name: str, n: int, k: int, biased: bool = False) -> tuple[Any, NDArray[np.uint8], Floats | None]:
-        tensor = self._tensor(f"{name}.weight", (n, k))
+    def _matrix(self, name: str, shape: tuple[int, int]) -> QuantizedTensor:
+        tensor = self._tensor(name, shape)
         if not isinstance(tensor, QuantizedTensor):
-            raise ModelError(complaint(CALL, f"{name}.weight", f"{tensor.dtype} weights", "quantized ones"))
-        packed = self._backend.prepack(tensor)
-        self.nbytes += packed.nbytes
-        self.formats.add(tensor.format.name)
-        return packed.description, packed.data, self._vector(f"{name}.bias", n) if biased else None
+            raise ModelError(complaint(CALL, name, f"{tensor.dtype} weights", "quantized ones"))
+        return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
     @property
     def kernels(self) -> str:
         """Whose kernels run, for people."""
-        return f"{self._backend.level} ({', '.join(sorted(self.formats))})"
+        return f"{self._backend.level} ({', '.join(self.formats)})"
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,11 @@ class Model:
         file = GgufFile(path)
         self.path = path
         self.config = read_config(file.metadata)
+        self.decoder = Decoder(file, self.config, convert)
         with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
-            tokenizer = pool.submit(Tokenizer, file.metadata)
-            self.decoder = Decoder(file, self.config, convert)
-            self.tokenizer = tokenizer.result()
-        source = file.metadata.get("tokenizer.chat_template")
-        self.template = None if source is None else ChatTemplate(source, **_token_names(file.metadata, self.tokenizer))
+            language = pool.submit(_language, file.metadata)
+            self.decoder.pack()
+            self.tokenizer, self.template = language.result()
 
     def generate(
         self,
@@ -153,7 +153,12 @@ def _check_count(max_tokens: int) -> None:
         raise DataError(complaint("llm.generate", "max_tokens", max_tokens, "a whole number from 0 on"))
 
 
-def _token_names(metadata: Mapping[str, object], tokenizer: Tokenizer) -> dict[str, str]:
+def _language(metadata: Mapping[str, Any]) -> tuple[Tokenizer, ChatTemplate | None]:
+    tokenizer, source = Tokenizer(metadata), metadata.get("tokenizer.chat_template")
+    return tokenizer, None if source is None else ChatTemplate(source, **_token_names(metadata, tokenizer))
+
+
+def _token_names(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     names = {}
     for name in ("bos", "eos"):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -237,20 +238,31 @@ def storage_of(tensor: QuantizedTensor) -> Source:
     return source
 
 
-class _Blocks(NamedTuple):
-    """Blocks of 32 whose float16 scales the packer can copy as they are; all that is unpacked is one row."""
-
-    source: Source
-    first_row: QuantizedTensor
-
-
-def _blocks_with_scales(tensor: QuantizedTensor) -> _Blocks | None:
+def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
+    """Blocks of 32 whose codes and float16 scales the packer reads as they are, or None."""
     if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
         return None
     source = storage_of(tensor)
-    if source.about["scale_offset"] < 0:
-        return None
-    return _Blocks(source, QuantizedTensor.from_storage(tensor.format, {"blocks": source.data[:1]}))
+    return source if source.about["scale_offset"] >= 0 else None
+
+
+@cache
+def _layout_of_blocks(format: BlockFormat) -> Layout:
+    """Such blocks' layout, which is the same for all matrices but for the planes; these are of a single block."""
+    blocks = np.zeros((1, format.struct.itemsize), np.uint8)
+    return layout_of(QuantizedTensor.from_storage(format, {"blocks": blocks}))
+
+
+def _describe(layout: Layout, shape: tuple[int, int]) -> Any:
+    return _cpu.Description(
+        *shape,
+        CODES.index(layout.codes),
+        SCALES.index(layout.scales),
+        layout.bias,
+        layout.group,
+        layout.factor,
+        list(layout.table),
+    )
 
 
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
@@ -272,27 +284,25 @@ class CpuBackend(Backend):
         return True, ""
 
     def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
-        blocks = _blocks_with_scales(tensor)
-        layout = layout_of(tensor if blocks is None else blocks.first_row)
-        n, k = tensor.shape
-        description = _cpu.Description(
-            n,
-            k,
-            CODES.index(layout.codes),
-            SCALES.index(layout.scales),
-            layout.bias,
-            layout.group,
-            layout.factor,
-            list(layout.table),
-        )
-        data = np.empty(_cpu.packed_bytes(self.level, description), np.uint8)
-        if blocks is not None:
-            _cpu.prepack_blocks(self.level, description, blocks.source.data, blocks.source.about, data)
-            return PackedWeights(tensor.format, tensor.shape, self.level, description, data)
-        codes = np.ascontiguousarray(layout.codes_plane)
-        chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-        _cpu.prepack(self.level, description, codes, chunk_fields, group_fields, data)
-        return PackedWeights(tensor.format, tensor.shape, self.level, description, data)
+        return self.prepack_all([tensor])[0]
+
+    def prepack_all(self, tensors: list[QuantizedTensor]) -> list[PackedWeights]:
+        """Many matrices at once, those that lie in blocks of 32 in one call that leaves Python to other threads."""
+        packed, blocks = [], []
+        for tensor in tensors:
+            source = _blocks_with_scales(tensor)
+            layout = layout_of(tensor) if source is None else _layout_of_blocks(tensor.format)
+            description = _describe(layout, tensor.shape)
+            data = np.empty(_cpu.packed_bytes(self.level, description), np.uint8)
+            if source is not None:
+                blocks.append((description, source.data, source.about, data))
+            else:
+                codes = np.ascontiguousarray(layout.codes_plane)
+                chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
+                _cpu.prepack(self.level, description, codes, chunk_fields, group_fields, data)
+            packed.append(PackedWeights(tensor.format, tensor.shape, self.level, description, data))
+        _cpu.prepack_blocks(self.level, blocks)
+        return packed
 
     def matmul(
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"

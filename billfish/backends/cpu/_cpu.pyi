@@ -54,7 +54,7 @@ def prepack(
     out: NDArray[Any],
 ) -> None: ...
 def prepack_blocks(
-    level: str, description: Description, data: NDArray[Any], about: dict[str, Any], out: NDArray[Any]
+    level: str, matrices: list[tuple[Description, NDArray[Any], dict[str, Any], NDArray[Any]]]
 ) -> None: ...
 def multiply(
     level: str,

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bind.h"
@@ -117,20 +119,43 @@ Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
 
 namespace {
 
-// As prepack(), from blocks of 32 as a file holds them, with float16 scales inside: nothing is unpacked in between.
-void prepack_blocks(const std::string& name, const Description& d, Contiguous<const uint8_t> bytes, nb::dict about, Contiguous<uint8_t> out) {
+// One matrix to pack from blocks of 32 as a file holds them, with float16 scales inside: description, blocks, what the Python
+// side says about them, and where the stream goes.
+using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
+
+// As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together.
+void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
   const Level& level = find_level(name);
-  const Weights w = d.weights(nullptr);
-  const TileShape shape(w, level.tile_rows);
-  const Storage s = storage_of(bytes.data(), about);
-  std::vector<Field> fields;
-  for (const int offset : {s.scale_offset, s.minimum_offset})
-    if (offset >= 0) fields.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
-  auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(s, row, block, to); };
+  struct Job {
+    Weights weights;
+    Storage storage;
+    std::vector<Field> fields;
+    uint8_t* out;
+    size_t tile_bytes;
+    int64_t first_tile;
+  };
+  std::vector<Job> jobs;
+  int64_t tiles = 0;
+  for (const auto& [description, bytes, about, out] : matrices) {
+    const Weights w = description.weights(nullptr);
+    const TileShape shape(w, level.tile_rows);
+    const Storage s = storage_of(bytes.data(), about);
+    Job job{w, s, {}, out.data(), shape.tile_bytes, tiles};
+    for (const int offset : {s.scale_offset, s.minimum_offset})
+      if (offset >= 0) job.fields.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
+    jobs.push_back(job);
+    tiles += (w.n + shape.rows - 1) / shape.rows;
+  }
   nb::gil_scoped_release unlocked;
-  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; tile++)
-      pack_tile(w, level, read_codes, padding_of(w), {}, fields, tile, out.data() + tile * shape.tile_bytes);
+  parallel_for(tiles, [&](int64_t first, int64_t last) {
+    size_t at = 0;
+    for (int64_t tile = first; tile < last; tile++) {
+      while (at + 1 < jobs.size() && jobs[at + 1].first_tile <= tile) at++;
+      const Job& job = jobs[at];
+      const int64_t own = tile - job.first_tile;
+      auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(job.storage, row, block, to); };
+      pack_tile(job.weights, level, read_codes, padding_of(job.weights), {}, job.fields, own, job.out + own * job.tile_bytes);
+    }
   });
 }
 
