@@ -1,4 +1,4 @@
-"""Arrays of other libraries: NumPy, PyTorch and MLX in, the same kind out. None of them is imported unless it is used.
+"""Arrays of other libraries: NumPy, PyTorch, MLX and CuPy in, the same kind out. None is imported unless it is used.
 
 Each adapter is a pair, to NumPy and back. bfloat16, which NumPy has only through ml_dtypes, crosses as its 16 bits.
 """
@@ -108,7 +108,24 @@ class MlxArrays:
         return mx.array(array)
 
 
-ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays())
+class CupyArrays:
+    kind = "cupy"
+
+    def owns(self, array: object) -> bool:
+        cupy = sys.modules.get("cupy")
+        return cupy is not None and isinstance(array, cupy.ndarray)
+
+    def device(self, array: Any) -> str:
+        return "cuda"
+
+    def to_numpy(self, array: Any) -> NDArray[Any]:
+        return np.asarray(array.get())
+
+    def from_numpy(self, array: NDArray[Any]) -> Any:
+        return sys.modules["cupy"].asarray(array)
+
+
+ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays(), CupyArrays())
 
 
 class Input:

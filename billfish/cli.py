@@ -1,4 +1,5 @@
-"""The command line: `billfish formats`, `billfish explain FORMAT CODE`, `billfish run`, `billfish bench`."""
+"""The command line: formats, explain and bench; run and eval for models; and for checkpoints inspect, quantize, convert
+and verify."""
 
 from __future__ import annotations
 

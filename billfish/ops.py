@@ -67,11 +67,20 @@ def check_method(call: str, method: str) -> None:
 def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = None, backend: str | None = None) -> Any:
     """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`.
 
-    out: an array [N, K] to write to, NumPy or a torch tensor in CPU memory; its type then counts, and it is returned.
+    out: an array [N, K] to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU; its
+    type then counts, and it is returned.
     """
     call = "dequantize"
     if not isinstance(q, QuantizedTensor):
         raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
+    if out is not None:
+        taken = float_input(call, "out", out)
+        if taken.device == "cuda" and taken.shape == q.shape:
+            there = Problem(
+                call, q.format, q.group_size, 0, *q.shape, FLOATS[taken.dtype_name], taken.kind, taken.device
+            )
+            choose(call, there, backend).dequantize_there(q, taken)
+            return out
     target = np.empty(q.shape, float_dtype(call, dtype)) if out is None else _writable(call, out, q.shape)
     problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, dtype=target.dtype)
     choose(call, problem, backend).dequantize(q, target)

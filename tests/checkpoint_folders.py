@@ -41,14 +41,14 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 Arrays = dict[str, NDArray]
 
 
-def matrices() -> dict[str, tuple[int, int]]:
+def matrices(head: int = 16) -> dict[str, tuple[int, int]]:
     """Every linear layer of the decoder blocks: name and [N, K]."""
-    hidden, inner, kv = CONFIG["hidden_size"], CONFIG["intermediate_size"], 4 * 16
+    hidden, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (8 * head, hidden),
+        "self_attn.k_proj": (4 * head, hidden),
+        "self_attn.v_proj": (4 * head, hidden),
+        "self_attn.o_proj": (hidden, 8 * head),
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
@@ -139,28 +139,42 @@ def write_folder(
     return truth
 
 
-def write_gguf(path: Path, format: str = "q4_0", seed: int = 0) -> None:
-    """The same Llama as llama.cpp writes it, its matrices quantized, its embedding too."""
+def write_gguf(
+    path: Path, format: str = "q4_0", architecture: str = "llama", rope: NDArray | None = None, seed: int = 0
+) -> None:
+    """The same Llama as llama.cpp writes it, its matrices quantized, its embedding too; or a Qwen of that size."""
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
+    head = 128 if architecture == "qwen3" else 16  # as every Qwen3 has it, whatever its size
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(CONFIG["num_hidden_layers"])
     writer.add_context_length(CONFIG["max_position_embeddings"])
     writer.add_embedding_length(CONFIG["hidden_size"])
     writer.add_feed_forward_length(CONFIG["intermediate_size"])
     writer.add_head_count(CONFIG["num_attention_heads"])
     writer.add_head_count_kv(CONFIG["num_key_value_heads"])
-    writer.add_rope_dimension_count(CONFIG["head_dim"])
+    writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(CONFIG["rope_theta"])
     writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
     writer.add_vocab_size(CONFIG["vocab_size"])
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    if rope is not None:
+        writer.add_tensor("rope_freqs.weight", rope)
     kind = gguf.GGMLQuantizationType[format.upper()]
     names = {hf: ggml for ggml, hf in {**TOP, **LAYER}.items()}
     shapes = {name: array.shape for name, array in plain_arrays(rng).items()}
-    shapes |= {f"{name}.weight": shape for name, shape in matrices().items()}
+    for name, (n, k) in matrices(head).items():
+        shapes[f"{name}.weight"] = (n, k)
+        part = name.rpartition(".")[2]
+        if architecture == "qwen2" and part in ("q_proj", "k_proj", "v_proj"):
+            shapes[f"{name}.bias"] = (n,)
+        if architecture == "qwen3" and part in ("q_proj", "k_proj"):
+            shapes[f"{name.removesuffix('proj')}norm.weight"] = (head,)
     for name, shape in shapes.items():
-        module = name.removesuffix(".weight")
+        module, _, kind_of_parameter = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        stored = f"blk.{match[1]}.{names[match[2]]}.weight" if match else f"{names[module]}.weight"
+        stored = f"blk.{match[1]}.{names[match[2]]}" if match else names[module]
+        stored += f".{kind_of_parameter}"
         w = rng.standard_normal(shape).astype(np.float32)
         if len(shape) == 1:
             writer.add_tensor(stored, 1 + w / 10)

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,18 +41,25 @@ def contents(path: Path) -> dict[str, bytes] | bytes:
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
-def quiet(amount: int, label: str) -> None:
-    pass
+def quiet(total: int) -> Callable[[int, str], None]:
+    return lambda amount, label: None
 
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_it_writes_what_was_planned(tmp_path, folder):
     done = []
-    write("convert", tmp_path / "out", output([], folder), lambda amount, label: done.append(amount))
+    totals = []
+
+    def start(total: int) -> Callable[[int, str], None]:
+        totals.append(total)
+        return lambda amount, label: done.append(amount)
+
+    write("convert", tmp_path / "out", output([], folder), start)
     x = b"header xaaa\0\0\0\0\0bbbbb\0\0\0bb\0\0\0\0\0\0c\0\0\0\0\0\0\0"
     y = b"header of yddddfffffffff"
     assert contents(tmp_path / "out") == ({"x": x, "y": y, "config.json": b"{}"} if folder else x)
     assert sum(done) == len(x) + (len(y) if folder else 0)
+    assert totals == [sum(done) + (2 if folder else 0)]  # config.json
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -147,6 +155,9 @@ def test_an_existing_output_is_not_touched(tmp_path):
             write("convert", path, output([]), quiet)
         assert not (tmp_path / f"{out}.partial").exists()
     assert (tmp_path / "file").read_text() == "mine"
+    for path in (".", "/"):
+        with pytest.raises(bf.CheckpointError, match="a path that exists"):
+            write("convert", Path(path), output([]), quiet)
 
 
 def test_a_parent_that_is_not_there_or_is_a_file(tmp_path):

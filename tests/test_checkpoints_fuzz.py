@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 CASES = 1000
-PROCESSES = 4
+PROCESSES = 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory and counts it as Linux does")

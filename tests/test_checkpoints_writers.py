@@ -315,7 +315,7 @@ def test_quantize_is_quantize(tmp_path, format, to):
         if name in QUANTIZED and tensor.shape[1] % bf.FORMATS[format].block_size == 0:
             assert about.format.name == format
             expected = bf.dequantize(bf.quantize(tensor, format))
-            if "nvfp4" in format:  # whose global scale was moved by an ulp
+            if format == "nvfp4" and to == "compressed-tensors":  # whose global scale was moved by an ulp
                 np.testing.assert_allclose(bf.dequantize(ck[name]), expected, rtol=1e-6)
             else:
                 assert_same_bits(bf.dequantize(ck[name]), expected)

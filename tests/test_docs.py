@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_example_of_the_readme_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     names: dict[str, object] = {}
     exec(example, names)
     x, w = names["x"], names["w"]

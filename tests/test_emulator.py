@@ -300,6 +300,7 @@ class TestThreads:
     def test_threadgroup_memory_and_barriers(self) -> None:
         source = """
             threadgroup float tile[4][64], sum;
+            threadgroup unsigned int unused[2];
             uint i = thread_index_in_threadgroup;
             tile[i / 64][i % 64] = x[thread_position_in_grid.x];
             threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -323,8 +324,8 @@ class TestThreads:
                 )
             assert_same_bits(y, np.repeat(x.reshape(4, 256).sum(1), 256))
         (launch,) = log
-        assert launch.threadgroup_variables == {"tile": 1024, "sum": 4}
-        assert launch.threadgroup_memory == 1040
+        assert launch.threadgroup_variables == {"tile": 1024, "sum": 4, "unused": 8}
+        assert launch.threadgroup_memory == 1056
         assert launch.threadgroup_barriers == 8
         assert launch.read == {"x": 4096, "y": 0}
         assert launch.written == {"x": 0, "y": 4096}
@@ -463,6 +464,7 @@ class TestArguments:
             ({"output_shapes": [(1,), (1,)]}, "output_shapes: got 2; takes 1"),
             ({"output_dtypes": []}, "output_dtypes: got 0; takes 1"),
             ({"template": [("T", np.float64)]}, "template: got float64; takes one of"),
+            ({"template": [("T", 0.5)]}, "template: got 0.5; takes one of"),
         ],
     )
     def test_bad_arguments(self, change: dict[str, Any], message: str) -> None:
@@ -483,6 +485,25 @@ class TestArguments:
             emulator.options(order="sideways"),
         ):
             pass
+
+    def test_comments_are_comments(self) -> None:
+        source = """
+            // At first; threadgroup memory is not there;
+            /* a comment; threadgroup float gone[4];
+            threadgroup words that mean nothing; */
+            threadgroup float tile[8]; // "half of a string
+            tile[i % 8] = 0.5; // 1.5h
+            y[i] = tile[i % 8] + /* vec<float, 2>( */ 1;
+        """
+        assert (each(source, [np.zeros(8, np.float32)], FLOAT) == 1.5).all()
+
+    def test_a_declaration_that_is_not_understood(self) -> None:
+        kernel = emulator.metal_kernel("odd", [], ["y"], "threadgroup float tile[2] = 1;")
+        call: dict[str, Any] = {"inputs": [], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+        with pytest.raises(
+            emulator.CompileError, match=r"does not understand this declaration: threadgroup float tile"
+        ):
+            kernel(**call, output_shapes=[(1,)], output_dtypes=[FLOAT])
 
     def test_a_kernel_that_does_not_compile(self) -> None:
         kernel = emulator.metal_kernel("broken", ["x"], ["y"], "y[0] = x[0]\ny[1] = undeclared;")
@@ -523,6 +544,19 @@ class TestHostile:
         assert (self.halves("y[i] = a[i] * 0.25h;", x, False) == 2.0**-15).all()
         assert (self.halves("y[i] = a[i] * 0.25h;", x, True) == 0).all()
         assert (self.halves("y[i] = half(float(a[i]) * 0.25);", x, True) == 0).all()
+
+    def test_vectors_and_constants(self) -> None:
+        x = ALL_HALVES[: 16 * 1024]  # positive, and not too large
+        source = "if (i % 4 == 0) ((device half4*)y)[i / 4] = ((const device half4*)a)[i / 4] * half4(1, 2, 0.5, 1.5);"
+        expected = x * np.tile(np.array([1, 2, 0.5, 1.5], np.float16), x.size // 4)
+        assert_same_bits(self.halves(source, x, False), expected)
+        small = (x < 2.0**-14) | (expected < 2.0**-14)
+        assert_same_bits(self.halves(source, x, True), np.where(small, np.float16(0), expected))
+
+    def test_comparisons_see_zero(self) -> None:
+        x = np.full(8, 2.0**-15, np.float16)
+        assert (self.halves("y[i] = a[i] > half(0);", x, False) == 1).all()
+        assert (self.halves("y[i] = a[i] > half(0);", x, True) == 0).all()
 
     def test_moving_bits_does_not_flush(self) -> None:
         x = np.full(8, 2.0**-15, np.float16)

@@ -20,7 +20,8 @@ from billfish.errors import BackendUnavailable
 PROGRAM = """
 import numpy as np
 from billfish.backends.metal import emulator
-kernel = emulator.metal_kernel("thrice", ["x"], ["y"], "y[thread_position_in_grid.x] = 3 * x[thread_position_in_grid.x];")
+source = "y[thread_position_in_grid.x] = 3 * x[thread_position_in_grid.x];"
+kernel = emulator.metal_kernel("thrice", ["x"], ["y"], source)
 (y,) = kernel(inputs=[np.arange(9, dtype=np.int32)], grid=(9, 1, 1), threadgroup=(9, 1, 1), output_shapes=[(9,)],
               output_dtypes=[np.int32])
 print(y.tolist())
@@ -102,6 +103,7 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
 
 
 def test_it_can_be_imported_without_ziglang() -> None:
-    program = "import sys; sys.modules['ziglang'] = None; from billfish.backends.metal import emulator; print(emulator.KINDS[1])"
+    program = "import sys; sys.modules['ziglang'] = None\n"
+    program += "from billfish.backends.metal import emulator; print(emulator.KINDS[1])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "race\n"

@@ -371,6 +371,50 @@ CASES = {
         outputs=64 + 128,
         init_value=0,
     ),
+    "release without acquire": Case(
+        "cross-threadgroup",
+        "y",
+        f"""
+        uint t = thread_index_in_threadgroup, g = threadgroup_position_in_grid.x;
+        device atomic_uint* flag = (device atomic_uint*)y;
+        if (g == 0) {{
+            y[32 + t] = x[t]; // THERE
+            {FENCE}
+            atomic_fetch_add_explicit(flag, 1u, memory_order_relaxed);
+        }} else if (atomic_load_explicit(flag, memory_order_relaxed) == 32) {{
+            PLANT
+            y[64 + t] = y[32 + t]; // HERE
+        }}
+        """,
+        FENCE,
+        "",
+        threadgroup=(32, 1, 1),
+        outputs=96,
+        init_value=0,
+        orders=("forward",),
+    ),
+    "acquire without release": Case(
+        "cross-threadgroup",
+        "y",
+        f"""
+        uint t = thread_index_in_threadgroup, g = threadgroup_position_in_grid.x;
+        device atomic_uint* flag = (device atomic_uint*)y;
+        if (g == 0) {{
+            y[32 + t] = x[t]; // THERE
+            PLANT
+            atomic_fetch_add_explicit(flag, 1u, memory_order_relaxed);
+        }} else if (atomic_load_explicit(flag, memory_order_relaxed) == 32) {{
+            {FENCE}
+            y[64 + t] = y[32 + t]; // HERE
+        }}
+        """,
+        FENCE,
+        "threadgroup_barrier(mem_flags::mem_device);",
+        threadgroup=(32, 1, 1),
+        outputs=96,
+        init_value=0,
+        orders=("forward",),
+    ),
     "two threadgroups write one element": Case(
         "cross-threadgroup",
         "y",
@@ -546,18 +590,14 @@ def test_a_line_of_the_header_is_named() -> None:
 
 
 def test_positions_are_named_in_partial_threadgroups() -> None:
-    case = Case("out-of-bounds", "y", "y[thread_position_in_grid.y == 4 ? 9999 : 0] = 1;", "", "")
-    kernel = emulator.metal_kernel("planted", [], ["y"], case.source)
-    with emulator.options(check=True), pytest.raises(KernelFault) as caught:
-        kernel(
-            inputs=[],
-            grid=(1, 5, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(64,)],
-            output_dtypes=[np.float32],
-            init_value=0,
-        )
-    assert caught.value.kind == "cross-threadgroup" or caught.value.threadgroup == (0, 4, 0)
+    # A grid of 5 x 3 in threadgroups of 4 x 2: the last one is a single thread.
+    source = "uint2 p = thread_position_in_grid.xy; y[p.x == 4 && p.y == 2 ? 9999 : p.x + 5 * p.y] = 1;"
+    for row, thread, threadgroup in ((2, (0, 0, 0), (1, 1, 0)), (1, (0, 1, 0), (1, 0, 0))):
+        kernel = emulator.metal_kernel("planted", [], ["y"], source.replace("p.y == 2", f"p.y == {row}"))
+        call: dict[str, Any] = {"inputs": [], "grid": (5, 3, 1), "threadgroup": (4, 2, 1)}
+        with emulator.options(check=True), pytest.raises(KernelFault) as caught:
+            kernel(**call, output_shapes=[(15,)], output_dtypes=[np.float32])
+        assert (caught.value.thread, caught.value.threadgroup) == (thread, threadgroup)
 
 
 def test_too_much_memory_of_a_thread() -> None:
@@ -568,9 +608,13 @@ def test_too_much_memory_of_a_thread() -> None:
         y[0] = mine[7];
     """
     kernel = emulator.metal_kernel("deep", ["x"], ["y"], source)
-    call = {"inputs": [np.zeros(8, np.float32)], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
-    outputs = {"output_shapes": [(1,)], "output_dtypes": [np.float32]}
-    assert kernel(**call, **outputs)[0][0] == 0
+    call: dict[str, Any] = {"inputs": [np.zeros(8, np.float32)], "grid": (1, 1, 1), "threadgroup": (1, 1, 1)}
+    call |= {"output_shapes": [(1,)], "output_dtypes": [np.float32]}
+    assert kernel(**call)[0][0] == 0
+    kernel = emulator.metal_kernel("deep", ["x"], ["y"], source.replace("60000", "70000"))
+    with pytest.raises(KernelFault, match=r"thread \(0, 0, 0\) .* more than 256 KiB") as caught:
+        kernel(**call)
+    assert caught.value.kind == "stack-overflow"
 
 
 def test_without_check_nothing_is_reported() -> None:

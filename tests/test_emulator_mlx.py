@@ -10,6 +10,7 @@ import pytest
 
 from billfish.arrays import bfloat16
 from billfish.backends.metal import emulator
+from billfish.backends.metal.emulator.translate import mlx_headers
 
 HEADER = """
 #include "mlx/backend/metal/kernels/steel/gemm/gemm.h"
@@ -32,7 +33,9 @@ TYPES = {"float16": np.dtype(np.float16), "bfloat16": bfloat16}
 TOLERANCES = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def run(source: str, mode: str, dtype: str, m: int, n: int, k: int, grid: Any, threadgroup: Any) -> float:
+def run(
+    source: str, mode: str, dtype: str, m: int, n: int, k: int, grid: Any, threadgroup: Any, header: str = HEADER
+) -> float:
     """The largest error against float64, relative to the largest result."""
     rng = np.random.default_rng(m + n + k)
     w, scales = mx.quantize(mx.array(rng.standard_normal((n, k)).astype(np.float32)), mode=mode)
@@ -43,7 +46,7 @@ def run(source: str, mode: str, dtype: str, m: int, n: int, k: int, grid: Any, t
         input_names=["w", "scales", "x", "K", "N", "M"],
         output_names=["y"],
         source=source,
-        header=HEADER,
+        header=header,
     )
     (y,) = kernel(
         inputs=[np.array(w), np.array(scales), x, k, n, m],
@@ -74,3 +77,23 @@ def test_matmul(mode: str, order: str) -> None:
     with emulator.options(check=True, order=order, seed=1):
         error = run(MATMUL, mode, "float16", m, n, k, (32 * -(-n // 32), 2 * -(-m // 32), 2), (32, 2, 2))
     assert error < TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_barrier_taken_out_of_mlx_is_missed(which: int) -> None:
+    folder = mlx_headers()
+    assert folder is not None
+    *before, last = HEADER.strip().split("\n")
+    text = (folder / last.split('"')[1]).read_text()
+    start = text.index("METAL_FUNC void fp_qmm_t_impl(")
+    barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+    # In the loop for partial tiles in both directions, which is the first.
+    at = start
+    for _ in range(which + 1):
+        at = text.index(barrier, at) + len(barrier)
+    header = "\n".join(before) + '\n#include "mlx/backend/metal/kernels/fp4.h"\n'
+    header += text[: at - len(barrier)] + " " * len(barrier) + text[at:]
+    with emulator.options(check=True), pytest.raises(emulator.KernelFault) as caught:
+        run(MATMUL, "mxfp4", "float16", 45, 40, 128, (64, 4, 2), (32, 2, 2), header)
+    assert caught.value.kind in ("race", "uninitialised")
+    assert caught.value.buffer in ("Xs", "Ws")

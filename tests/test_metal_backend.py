@@ -21,6 +21,7 @@ from billfish.backends.metal import Kernels, MetalBackend, MetalProduct, emulato
 from billfish.backends.metal.bridge import REDUCE, ZERO, kernel_arguments
 from billfish.backends.metal.choose import choose as choose_kernel
 from billfish.backends.metal.choose import launch
+from billfish.backends.metal.emulator.lint import check_text
 
 FLOAT16 = np.dtype(np.float16)
 
@@ -293,6 +294,20 @@ def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
     call(Kernels(recorder))
     assert len(recorder.texts) == (2 if kernel == "striped" else 1)
     assert printed_by_mlx(tmp_path, call) == recorder.texts
+
+
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize"])
+def test_the_lint_finds_nothing(kernel):
+    """Address spaces, vector casts, arrays of matrices, names that MLX takes: what only a Mac would show."""
+    recorder = Recorder()
+    for name in ("fp4", "u4", "q5_1", "q8_0", "nvfp4", "mxfp4", "iq4_nl"):
+        w = in_mlx(quantized(name, 96, 512))
+        if kernel == "dequantize":
+            Kernels(recorder).dequantize(w, mx.float16)
+        else:
+            Kernels(recorder).multiply(mx.zeros((8, 512), mx.float16), w, None, kernel)
+    for text in recorder.texts:
+        assert check_text(text) == []
 
 
 def test_the_kernels_have_the_names_of_the_documents():

@@ -182,3 +182,6 @@ def test_training_mode_and_device_are_kept():
 def test_other_objects_are_refused():
     with pytest.raises(bf.DTypeError, match="module: got a dict"):
         bf.quantize_model({})
+    for layer in (torch.nn.Linear(64, 8), mlx.nn.Linear(64, 8)):
+        with pytest.raises(bf.DTypeError, match="model: got a Linear; takes a model that has Linear layers"):
+            bf.quantize_model(layer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from support import assert_same_bits
 from transformers import AutoModel, AutoModelForCausalLM
 
 import billfish as bf
+from billfish.cli import main
 from billfish.nn.torch import MarlinLinear
 from billfish.nn.transformers import BillfishConfig, load_model
 
@@ -169,18 +172,50 @@ def test_compressed_tensors_as_transformers_itself_reads_it(tmp_path):
     torch.testing.assert_close(logits(load_model(tmp_path)), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("format", ["q4_0", "q5_1"])
-def test_gguf_as_transformers_itself_reads_it(format, tmp_path):
-    """Rows of queries and keys are in another order there. transformers decodes all weights, and we none."""
+@pytest.mark.parametrize(("architecture", "format"), [("llama", "q4_0"), ("qwen2", "q5_1"), ("qwen3", "q4_1")])
+def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
+    """A Llama's queries and keys have their rows in another order. transformers decodes all weights, and we none."""
     path = tmp_path / "model.gguf"
-    write_gguf(path, format)
-    model = load_model(path, dtype=torch.float32)
+    write_gguf(path, format, architecture)
+    model = load_model(path)
+    assert torch.equal(logits(model), logits(load_model(tmp_path)))  # a folder with one such file
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MarlinLinear)}
     assert layers.keys() == matrices().keys() | {"lm_head"}
     assert {layer.format for layer in layers.values()} == {format}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     ours, expected = logits(model), logits(theirs)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_quantized_embeddings_are_for_load_model(tmp_path):
+    """from_pretrained would not know what to do with them."""
+    truth = write_folder(tmp_path / "in", "plain")
+    command = ["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0", "--keep", "embed=q4_0"]
+    assert main(command) == 0
+    assert bf.load(tmp_path / "out").describe("model.embed_tokens.weight").format.name == "q4_0"
+    with pytest.raises(bf.CheckpointError, match=r"embed_tokens\.weight: got a q4_0 matrix that belongs to no Linear"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    embedding = load_model(tmp_path / "out").model.embed_tokens.weight.detach().numpy()
+    expected = bf.dequantize(bf.quantize(truth["model.embed_tokens.weight"], "q4_0", method="mse"))
+    assert_same_bits(embedding, expected)
+
+
+def test_scaled_rotary_positions_of_gguf(tmp_path):
+    """Llama 3.1's rule from the factors that llama.cpp computes by it; other factors are an error, not a guess."""
+    frequencies = 10000.0 ** -(np.arange(8) / 8)
+    wavelengths = 2 * np.pi / frequencies
+    smooth = (8192 / wavelengths - 1) / (4 - 1)
+    factors = np.where(wavelengths > 8192, 8, np.where(wavelengths < 8192 / 4, 1, 1 / ((1 - smooth) / 8 + smooth)))
+    assert 1 in factors
+    assert 8 in factors
+    write_gguf(tmp_path / "scaled.gguf", rope=factors.astype(np.float32))
+    model = load_model(tmp_path / "scaled.gguf")
+    np.testing.assert_allclose(model.model.rotary_emb.inv_freq, frequencies / factors, rtol=1e-5)
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+    write_gguf(tmp_path / "other.gguf", rope=np.linspace(1, 8, 8, dtype=np.float32))
+    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got factors of another rule"):
+        load_model(tmp_path / "other.gguf")
 
 
 def test_a_real_sentence_model():
@@ -221,3 +256,11 @@ def test_complaints(tmp_path):
         BillfishConfig("u4", activations="int8")
     with pytest.raises(bf.CheckpointError):
         load_model(tmp_path)
+
+
+def test_without_transformers_the_message_names_the_extra():
+    program = "import sys; sys.modules['transformers'] = None; import billfish.nn.transformers"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "BackendUnavailable: [billfish.nn.transformers]" in run.stderr
+    assert "pip install 'billfish[transformers]'" in run.stderr

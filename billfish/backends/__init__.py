@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from billfish.backends.base import Backend, Problem
 from billfish.backends.cpu import CpuBackend
+from billfish.backends.cuda import CudaBackend
 from billfish.backends.metal import EmulatorBackend, MetalBackend
 from billfish.backends.reference import ReferenceBackend
 from billfish.errors import BackendUnavailable, complaint
@@ -12,7 +13,8 @@ __all__ = ["BACKENDS", "Backend", "Problem", "choose"]
 
 # The first that can run a problem does. The emulator comes after the reference, which can run all it can: by name only.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (MetalBackend(), CpuBackend(), ReferenceBackend(), EmulatorBackend())
+    backend.name: backend
+    for backend in (MetalBackend(), CpuBackend(), CudaBackend(), ReferenceBackend(), EmulatorBackend())
 }
 
 

@@ -68,3 +68,7 @@ class Backend(ABC):
     @abstractmethod
     def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
         """W into `out` [N, K], bit for bit as the reference has it."""
+
+    def dequantize_there(self, tensor: QuantizedTensor, out: Input) -> None:
+        """The same into an array that is not in CPU memory, for a backend that can run such problems."""
+        self.dequantize(tensor, out.numpy())

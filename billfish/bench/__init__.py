@@ -24,7 +24,8 @@ import numpy as np
 import billfish
 from billfish.activations import ACTIVATIONS
 from billfish.backends.cpu import _cpu
-from billfish.bench.engines import ENGINES
+from billfish.bench.cuda import CudaEngine
+from billfish.bench.engines import CpuEngine, Engine, MetalEngine
 from billfish.bench.limits import Limits, machine
 from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
@@ -33,6 +34,7 @@ from billfish.explain import Style
 from billfish.format import get_format
 
 OURS = "billfish"
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (CpuEngine, MetalEngine, CudaEngine)}
 COLD_ROWS = 16  # up to this M, weights are rotated
 PATIENCE = 10.0  # seconds: a peer that would take longer for one pass is left out
 

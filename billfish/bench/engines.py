@@ -84,7 +84,7 @@ class CpuEngine(Engine):
 
 @dataclass(frozen=True)
 class GpuLimits(Limits):
-    """Of a GPU: the arithmetic peak is that of MLX's float16 product."""
+    """Of a GPU: the arithmetic peak is that of a large float16 product of MLX or cuBLAS."""
 
     def __str__(self) -> str:
         read, peak = self.read_bytes_per_second / 1e9, self.fma_operations_per_second / 1e9
@@ -154,6 +154,3 @@ def _best(run: Callable[[], Any]) -> float:
         run()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
-
-
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (CpuEngine, MetalEngine)}

@@ -22,6 +22,7 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.files, self._entries, self.metadata, self.config = open_path(self.path)
+        self.origins: dict[str, str] = {}  # names in the file of tensors that are looked at under other ones
 
     def __getitem__(self, name: str) -> QuantizedTensor | Array:
         return self.read(name)

@@ -16,6 +16,7 @@ from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.entry import Description
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
+from billfish.checkpoints.writers.names import for_folders, is_gguf
 from billfish.checkpoints.writers.plan import Quantization, Settings, by_reason, unsorted
 from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import Format, get_format
@@ -48,7 +49,7 @@ def inspect(path: str, as_json: bool, out: TextIO) -> None:
     totals = [("format", "tensors", "weights", "bits/weight", "MB")]
     for kind, (count, weights, nbytes) in sorted(_totals(checkpoint).items(), key=lambda row: -row[1][2]):
         totals.append((kind, str(count), str(weights), f"{8 * nbytes / max(1, weights):.3f}", f"{nbytes / 1e6:.3f}"))
-    count, weights, nbytes = (sum(column) for column in zip(*_totals(checkpoint).values(), strict=True))
+    count, weights, nbytes = (sum(row[i] for row in _totals(checkpoint).values()) for i in range(3))
     totals.append(("all", str(count), str(weights), f"{8 * nbytes / max(1, weights):.3f}", f"{nbytes / 1e6:.3f}"))
     _print_table(totals, out)
 
@@ -179,6 +180,8 @@ class Comparison(NamedTuple):
 def verify(a: str, b: str, out: TextIO) -> bool:
     """Compare two checkpoints tensor by tensor and print the result; whether all values are the same."""
     first, second = load(a), load(b)
+    if is_gguf(first) != is_gguf(second):  # by the names of models
+        first, second = for_folders(first), for_folders(second)
     same = True
     with Progress(first.nbytes + second.nbytes, "B") as bar:
         for name in dict.fromkeys([*first, *second]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,6 @@ def _open_safetensors(files: Mapping[Path, set[str] | None], folder: Path) -> Fo
 
 # ---- which arrays belong together --------------------------------------------------------------------------------
 
-Recogniser = Callable[[str, dict[str, Stored], dict[str, Any]], Entry]
-
 GPTQ_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 PACKED_PARTS = (
     "weight_packed",
@@ -88,9 +86,10 @@ def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Ma
     for name in stored:
         entry = _recognise(name, stored, config, about, metadata)
         if entry is not None:
-            if entry.description.name in entries or entry.description.name in stored.keys() - entry.parts:
-                raise CheckpointError(complaint(CALL, entry.description.name, "two tensors", "one of that name"))
-            entries[entry.description.name] = entry
+            known = entry.description.name
+            if known in entries or (known in stored and known not in entry.parts):
+                raise CheckpointError(complaint(CALL, known, "two tensors", "one of that name"))
+            entries[known] = entry
     taken = frozenset[str]().union(*(entry.parts for entry in entries.values()))
     for name, array in stored.items():
         if name not in taken:

@@ -78,6 +78,9 @@ def quantize_model(
     """
     layer_type = layer_class("quantize_model", model)
     walk: Walk = layer_type.walk(model)
+    if isinstance(model, walk.linear_type):
+        takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
+        raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     chosen, left = _choose(walk, settings, predicate)
     report = ModelReport(left=left)

@@ -48,7 +48,8 @@ class ColumnParallelLinear(MarlinLinear):
 class RowParallelLinear(MarlinLinear):
     """Some columns of W: takes its share of x's features [..., K], gives all of y on every process.
 
-    The first process has the bias. Partial products are float32, summed as such, and rounded once to x's type.
+    The first process has the bias. Partial products are float32, summed as such, and rounded once to x's type; those of
+    a GPU, whose kernels give x's type, are rounded to it before they are summed, too.
     """
 
     mesh: DeviceMesh
@@ -57,7 +58,7 @@ class RowParallelLinear(MarlinLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = replicated(gathered(x, self.sizes, self.mesh), self.mesh)
-        partial = super().forward(x.float())
+        partial = super().forward(x if x.is_cuda else x.float()).float()
         total = DTensor.from_local(partial, self.mesh, [Partial()], run_check=False)
         return total.redistribute(self.mesh, [Replicate()]).to_local().to(x.dtype)
 

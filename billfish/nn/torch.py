@@ -53,6 +53,7 @@ torch.library.define(
     " -> Tensor",
 )
 torch.library.define("billfish::dequantize", "(Tensor[] storage, str format, int group_size, int n, int k) -> Tensor")
+LINEAR, DEQUANTIZE = torch.ops.billfish.linear.default, torch.ops.billfish.dequantize.default
 
 
 @torch.library.impl("billfish::linear", ["cpu", "cuda"])
@@ -83,7 +84,7 @@ def _linear_fake(
 
 @torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
 def _dequantize(storage: list[Tensor], format: str, group_size: int, n: int, k: int) -> Tensor:
-    return torch.from_numpy(dequantize(WEIGHTS.get(storage, format, group_size))).to(storage[0].device)
+    return dequantize(WEIGHTS.get(storage, format, group_size), out=torch.empty(n, k, device=storage[0].device))
 
 
 @torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]
@@ -102,7 +103,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     wide = gradient.float()
     for_x = for_bias = None
     if ctx.needs_input_grad[0]:
-        w = torch.ops.billfish.dequantize(ctx.storage, ctx.format, ctx.group_size, ctx.out_features, ctx.in_features)
+        w = DEQUANTIZE(ctx.storage, ctx.format, ctx.group_size, ctx.out_features, ctx.in_features)
         for_x = (wide @ w).to(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         for_bias = wide.reshape(-1, ctx.out_features).sum(0).to(ctx.bias_dtype)
@@ -118,7 +119,7 @@ def _vmap(
 ) -> Any:
     if in_dims[0] is None or in_dims[2] is not None or any(dim is not None for dim in in_dims[1]):
         raise DTypeError(complaint("MarlinLinear", "vmap", f"in_dims {in_dims}", "a batch of x, and of nothing else"))
-    return torch.ops.billfish.linear(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
+    return LINEAR(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             self.register_buffer(name, storage[name])
         self.register_buffer("permutation", permutation)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
-            bias = torch.nn.Parameter(bias, requires_grad=bias.requires_grad)
+            bias = torch.nn.Parameter(bias.detach())
         self.register_parameter("bias", bias)
 
     @classmethod
@@ -274,15 +275,14 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        device = self.storage[0].device
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.storage[0].device)
         dequantize(self.quantized(), out=weight)
         if self.permutation is not None:
             original = torch.empty_like(weight)
-            original[:, self.permutation.cpu()] = weight
+            original[:, self.permutation] = weight
             weight = original
         linear = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta", dtype)
-        linear.weight = torch.nn.Parameter(weight.to(device))
+        linear.weight = torch.nn.Parameter(weight)
         if self.bias is not None:
             linear.bias = torch.nn.Parameter(self.bias.detach().to(dtype, copy=True))
         return linear.train(self.training)
@@ -290,9 +290,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x.index_select(-1, self.permutation)
-        return torch.ops.billfish.linear(
-            x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations
-        )
+        return LINEAR(x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -1,42 +1,51 @@
 """The plug-in for Hugging Face transformers. Importing this module registers it.
 
-from billfish.nn.transformers import BillfishConfig, load_model
+    from billfish.nn.transformers import BillfishConfig, load_model
 
-model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
-model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
-model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
+    model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
+    model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
+
+Loading goes through transformers' own loader in all cases, so that renamings, ties and missing weights are its own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from copy import deepcopy
-from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils import GENERATION_CONFIG_NAME
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from billfish.checkpoints import Description
-from billfish.errors import CheckpointError, ShapeError, complaint
+from billfish.errors import BackendUnavailable, ShapeError
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.base import check_activations, storage_names
 from billfish.nn.names import ModelWeights
-from billfish.nn.torch import MarlinLinear, to_torch
-from billfish.ops import check_method, dequantize
-from billfish.tensor import QuantizedTensor
+from billfish.nn.torch import MarlinLinear
+from billfish.ops import check_method
+
+try:
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+    from transformers.utils import GENERATION_CONFIG_NAME
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    from billfish.nn.transformers_places import (
+        Places,
+        find_places,
+        make_layer,
+        refuse_others,
+        set_rotary_scaling,
+        state_dict,
+    )
+except ImportError as error:
+    raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
 
 METHOD = "billfish"
 
@@ -87,13 +96,13 @@ class LoadConfig(BillfishConfig):
 
     def __init__(self, weights: ModelWeights, places: Places, activations: str) -> None:
         super().__init__(activations=activations)
-        self.source = (weights, places)
+        self.source: tuple[ModelWeights, Places] | None = (weights, places)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: deepcopy(value) for name, value in self.__dict__.items() if name != "source"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadConfig:
-        return self  # transformers copies configurations; ours holds an open file
+        return self  # transformers copies configurations; this one holds an open file and a mesh
 
 
 @register_quantizer(METHOD)
@@ -109,17 +118,19 @@ class BillfishQuantizer(HfQuantizer):
         self.chosen: dict[str, dict[str, Any]] = {}  # layers to quantize, with their settings
         self.left: dict[str, str] = {}  # layers that stay, and why
         self.storage: set[str] = set()  # names of storage arrays, whose type must stay as it is
+        self.parallel = False  # whether this process has only a share of the model
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if not self.pre_quantized:
             self._choose(model)
             return
         config = self.quantization_config
-        if isinstance(config, LoadConfig):
+        if isinstance(config, LoadConfig) and config.source is not None:
             source, places = config.source
         else:
             source = ModelWeights(Path(checkpoint_files[0]).parent)
             places = find_places(model, source)
+            refuse_others(model, source, places)
         for path, name in places.names.items():
             layer = make_layer(
                 model.get_submodule(path),
@@ -174,6 +185,8 @@ class BillfishQuantizer(HfQuantizer):
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
         }
         self.parallel = any(hasattr(layer, "mesh") for layer in layers.values())
+        if isinstance(self.quantization_config, LoadConfig):
+            self.quantization_config.source = None  # the file may be closed
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
@@ -183,7 +196,7 @@ class BillfishQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        return not self.parallel  # a process has only its share
+        return not self.parallel
 
     @property
     def is_trainable(self) -> bool:
@@ -212,129 +225,6 @@ class QuantizeWeight(ConversionOps):
         return {}
 
 
-# ---- checkpoints that are quantized already --------------------------------------------------------------------------
-
-
-class Places(NamedTuple):
-    """Where the matrices of a checkpoint go: for each layer its name in the checkpoint, and its share if it is cut."""
-
-    names: dict[str, str]
-    shares: parallel.Plan
-    mesh: DeviceMesh | None
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank()
-
-
-def find_places(model: Any, source: ModelWeights) -> Places:
-    """Each Linear of a model whose matrix a checkpoint has in a quantized format."""
-    prefix = f"{model.base_model_prefix}."  # models with a head have it, models without do not
-    names: dict[str, str] = {}
-    for path, module in model.named_modules():
-        if type(module) is torch.nn.Linear:
-            own = f"{path}.weight"
-            name = next((n for n in (own, prefix + own, own.removeprefix(prefix)) if n in source), None)
-            if name is not None and source.describe(name).format is not None and len(source.describe(name).shape) == 2:
-                names[path] = name
-    return Places(names, {}, None)
-
-
-def make_layer(
-    linear: torch.nn.Linear,
-    about: Description,
-    *,
-    act_order: bool,
-    activations: str,
-    share: parallel.Share | None = None,
-    mesh: DeviceMesh | None = None,
-) -> MarlinLinear:
-    """A layer for a matrix of a checkpoint, or a share of it, in the place of `linear`; its weights are yet to come."""
-    n, k = linear.weight.shape
-    assert about.format is not None
-    assert about.group_size is not None
-    if about.shape != (n, k):
-        raise CheckpointError(complaint("load_model", about.name, f"shape {about.shape}", f"({n}, {k})"))
-    bias = linear.bias is not None
-    whole_row = about.group_size >= k
-    layer_type: type[MarlinLinear] = MarlinLinear
-    if share is not None and mesh is not None:
-        layer_type = parallel.STYLES[share.style]
-        size = share.span[1] - share.span[0]
-        n, k = (size, k) if share.style == "column" else (n, size)
-        bias = bias and (share.style == "column" or mesh.get_local_rank() == 0)
-    layer = layer_type(
-        k,
-        n,
-        bias,
-        format=about.format,
-        group_size=-1 if whole_row and about.format.whole_row_groups else about.group_size,
-        activations=activations,
-        act_order=act_order,
-        device="meta",
-        dtype=linear.weight.dtype,
-    )
-    if share is not None and mesh is not None:
-        assert isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear))
-        parallel.place(layer, share, mesh)
-    return layer
-
-
-class Lazy:
-    """An array that is read when transformers asks for it, as it asks a safetensors file: by indexing with `...`."""
-
-    def __init__(self, read: Callable[[], NDArray[Any]], dtype: str = "F32") -> None:
-        self.read, self.dtype = read, dtype
-
-    def get_dtype(self) -> str:
-        return self.dtype
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return to_torch(self.read())
-
-
-def state_dict(weights: ModelWeights, places: Places) -> dict[str, Lazy]:
-    """A checkpoint as transformers takes it: storage arrays of the layers, and everything else as numbers."""
-    whole = dict.fromkeys(places.names.values())
-    shares = {**whole, **{places.names[path]: share for path, share in places.shares.items()}}
-
-    @lru_cache(maxsize=8)  # the arrays of one matrix are asked for one by one
-    def matrix(name: str) -> dict[str, NDArray[Any]]:
-        share = shares[name]
-        if share is None:
-            tensor, order = weights[name], weights.permutation(name)
-        else:
-            tensor, order = parallel.read_share(weights, name.removesuffix(".weight"), share)
-        assert isinstance(tensor, QuantizedTensor)
-        return {**tensor.storage, **({} if order is None else {"permutation": order.astype(np.int32)})}
-
-    def numbers(name: str) -> NDArray[Any]:
-        tensor = weights[name]
-        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
-
-    arrays: dict[str, Lazy] = {}
-    for name in weights:
-        module, _, kind = name.rpartition(".")
-        share = shares.get(f"{module}.weight")
-        if name in shares:
-            about = weights.describe(name)
-            assert about.format is not None
-            parts = [*storage_names(about.format.name), *(["permutation"] if weights.is_reordered(name) else [])]
-            arrays |= {f"{module}.{part}": Lazy(partial(_part, matrix, name, part), "I32") for part in parts}
-        elif kind == "bias" and share is not None:
-            bias = parallel.bias_share(weights[name], share, places.rank)
-            if bias is not None:
-                arrays[name] = Lazy(partial(np.array, bias))
-        else:
-            about = weights.describe(name)
-            arrays[name] = Lazy(partial(numbers, name), about.dtype if about.format is None else "F32")
-    return arrays
-
-
-def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str) -> NDArray[Any]:
-    return matrix(name)[part]
-
-
 def load_model(
     path: str | os.PathLike[str],
     auto_class: Any = AutoModelForCausalLM,
@@ -345,17 +235,19 @@ def load_model(
 ) -> Any:
     """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
 
-    path: a folder with its config.json, or a GGUF file of a Llama, Qwen2 or Qwen3 model.
+    path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2 or Qwen3 model.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
     """
     path = Path(path)
     weights = ModelWeights(path)
-    is_gguf = path.suffix == ".gguf"
-    config = (
-        AutoConfig.from_pretrained(path.parent, gguf_file=path.name) if is_gguf else AutoConfig.from_pretrained(path)
-    )
+    if weights.checkpoint.layouts == {"gguf"}:
+        file = path if path.is_file() else min(path.glob("*.gguf"))
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        set_rotary_scaling(config, weights.checkpoint)
+    else:
+        config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     kwargs.setdefault("dtype", config.dtype or torch.float32)

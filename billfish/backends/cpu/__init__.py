@@ -115,7 +115,9 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
 
 
 def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
-    if "sub_scale" in planes:
+    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without that.
+    plain = planes["scale"].dtype != np.float16 or bool(np.isfinite(planes["scale"]).all())
+    if "sub_scale" in planes and plain:
         layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
         bias = getattr(format, "sub_bias", 0)
         sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.int8)
@@ -132,7 +134,7 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         layout.scales = "f16_zero16"
         layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
         return
-    if scale.dtype.itemsize > 1 and (scale.dtype != np.float16 or shift):
+    if scale.dtype.itemsize > 1 and (scale.dtype != np.float16 or shift or not plain):
         with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
             group = format.group_values(planes)
             layout.scales, layout.group_fields = "f32", [group.scale * np.float32(layout.factor)]
@@ -152,7 +154,7 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         return
     # One byte: shifted into place by the kernel, except for the few bytes that mean something else there.
     if format.scale.startswith("e8m0"):
-        layout.scales, odd = "e8m0", (scale == 0) | (scale == 255)
+        layout.scales, odd = "e8m0", (scale == 0) | (scale > 224)  # no scale times the offset may overflow
         factor = 0.5
     else:
         layout.scales, odd = "e4m3", scale >= 0x7F
@@ -243,7 +245,10 @@ def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
     if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
         return None
     source = storage_of(tensor)
-    return source if source.about["scale_offset"] >= 0 else None
+    if source.about["scale_offset"] < 0:
+        return None
+    scales = tensor.format.unpack_scales({"blocks": source.data})
+    return source if np.isfinite(scales["scale"]).all() else None  # others need float32: see _add_scales
 
 
 @cache

@@ -14,29 +14,39 @@ using billfish::Activations8;
 // adding it rounds x, and the integer is what its bits have more than the magic number's. Compilers vectorise this.
 inline int32_t round_to_int(float x) { return int32_t(float_to_bits(x + 12582912.0f)) - 0x4b400000; }
 
-// One row of x [k], padded with zeros to whole blocks. The codes are those that billfish.activations computes.
-inline void quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
-  const float top = out.planes == 2 ? 32639.0f : 127.0f;
-  for (int64_t b = 0; b < out.blocks; b++) {
-    float padded[32] = {};
-    std::copy(x + b * 32, x + std::min(k, b * 32 + 32), padded);
-    // Magnitudes compare as their bits do, and integers are something a compiler takes the largest of in vectors.
-    uint32_t largest_bits = 0;
-    for (int i = 0; i < 32; i++) largest_bits = std::max(largest_bits, float_to_bits(padded[i]) & 0x7fffffff);
-    const float largest = bits_to_float(largest_bits), inverse = top / largest;
-    const bool finite = largest_bits < 0x7f800000;
-    const bool usable = finite && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
-    int32_t whole[32];
-    for (int i = 0; i < 32; i++) whole[i] = round_to_int(padded[i] * (usable ? inverse : 0.0f));
-    if (!usable) std::fill(whole, whole + 32, 0);
-    billfish::finish_block(out, row, b, usable ? largest / top : finite ? 0.0f : std::nanf(""), whole);
-    int8_t* low = out.codes_of(row, b, out.planes - 1);
-    for (int i = 0; i < 32; i++) low[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
-    if (out.planes == 2) {
-      int8_t* high = out.codes_of(row, b, 0);
-      for (int i = 0; i < 32; i++) high[i] = int8_t((whole[i] - low[i]) >> 8);
-    }
+// A block of 32 values of x. The codes are those that billfish.activations computes.
+template <int PLANES> __attribute__((always_inline)) inline void quantize_block(const float* x, const Activations8& out, int64_t row, int64_t b) {
+  constexpr float top = PLANES == 2 ? 32639.0f : 127.0f;
+  // Magnitudes compare as their bits do, and integers are something a compiler takes the largest of in vectors.
+  uint32_t largest_bits = 0;
+  for (int i = 0; i < 32; i++) largest_bits = std::max(largest_bits, float_to_bits(x[i]) & 0x7fffffff);
+  const float largest = bits_to_float(largest_bits), inverse = top / largest;
+  const bool finite = largest_bits < 0x7f800000;
+  const bool usable = finite && inverse <= 3.4e38f;  // else all zeros, or so small that 1/x overflows
+  int32_t whole[32];
+  for (int i = 0; i < 32; i++) whole[i] = round_to_int(x[i] * inverse);
+  if (!usable) std::fill(whole, whole + 32, 0);
+  billfish::finish_block(out, row, b, usable ? largest / top : finite ? 0.0f : std::nanf(""), whole);
+  int8_t* low = out.codes_of(row, b, PLANES - 1);
+  for (int i = 0; i < 32; i++) low[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
+  if constexpr (PLANES == 2) {
+    int8_t* high = out.codes_of(row, b, 0);
+    for (int i = 0; i < 32; i++) high[i] = int8_t((whole[i] - low[i]) >> 8);
   }
+}
+
+// One row of x [k], padded with zeros to whole blocks.
+template <int PLANES> inline void quantize_row_to(const float* x, int64_t k, const Activations8& out, int64_t row) {
+  for (int64_t b = 0; b < k / 32; b++) quantize_block<PLANES>(x + b * 32, out, row, b);
+  if (k % 32) {
+    float padded[32] = {};
+    std::copy(x + k / 32 * 32, x + k, padded);
+    quantize_block<PLANES>(padded, out, row, k / 32);
+  }
+}
+
+inline void quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
+  (out.planes == 2 ? quantize_row_to<2> : quantize_row_to<1>)(x, k, out, row);
 }
 
 // One row of x [k] as it is, padded, with the sum of each 16.

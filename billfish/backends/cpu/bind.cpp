@@ -64,7 +64,8 @@ const Level& billfish::find_level(const std::string& name) {
 namespace {
 
 size_t packed_bytes(const std::string& level, const Description& d) {
-  const TileShape shape(d.weights(nullptr), find_level(level).tile_rows);
+  const Level& chosen = find_level(level);
+  const TileShape shape(d.weights(chosen, nullptr), chosen.tile_rows);
   return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
 }
 
@@ -75,7 +76,7 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
              const std::vector<Contiguous<const uint8_t>>& chunk_fields,
              const std::vector<Contiguous<const uint8_t>>& group_fields, Contiguous<uint8_t> out) {
   const Level& level = find_level(name);
-  const Weights w = d.weights(nullptr);
+  const Weights w = d.weights(level, nullptr);
   const TileShape shape(w, level.tile_rows);
   auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
     std::vector<Field> out;
@@ -137,7 +138,7 @@ void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& mat
   std::vector<Job> jobs;
   int64_t tiles = 0;
   for (const auto& [description, bytes, about, out] : matrices) {
-    const Weights w = description.weights(nullptr);
+    const Weights w = description.weights(level, nullptr);
     const TileShape shape(w, level.tile_rows);
     const Storage s = storage_of(bytes.data(), about);
     Job job{w, s, {}, out.data(), shape.tile_bytes, tiles};
@@ -160,21 +161,36 @@ void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& mat
 }
 
 // Room for x in integers. Vectors of four may be read at the last row, so there is room behind the end as well.
+// Each thread that calls keeps its own from call to call: fresh memory would cost more than filling it.
 struct ActivationBuffers {
   std::vector<int8_t> codes;
   std::vector<float> scale, totals;
-  std::vector<int32_t> sums;
+  std::vector<int32_t> sums, starts;
   Activations8 activations;
 
-  ActivationBuffers(int64_t m, int64_t blocks, int planes)
-      : codes(size_t(m + 3) / 4 * blocks * planes * 128 + 64), scale(size_t(m + 3) / 4 * blocks * 4 + 4),
-        totals(size_t(m + 3) / 4 * blocks * 8 + 4), sums(size_t(m + 3) / 4 * blocks * 8 + 4),
-        activations{codes.data(), scale.data(), sums.data(), totals.data(), m, blocks, planes} {}
+  void prepare(const Level& level, const Weights& w, int64_t m, int planes) {
+    activations = {nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks_of(w.k), planes, level.lanes(w, m, planes)};
+    Activations8& a = activations;
+    a.start_stride = level.start_stride(w, a);
+    const size_t all = size_t(a.groups() * a.blocks), rows = all * a.lanes;
+    codes.resize(rows * planes * 32 + 64), scale.resize(rows * 2 + 4), totals.resize(rows * 3 + 4), sums.resize(rows * 3 + 4);
+    starts.resize(all * a.start_stride + 128);
+    a.codes = codes.data(), a.scale = scale.data(), a.totals = totals.data(), a.sums = sums.data(), a.starts = starts.data();
+  }
 };
 
-void multiply_integers(const Level& level, const Weights& w, const Activations8& x, const float* bias, float* y) {
+// Quantizes rows by fill_row(x, row), then multiplies.
+template <class F> void multiply_integers(const Level& level, const Weights& w, int64_t m, int planes, const float* bias, float* y, F fill_row) {
+  static thread_local ActivationBuffers x_of_thread;
+  ActivationBuffers& x = x_of_thread;  // a name that other threads can use
+  x.prepare(level, w, m, planes);
+  const int64_t lanes = x.activations.lanes;
+  parallel_for(x.activations.groups(), [&](int64_t first, int64_t last) {
+    for (int64_t row = first * lanes; row < std::min(m, last * lanes); row++) fill_row(x.activations, row);
+    level.fill_starts(w, x.activations, first, last);
+  });
   parallel_for((w.n + level.tile_rows - 1) / level.tile_rows,
-               [&](int64_t first, int64_t last) { level.multiply8(w, x, bias, y, first, last); });
+               [&](int64_t first, int64_t last) { level.multiply8(w, x.activations, bias, y, first, last); });
 }
 
 // x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
@@ -183,27 +199,26 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   const Level& level = find_level(name);
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
   nb::gil_scoped_release unlocked;
-  ActivationBuffers x(m, blocks, 1);
-  for (int64_t row = 0; row < m; row++)
+  multiply_integers(level, d.weights(level, stream.data()), m, 1, nullptr, y.data(), [&](const Activations8& x, int64_t row) {
     for (int64_t b = 0; b < blocks; b++) {
       const int8_t* from = codes.data() + row * d.k + b * 32;
       int32_t whole[32];
       std::copy(from, from + 32, whole);
-      std::copy(from, from + 32, x.activations.codes_of(row, b, 0));
-      finish_block(x.activations, row, b, scale.data()[row * blocks + b], whole);
+      std::copy(from, from + 32, x.codes_of(row, b, 0));
+      finish_block(x, row, b, scale.data()[row * blocks + b], whole);
     }
-  multiply_integers(level, d.weights(stream.data()), x.activations, nullptr, y.data());
+  });
 }
 
 // planes: 0 for exact, 1 for q8, 2 for q16.
 void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes,
               std::optional<Contiguous<const float>> bias, Contiguous<float> y) {
   const Level& level = find_level(name);
-  const Weights w = d.weights(stream.data());
+  const Weights w = d.weights(level, stream.data());
   const int64_t m = int64_t(x.shape(0)), blocks = blocks_of(d.k), tiles = (d.n + level.tile_rows - 1) / level.tile_rows;
   const float* added = bias ? bias->data() : nullptr;
   nb::gil_scoped_release unlocked;
-  if (planes == 0 && m >= MANY_ROWS) {
+  if (planes == 0 && level.wants_transposed(w, m)) {
     std::vector<float> transposed(size_t(m + 7) / 8 * blocks * 32 * 8);
     parallel_for((m + 7) / 8, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++)
@@ -223,11 +238,8 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
     parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
     return;
   }
-  ActivationBuffers integers(m, blocks, planes);
-  parallel_for(m, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++) level.quantize_row(x.data() + i * d.k, d.k, integers.activations, i);
-  });
-  multiply_integers(level, w, integers.activations, added, y.data());
+  multiply_integers(level, w, m, planes, added, y.data(),
+                    [&](const Activations8& out, int64_t row) { level.quantize_row(x.data() + row * d.k, d.k, out, row); });
 }
 
 // What the Python side says about storage; scales is empty where a block holds float16 ones at the offsets.

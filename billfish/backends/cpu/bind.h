@@ -19,9 +19,9 @@ struct Description {
   float factor;
   std::vector<int> table;
 
-  Weights weights(const uint8_t* stream) const {
+  Weights weights(const Level& level, const uint8_t* stream) const {
     Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
-    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i]);
+    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i] + level.signed_bias);
     return w;
   }
 };

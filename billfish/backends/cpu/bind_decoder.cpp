@@ -94,7 +94,7 @@ class PythonDecoder {
   Matrix keep(const PackedMatrix& matrix) {
     const auto& [description, stream, bias] = matrix;
     streams_.push_back(stream);
-    return {description.weights(stream.data()), keep(bias)};
+    return {description.weights(level_, stream.data()), keep(bias)};
   }
 
   const Level& level_;

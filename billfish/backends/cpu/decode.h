@@ -8,11 +8,16 @@
 #include <type_traits>
 #include <utility>
 
+#include "problem.h"
+
 namespace BILLFISH_ISA {
 
 constexpr int VECTOR_BYTES = 4 * LANES;
 constexpr int ROW_VECTORS = TILE_ROWS / LANES;
 constexpr int VECTORS = 8 * ROW_VECTORS;
+
+// For the lambdas of kernels: gcc sometimes leaves one out of line, and with it all the sums that should be in registers.
+#define INLINED __attribute__((always_inline))
 
 template <class F, int... I> inline __attribute__((always_inline)) void unroll_over(F&& f, std::integer_sequence<int, I...>) {
   (f(std::integral_constant<int, I>{}), ...);
@@ -30,31 +35,80 @@ template <int BITS, int V> inline Bytes field(const uint8_t* plane) {
   else return bit_and(bits, splat_byte((1 << BITS) - 1));
 }
 
+// The same field, moved to bit TO of each byte, with other bits around it: for merge().
+template <int BITS, int V, int TO> inline Bytes field_at(const uint8_t* plane) {
+  constexpr int per_byte = 8 / BITS, from = BITS * (V % per_byte);
+  const Bytes bits = load_bytes(plane + V / per_byte * VECTOR_BYTES);
+  if constexpr (from >= TO) return shift_right<from - TO>(bits);
+  else return shift_left<TO - from>(bits);
+}
+
+// Values plus SIGNED_BIAS to values plus 128.
+inline Bytes unsigned_bytes(Bytes v) {
+  if constexpr (SIGNED_BIAS == 128) return v;
+  else return bit_xor(v, splat_byte(0x80));
+}
+
+// A decoder has three views of a vector. `dotted` is what dot() takes: cheap, and perhaps with something in it that the
+// sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it. `code` is unsigned,
+// the value plus code_bias(w.bias).
+//
 // Codes of LOW bits, with HIGH more bits in a second plane behind the first.
-template <int LOW, int HIGH = 0> struct Packed {
+template <int LOW, int HIGH> struct Packed {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES * (LOW + HIGH) / 8;
-  static constexpr bool is_signed = false;
-  template <int V> static Bytes vector(const uint8_t* block, const uint8_t*) {
+  static constexpr bool is_signed = false, in_place = false;
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     const Bytes low = field<LOW, V>(block);
     if constexpr (HIGH == 0) return low;
-    else return bit_or(low, shift_left<LOW>(field<HIGH, V>(block + VECTORS * VECTOR_BYTES * LOW / 8)));
+    else return merge(low, field_at<HIGH, V, LOW>(block + VECTORS * VECTOR_BYTES * LOW / 8), ((1 << HIGH) - 1) << LOW);
   }
+  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int bias) {
+    return subtract(dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
+  }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return dotted<V>(block, table); }
+  static constexpr int code_bias(int bias) { return bias; }
 };
 
-// Nibbles that are indices into a table of 16 signed bytes.
+// Nibbles. Vectors 2i and 2i+1 are two sets of rows at the same k, so they meet the same x: the dot product of the byte as
+// it is, 16 * high + low, less that of its low nibble, which is needed anyway, is 16 times that of the high one. One
+// mask for two vectors instead of a mask and a shift. Where bytes are signed, prepack stores the high code less 8.
+struct Nibbles {
+  static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
+  static constexpr bool is_signed = false, in_place = WHOLE_BYTES_FIT;
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
+    if constexpr (V % 2 && in_place) return load_bytes(block + V / 2 * VECTOR_BYTES);
+    else return field<4, V>(block);
+  }
+  template <int V> static Bytes byte(const uint8_t* block, const uint8_t*, int bias) {
+    const int more = bias - SIGNED_BIAS;
+    if constexpr (V % 2) return subtract(high_nibbles(load_bytes(block + V / 2 * VECTOR_BYTES)), splat_byte(uint8_t(more - HIGH_FLIP)));
+    else return subtract(field<4, V>(block), splat_byte(uint8_t(more)));
+  }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t*) {
+    if constexpr (V % 2 && HIGH_FLIP) return bit_xor(field<4, V>(block), splat_byte(HIGH_FLIP));
+    else return field<4, V>(block);
+  }
+  static constexpr int code_bias(int bias) { return bias; }
+};
+
+// Nibbles that are indices into a table of 16 bytes, which has values plus SIGNED_BIAS.
 struct Looked {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
-  static constexpr bool is_signed = true;
-  template <int V> static Bytes vector(const uint8_t* block, const uint8_t* table) {
-    return lookup(table, Packed<4>::vector<V>(block, table));
-  }
+  static constexpr bool is_signed = true, in_place = false;
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t* table) { return lookup(table, field<4, V>(block)); }
+  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
+  static constexpr int code_bias(int) { return 128; }
 };
 
-// Signed bytes, as they are.
+// Bytes that are values plus SIGNED_BIAS.
 struct Whole {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES;
-  static constexpr bool is_signed = true;
-  template <int V> static Bytes vector(const uint8_t* block, const uint8_t*) { return load_bytes(block + V * VECTOR_BYTES); }
+  static constexpr bool is_signed = true, in_place = false;
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_bytes(block + V * VECTOR_BYTES); }
+  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
+  static constexpr int code_bias(int) { return 128; }
 };
 
 }  // namespace BILLFISH_ISA

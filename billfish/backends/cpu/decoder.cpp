@@ -65,8 +65,8 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
   std::vector<float> gate(size_t(m * s.feed_forward)), up(gate.size()), added(size_t(m * s.hidden));
 
   // x takes in what the last part computed, and is normalized for the next.
-  auto add_and_normalize = [&](const float* weight) {
-    hidden.fill([&](int64_t row, float* to) {
+  auto add_and_normalize = [&](const float* weight, std::initializer_list<const Weights*> next) {
+    hidden.fill(next, [&](int64_t row, float* to) {
       add_to(x + row * s.hidden, added.data() + row * s.hidden, s.hidden);
       kernels_.normalize(x + row * s.hidden, weight, s.epsilon, s.hidden, to);
     });
@@ -78,7 +78,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
     auto keys_of = [&](const Cache& c, int64_t head) { return c.keys + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
     auto values_of = [&](const Cache& c, int64_t head) { return c.values + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
 
-    add_and_normalize(layer.attention_norm);
+    add_and_normalize(layer.attention_norm, {&layer.q.weights, &layer.k.weights, &layer.v.weights});
     watch.lap(NORM);
     hidden.multiply({{layer.q.weights, layer.q.bias, q.data()}, {layer.k.weights, layer.k.bias, k.data()}, {layer.v.weights, layer.v.bias, v.data()}});
     watch.lap(QKV);
@@ -115,16 +115,16 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
                         place.position, s.head_size, out.data() + at);
       }
     });
-    attended.fill([&](int64_t row, float* to) { std::copy_n(out.data() + row * q_size, q_size, to); });
+    attended.fill({&layer.o.weights}, [&](int64_t row, float* to) { std::copy_n(out.data() + row * q_size, q_size, to); });
     watch.lap(ATTENTION);
     attended.multiply({{layer.o.weights, layer.o.bias, added.data()}});
     watch.lap(OUTPUT);
 
-    add_and_normalize(layer.feed_forward_norm);
+    add_and_normalize(layer.feed_forward_norm, {&layer.gate.weights, &layer.up.weights});
     watch.lap(NORM);
     hidden.multiply({{layer.gate.weights, layer.gate.bias, gate.data()}, {layer.up.weights, layer.up.bias, up.data()}});
     watch.lap(GATE_UP);
-    opened.fill([&](int64_t row, float* to) {
+    opened.fill({&layer.down.weights}, [&](int64_t row, float* to) {
       kernels_.open_gate(gate.data() + row * s.feed_forward, up.data() + row * s.feed_forward, s.gelu, s.feed_forward, to);
     });
     watch.lap(GATE);
@@ -137,7 +137,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
 void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const {
   Stopwatch watch(seconds_);
   Rows rows(level_, m, shape_.hidden, planes);
-  rows.fill([&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
+  rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
   rows.multiply({{head.weights, head.bias, out}});
   watch.lap(HEAD);
 }

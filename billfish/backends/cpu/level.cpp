@@ -4,7 +4,8 @@
 #include BILLFISH_SIMD
 #include "activations.h"
 #include "dequantize.h"
-#include "gemm.h"
+#include "gemm8.h"
+#include "gemm_exact.h"
 #include "machine.h"
 
 #define TEXT(x) #x
@@ -14,8 +15,8 @@ namespace BILLFISH_ISA {
 
 extern const billfish::Level level;
 const billfish::Level level = {
-    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, quantize_row, copy_row, transpose_rows, multiply<Kernel8, Activations8>,
-    multiply<KernelExact, ActivationsExact>, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
+    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, quantize_row, lanes_of_x, start_stride, fill_starts, wants_transposed, copy_row, transpose_rows,
+    multiply8, multiply_exact, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
 };
 
 }  // namespace BILLFISH_ISA

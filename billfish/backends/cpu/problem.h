@@ -27,30 +27,35 @@ struct Weights {
 };
 
 // x in integers: int8 codes in one plane, or in two for q16 (256 * first + second), with a scale for each block. Rows go
-// in groups of four, side by side, because that is how many a kernel takes: [ceil(m / 4), blocks, ..., 4].
+// side by side in groups of `lanes`, as many as a kernel takes at a time: [groups, blocks, ..., lanes].
 struct Activations8 {
-  int8_t* codes;     // [groups, blocks, planes, 4, 32]
-  float* scale;      // [groups, blocks, 4]
-  int32_t* sums;     // [groups, blocks, 2, 4]: of the codes, for each 16
-  float* totals;     // the same times the scale
-  int64_t m, blocks;
-  int32_t planes;
+  int8_t* codes;    // [groups, blocks, planes, lanes, 32]
+  float* scale;     // [groups, blocks, 2, lanes]: the scale, and a sixteenth of it
+  int32_t* sums;    // [groups, blocks, 3, lanes]: of the codes of each half of a block, and of all 32
+  float* totals;    // the same times the scale
+  int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
+  int64_t start_stride, m, blocks;
+  int32_t planes, lanes;
 
-  int64_t block_of(int64_t row, int64_t block) const { return row / 4 * blocks + block; }
+  int64_t groups() const { return (m + lanes - 1) / lanes; }
+  int64_t block_of(int64_t row, int64_t block) const { return row / lanes * blocks + block; }
   int8_t* codes_of(int64_t row, int64_t block, int plane) const {
-    return codes + ((block_of(row, block) * planes + plane) * 4 + row % 4) * 32;
+    return codes + ((block_of(row, block) * planes + plane) * lanes + row % lanes) * 32;
   }
 };
 
 // The scale and the sums of one block, once its codes are known.
 inline void finish_block(const Activations8& out, int64_t row, int64_t block, float scale, const int32_t* whole) {
-  const int64_t at = out.block_of(row, block), lane = row % 4;
-  out.scale[at * 4 + lane] = scale;
-  for (int half = 0; half < 2; half++) {
-    int32_t sum = 0;
-    for (int i = 0; i < 16; i++) sum += whole[half * 16 + i];
-    out.sums[(at * 2 + half) * 4 + lane] = sum;
-    out.totals[(at * 2 + half) * 4 + lane] = scale * float(sum);
+  const int64_t at = out.block_of(row, block), lanes = out.lanes, lane = row % lanes;
+  out.scale[at * 2 * lanes + lane] = scale;
+  out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
+  int32_t sums[3] = {};
+  for (int i = 0; i < 16; i++) sums[0] += whole[i];
+  for (int i = 16; i < 32; i++) sums[1] += whole[i];
+  sums[2] = sums[0] + sums[1];
+  for (int i = 0; i < 3; i++) {
+    out.sums[(at * 3 + i) * lanes + lane] = sums[i];
+    out.totals[(at * 3 + i) * lanes + lane] = scale * float(sums[i]);
   }
 }
 
@@ -86,8 +91,13 @@ struct Storage {
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
 struct Level {
   const char* name;
-  int32_t tile_rows, vector_bytes, row_lanes;
+  int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
   void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row);
+  // Of x for these weights, with so many rows and planes: how many rows go together, and the stride of the starts.
+  int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
+  int64_t (*start_stride)(const Weights&, const Activations8&);
+  void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last);
+  bool (*wants_transposed)(const Weights&, int64_t m);  // of x, for multiply_exact
   void (*copy_row)(const float* x, int64_t k, float* out, float* sums);
   void (*transpose_rows)(const float* x, int64_t k, int64_t rows, float* out);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);

@@ -1,102 +1,101 @@
 // Stored scales to float32: the only place that knows how a group's scale and minimum are kept.
 #pragma once
-#include "problem.h"
+#include "decode.h"
 
 namespace BILLFISH_ISA {
 
 using billfish::Scales;
 using billfish::Weights;
 
-// Decoded scales and minimums, [groups][TILE_ROWS]: value = code * scale + minimum.
+constexpr bool has_minimum(Scales s) {
+  return s == Scales::f16_minimum || s == Scales::f16_zero8 || s == Scales::f16_zero16 || s == Scales::sub_minimum ||
+         s == Scales::sub_nibbles || s == Scales::f32_minimum;
+}
+
+inline Floats floats_at(const uint8_t* p) { return load_floats(reinterpret_cast<const float*>(p)); }
+
+// The scales of one chunk as they lie in the stream. value = code * scale + minimum, and all scales times Weights::factor.
+// `row` is the first of LANES rows of the tile.
+template <Scales S> struct Reader {
+  static constexpr int R = TILE_ROWS;
+  static constexpr bool minimums = has_minimum(S);
+  const uint8_t* p;
+
+  Floats scale(int64_t group, int row) const {
+    if constexpr (S == Scales::f16) return halves_to_floats(p + 2 * (group * R + row));
+    if constexpr (S == Scales::f16_minimum || S == Scales::f16_zero16) return halves_to_floats(p + 4 * group * R + 2 * row);
+    if constexpr (S == Scales::f16_zero8) return halves_to_floats(p + 3 * group * R + 2 * row);
+    if constexpr (S == Scales::e8m0) return exponents_to_floats(p + group * R + row);
+    if constexpr (S == Scales::e4m3) return e4m3_to_floats(p + group * R + row);
+    if constexpr (S == Scales::f32) return floats_at(p + 4 * (group * R + row));
+    if constexpr (S == Scales::f32_minimum) return floats_at(p + 8 * group * R + 4 * row);
+    // Two levels: one half for the chunk, times a small integer for the group.
+    const Floats d = S == Scales::sub || S == Scales::sub_minimum || S == Scales::sub_nibbles ? halves_to_floats(p + 2 * row) : splat(0);
+    if constexpr (S == Scales::sub) return multiply(d, signed_to_floats(p + (2 + group) * R + row));
+    if constexpr (S == Scales::sub_minimum) return multiply(d, unsigned_to_floats(p + (4 + 2 * group) * R + row));
+    if constexpr (S == Scales::sub_nibbles) return multiply(d, low_nibbles_to_floats(p + (4 + group) * R + row));
+  }
+  Floats minimum(int64_t group, int row) const {
+    const Floats minus = splat(-1);
+    if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + (4 * group + 2) * R + 2 * row);
+    if constexpr (S == Scales::f16_zero8) return multiply(multiply(scale(group, row), unsigned_to_floats(p + (3 * group + 2) * R + row)), minus);
+    if constexpr (S == Scales::f16_zero16)
+      return multiply(multiply(scale(group, row), halves_to_floats(p + (4 * group + 2) * R + 2 * row)), minus);
+    if constexpr (S == Scales::f32_minimum) return floats_at(p + (8 * group + 4) * R + 4 * row);
+    const Floats m = S == Scales::sub_minimum || S == Scales::sub_nibbles ? multiply(halves_to_floats(p + 2 * R + 2 * row), minus) : splat(0);
+    if constexpr (S == Scales::sub_minimum) return multiply(m, unsigned_to_floats(p + (5 + 2 * group) * R + row));
+    if constexpr (S == Scales::sub_nibbles) return multiply(m, high_nibbles_to_floats(p + (4 + group) * R + row));
+    return splat(0);
+  }
+};
+
+// Calls f with the reader for these scales.
+template <class F> inline void with_reader(Scales scales, const uint8_t* p, F&& f) {
+  switch (scales) {
+    case Scales::f16: return f(Reader<Scales::f16>{p});
+    case Scales::f16_minimum: return f(Reader<Scales::f16_minimum>{p});
+    case Scales::f16_zero8: return f(Reader<Scales::f16_zero8>{p});
+    case Scales::f16_zero16: return f(Reader<Scales::f16_zero16>{p});
+    case Scales::e8m0: return f(Reader<Scales::e8m0>{p});
+    case Scales::e4m3: return f(Reader<Scales::e4m3>{p});
+    case Scales::sub: return f(Reader<Scales::sub>{p});
+    case Scales::sub_minimum: return f(Reader<Scales::sub_minimum>{p});
+    case Scales::sub_nibbles: return f(Reader<Scales::sub_nibbles>{p});
+    case Scales::f32: return f(Reader<Scales::f32>{p});
+    case Scales::f32_minimum: return f(Reader<Scales::f32_minimum>{p});
+  }
+}
+
+// Scales as numbers, [groups][TILE_ROWS]. `offset` is what scale_sum adds: -SUM_OFFSET * scale, where a level has one.
 struct GroupScales {
-  float *scale, *minimum;
+  float *scale, *offset, *minimum;
+  GroupScales from(int64_t group) const {
+    return {scale + group * TILE_ROWS, offset + group * TILE_ROWS, minimum + group * TILE_ROWS};
+  }
 };
 
 // Room for those of one chunk.
 struct ChunkScales {
   alignas(64) float scale[16 * TILE_ROWS];
+  alignas(64) float offset[16 * TILE_ROWS];
   alignas(64) float minimum[16 * TILE_ROWS];
-  operator GroupScales() { return {scale, minimum}; }
+  operator GroupScales() { return {scale, offset, minimum}; }
 };
 
-inline bool has_minimum(Scales s) {
-  return s == Scales::f16_minimum || s == Scales::f16_zero8 || s == Scales::f16_zero16 || s == Scales::sub_minimum ||
-         s == Scales::sub_nibbles || s == Scales::f32_minimum;
-}
-
-// Decodes the scales of `groups` groups at p; returns where the codes begin.
-inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out) {
-  const Floats factor = splat(w.factor), minus = splat(-1);
-  constexpr int R = TILE_ROWS;
-  const int n = groups * R;
-  auto each_row = [&](auto&& body) {  // body(i, row within its group's run, group)
+// Decodes the scales of `groups` groups at p, times `factor`; returns where the codes begin.
+inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out, float factor = 1) {
+  const Floats times = splat(factor), offset = splat(-SUM_OFFSET);
+  with_reader(w.scales, p, [&](auto reader) {
     for (int g = 0; g < groups; g++)
-      for (int r = 0; r < R; r += LANES) body(g * R + r, r, g);
-  };
-  switch (w.scales) {
-    case Scales::f16:
-      if (w.factor == 1)
-        for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, halves_to_floats(p + 2 * i));
-      else
-        for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * i), factor));
-      return p + 2 * n;
-    case Scales::f16_minimum:
-      each_row([&](int i, int r, int g) {
-        const uint8_t* at = p + 4 * R * g + 2 * r;
-        store_floats(out.scale + i, halves_to_floats(at));
-        store_floats(out.minimum + i, halves_to_floats(at + 2 * R));
-      });
-      return p + 4 * n;
-    case Scales::f16_zero8:
-    case Scales::f16_zero16: {
-      const bool wide = w.scales == Scales::f16_zero16;
-      const int run = (wide ? 4 : 3) * R;
-      each_row([&](int i, int r, int g) {
-        const uint8_t* zeros = p + run * g + 2 * R;
-        Floats scale = halves_to_floats(p + run * g + 2 * r);
-        Floats zero = wide ? halves_to_floats(zeros + 2 * r) : unsigned_to_floats(zeros + r);
+      unroll<ROW_VECTORS>([&](auto r) {
+        const int i = g * TILE_ROWS + r * LANES;
+        const Floats scale = multiply(reader.scale(g, r * LANES), times);
         store_floats(out.scale + i, scale);
-        store_floats(out.minimum + i, multiply(multiply(scale, zero), minus));
+        if (SUM_OFFSET != 0) store_floats(out.offset + i, multiply(scale, offset));
+        if (has_minimum(w.scales)) store_floats(out.minimum + i, reader.minimum(g, r * LANES));
       });
-      return p + run * groups;
-    }
-    case Scales::e8m0:
-      for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, multiply(exponents_to_floats(p + i), factor));
-      return p + n;
-    case Scales::e4m3:
-      for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, multiply(e4m3_to_floats(p + i), factor));
-      return p + n;
-    case Scales::sub:
-      each_row([&](int i, int r, int g) {
-        store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * r), signed_to_floats(p + 2 * R + g * R + r)));
-      });
-      return p + 2 * R + n;
-    case Scales::sub_minimum:
-      each_row([&](int i, int r, int g) {
-        const uint8_t* sub = p + 4 * R + 2 * g * R + r;
-        store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * r), unsigned_to_floats(sub)));
-        store_floats(out.minimum + i, multiply(multiply(halves_to_floats(p + 2 * R + 2 * r), unsigned_to_floats(sub + R)), minus));
-      });
-      return p + 4 * R + 2 * n;
-    case Scales::sub_nibbles:
-      each_row([&](int i, int r, int g) {
-        const uint8_t* sub = p + 4 * R + g * R + r;
-        store_floats(out.scale + i, multiply(halves_to_floats(p + 2 * r), low_nibbles_to_floats(sub)));
-        store_floats(out.minimum + i, multiply(multiply(halves_to_floats(p + 2 * R + 2 * r), high_nibbles_to_floats(sub)), minus));
-      });
-      return p + 4 * R + n;
-    case Scales::f32:
-      for (int i = 0; i < n; i += LANES) store_floats(out.scale + i, load_floats(reinterpret_cast<const float*>(p) + i));
-      return p + 4 * n;
-    case Scales::f32_minimum:
-      each_row([&](int i, int r, int g) {
-        const float* at = reinterpret_cast<const float*>(p) + 2 * R * g + r;
-        store_floats(out.scale + i, load_floats(at));
-        store_floats(out.minimum + i, load_floats(at + R));
-      });
-      return p + 8 * n;
-  }
-  return p;
+  });
+  return p + billfish::scale_bytes(w.scales, TILE_ROWS, groups);
 }
 
 }  // namespace BILLFISH_ISA

@@ -19,6 +19,7 @@ inline void store_bytes(uint8_t* p, Bytes v) { _mm256_storeu_si256(reinterpret_c
 inline Bytes splat_byte(uint8_t x) { return _mm256_set1_epi8(char(x)); }
 inline Bytes bit_and(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
 inline Bytes bit_or(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes bit_xor(Bytes a, Bytes b) { return _mm256_xor_si256(a, b); }
 inline Bytes subtract(Bytes a, Bytes b) { return _mm256_sub_epi8(a, b); }
 // There are no byte shifts: 16-bit ones, and then away with what came over from the neighbour.
 template <int N> Bytes shift_right(Bytes a) {
@@ -29,12 +30,17 @@ template <int N> Bytes shift_left(Bytes a) {
   if constexpr (N == 0) return a;
   else return _mm256_and_si256(_mm256_slli_epi16(a, N), _mm256_set1_epi8(char(0xff << N)));
 }
+// The bits of `other` where `mask` has ones, else those of a, which are 0 there.
+inline Bytes merge(Bytes a, Bytes other, int mask) { return bit_or(a, bit_and(other, splat_byte(uint8_t(mask)))); }
+inline Bytes high_nibbles(Bytes a) { return shift_right<4>(a); }
+constexpr int HIGH_FLIP = 0;
 inline Bytes lookup(const uint8_t* table, Bytes index) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
 }
 
 inline Ints splat_int(int32_t x) { return {_mm256_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Ints subtract(Ints a, Ints b) { return {_mm256_sub_epi32(a.v, b.v)}; }
 template <int N> Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
 
 struct Activations { const int8_t* p; };
@@ -55,7 +61,10 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
     return {_mm256_add_epi32(sum.v, products)};
   }
 }
+// What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
+// Whether dot() takes any byte, two nibbles at once for example.
+constexpr bool WHOLE_BYTES_FIT = false;
 
 inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
 inline void store_floats(float* p, Floats v) { _mm256_storeu_ps(p, v); }
@@ -64,9 +73,21 @@ inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v.v); }
-template <int K> Floats signed_byte(Bytes v) {
-  if constexpr (K < 3) v = _mm256_slli_epi32(v, 24 - 8 * K);
-  return _mm256_cvtepi32_ps(_mm256_srai_epi32(v, 24));
+
+// Integer sums start at zero and are converted; see simd_neon.h for the other way.
+constexpr int32_t SUM_START = 0;
+constexpr float SUM_OFFSET = 0;
+constexpr int START_INTS = 1;
+inline Ints load_start(const int32_t* p) { return {_mm256_set1_epi32(*p)}; }
+template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
+
+// Byte K of each 32-bit lane, less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
+  if constexpr (K > 0) v = _mm256_srli_epi32(v, 8 * K);
+  if constexpr (K < 3) v = _mm256_and_si256(v, _mm256_set1_epi32(255));
+  return _mm256_sub_ps(_mm256_cvtepi32_ps(v), offset);
 }
 
 struct FloatActivations { const float* p; };
@@ -89,11 +110,9 @@ inline Floats signed_to_floats(const uint8_t* p) {
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 inline Floats exponents_to_floats(const uint8_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(widen(p), 23)); }
-// Bytes seeeemmm to s eeee mmm as a half whose bias is 8 too large: times 2^-8 of the E4M3 value.
+// Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
 inline Floats e4m3_to_floats(const uint8_t* p) {
-  const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  const __m128i sign = _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x80)), 8);
-  return _mm256_cvtph_ps(_mm_or_si128(sign, _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x7f)), 7)));
+  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 7));
 }
 
 }  // namespace BILLFISH_ISA

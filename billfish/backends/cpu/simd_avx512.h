@@ -19,6 +19,7 @@ inline void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 inline Bytes splat_byte(uint8_t x) { return _mm512_set1_epi8(char(x)); }
 inline Bytes bit_and(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
 inline Bytes bit_or(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes bit_xor(Bytes a, Bytes b) { return _mm512_xor_si512(a, b); }
 inline Bytes subtract(Bytes a, Bytes b) { return _mm512_sub_epi8(a, b); }
 // There are no byte shifts: 16-bit ones, and then away with what came over from the neighbour.
 template <int N> Bytes shift_right(Bytes a) {
@@ -29,24 +30,33 @@ template <int N> Bytes shift_left(Bytes a) {
   if constexpr (N == 0) return a;
   else return _mm512_and_si512(_mm512_slli_epi16(a, N), _mm512_set1_epi8(char(0xff << N)));
 }
+// The bits of `other` where `mask` has ones, else those of a, which are 0 there.
+inline Bytes merge(Bytes a, Bytes other, int mask) {
+  return _mm512_ternarylogic_epi32(splat_byte(uint8_t(mask)), other, a, 0xca);  // mask ? other : a
+}
+inline Bytes high_nibbles(Bytes a) { return shift_right<4>(a); }
+constexpr int HIGH_FLIP = 0;
 inline Bytes lookup(const uint8_t* table, Bytes index) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
 }
 
 inline Ints splat_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints subtract(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 template <int N> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
-// vpdpbusd takes the weights as unsigned bytes, so signed ones get 128 added, by flipping their top bit.
+// vpdpbusd takes the weights as unsigned bytes, so signed ones come with 128 added.
 template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   int32_t four;
   std::memcpy(&four, x.p + 4 * L, 4);
-  if constexpr (SIGNED) w = _mm512_xor_si512(w, _mm512_set1_epi8(char(0x80)));
   return {_mm512_dpbusd_epi32(sum.v, w, _mm512_set1_epi32(four))};
 }
+// What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 128;
+// Whether dot() takes any byte, two nibbles at once for example.
+constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
 inline void store_floats(float* p, Floats v) { _mm512_storeu_ps(p, v); }
@@ -55,9 +65,21 @@ inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v.v); }
-template <int K> Floats signed_byte(Bytes v) {
-  if constexpr (K < 3) v = _mm512_slli_epi32(v, 24 - 8 * K);
-  return _mm512_cvtepi32_ps(_mm512_srai_epi32(v, 24));
+
+// Integer sums start at zero and are converted; see simd_neon.h for the other way.
+constexpr int32_t SUM_START = 0;
+constexpr float SUM_OFFSET = 0;
+constexpr int START_INTS = 1;
+inline Ints load_start(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
+template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
+
+// Byte K of each 32-bit lane, less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
+  if constexpr (K > 0) v = _mm512_srli_epi32(v, 8 * K);
+  if constexpr (K < 3) v = _mm512_and_si512(v, _mm512_set1_epi32(255));
+  return _mm512_sub_ps(_mm512_cvtepi32_ps(v), offset);
 }
 
 struct FloatActivations { const float* p; };
@@ -80,11 +102,9 @@ inline Floats signed_to_floats(const uint8_t* p) {
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 inline Floats exponents_to_floats(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(widen(p), 23)); }
-// Bytes seeeemmm to s eeee mmm as a half whose bias is 8 too large: times 2^-8 of the E4M3 value.
+// Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
 inline Floats e4m3_to_floats(const uint8_t* p) {
-  const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(b, _mm256_set1_epi16(0x80)), 8);
-  return _mm512_cvtph_ps(_mm256_or_si256(sign, _mm256_slli_epi16(_mm256_and_si256(b, _mm256_set1_epi16(0x7f)), 7)));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7));
 }
 
 }  // namespace BILLFISH_ISA

@@ -18,6 +18,7 @@ inline void store_bytes(uint8_t* p, Bytes v) { vst1q_u8(p, v); }
 inline Bytes splat_byte(uint8_t x) { return vdupq_n_u8(x); }
 inline Bytes bit_and(Bytes a, Bytes b) { return vandq_u8(a, b); }
 inline Bytes bit_or(Bytes a, Bytes b) { return vorrq_u8(a, b); }
+inline Bytes bit_xor(Bytes a, Bytes b) { return veorq_u8(a, b); }
 inline Bytes subtract(Bytes a, Bytes b) { return vsubq_u8(a, b); }
 template <int N> Bytes shift_right(Bytes a) {
   if constexpr (N == 0) return a;
@@ -27,11 +28,17 @@ template <int N> Bytes shift_left(Bytes a) {
   if constexpr (N == 0) return a;
   else return vshlq_n_u8(a, N);
 }
+// The bits of `other` where `mask` has ones, else those of a, which are 0 there.
+inline Bytes merge(Bytes a, Bytes other, int mask) { return vbslq_u8(vdupq_n_u8(uint8_t(mask)), other, a); }
+// High nibbles, signed: code - 8, because prepack has flipped their top bit.
+inline Bytes high_nibbles(Bytes a) { return vreinterpretq_u8_s8(vshrq_n_s8(vreinterpretq_s8_u8(a), 4)); }
+constexpr int HIGH_FLIP = 8;
 // table[index] for each byte, index < 16.
 inline Bytes lookup(const uint8_t* table, Bytes index) { return vqtbl1q_u8(vld1q_u8(table), index); }
 
 inline Ints splat_int(int32_t x) { return vdupq_n_s32(x); }
 inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
+inline Ints subtract(Ints a, Ints b) { return vsubq_s32(a, b); }
 template <int N> Ints shift_left(Ints a) { return vshlq_n_s32(a, N); }
 
 // 16 bytes of x. dot<L> adds, in each lane, the products of that lane's four signed weights with bytes 4L..4L+3.
@@ -40,8 +47,10 @@ inline Activations load_activations(const int8_t* p) { return vld1q_s8(p); }
 template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), x, L);
 }
-// What dot<L, true> adds to the weights before it multiplies; the caller takes it away again through the starting sum.
+// What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
+// Whether dot() takes any byte, two nibbles at once for example.
+constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
 inline void store_floats(float* p, Floats v) { vst1q_f32(p, v); }
@@ -51,18 +60,43 @@ inline Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }
 inline Floats to_floats(Ints v) { return vcvtq_f32_s32(v); }
 
-// Byte K of each 32-bit lane, as a signed number: alone at the top, it is a fixed-point number with 24 fraction bits.
-template <int K> Floats signed_byte(Bytes v) {
-  int32x4_t word = vreinterpretq_s32_u8(v);
-  if constexpr (K < 3) word = vshlq_n_s32(word, 24 - 8 * K);
-  if constexpr (K > 0) word = vandq_s32(word, vdupq_n_s32(int32_t(0xff000000)));
-  return vcvtq_n_f32_s32(word, 24);
+// Integer sums below 2^22 become floats without the conversion, which blocks a pipe for two cycles: started at the bits of
+// 1.5 * 2^23, whose last bit is worth 1, a sum *is* the float that much larger. Starts come from memory, four times each,
+// because loads are free here and moves between registers are not.
+constexpr int32_t SUM_START = 0x4b400000;
+constexpr float SUM_OFFSET = 12582912.0f;
+constexpr int START_INTS = 4;
+inline Ints load_start(const int32_t* p) { return vld1q_s32(p); }
+template <bool MAGIC> Floats sum_to_floats(Ints v) {
+  if constexpr (MAGIC) return vsubq_f32(vreinterpretq_f32_s32(v), vdupq_n_f32(SUM_OFFSET));
+  else return vcvtq_f32_s32(v);
+}
+// sum * scale. offset, -SUM_OFFSET * scale, is exact for scales of up to 22 bits, so this is rounded once.
+template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset) {
+  asm volatile("" : "+r"(offset));  // so that each use loads it again instead of copying a register
+  if constexpr (MAGIC) return vfmaq_f32(vld1q_f32(offset), vreinterpretq_f32_s32(v), scale);
+  else return vmulq_f32(vcvtq_f32_s32(v), scale);
+}
+
+// Byte K of each 32-bit lane, less `bias`. Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is taken
+// off is byte_offset(bias). 2^23 comes from memory each time: loads are free here, and copies of registers are not.
+alignas(16) const uint32_t TWO_TO_23[4] = {0x4b000000, 0x4b000000, 0x4b000000, 0x4b000000};
+inline Floats byte_offset(int bias) { return vdupq_n_f32(8388608.0f + float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
+  constexpr uint8_t keep = 255;
+  const uint8x16_t from = {K, keep, keep, keep, K + 4, keep, keep, keep, K + 8, keep, keep, keep, K + 12, keep, keep, keep};
+  uint8x16_t word;
+  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_23));
+  return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), offset);
 }
 
 // Four values of x; multiply_add_x<L> multiplies with value L.
 using FloatActivations = float32x4_t;
 inline FloatActivations load_x(const float* p) { return vld1q_f32(p); }
-template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x) { return vfmaq_laneq_f32(sum, w, x, L); }
+template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x) {
+  asm("fmla %0.4s, %1.4s, %2.s[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc would share a copy of the lane instead
+  return sum;
+}
 
 template <int L> Floats multiply_x(Floats w, FloatActivations x) { return vmulq_laneq_f32(w, x, L); }
 
@@ -73,7 +107,15 @@ inline uint32x4_t widen(const uint8_t* p) {
   __builtin_memcpy(&four, p, 4);
   return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
 }
-inline Floats unsigned_to_floats(const uint8_t* p) { return vcvtq_f32_u32(widen(p)); }
+inline Floats unsigned_to_floats(const uint8_t* p) {  // as in byte_to_floats
+  constexpr uint8_t keep = 255;
+  const uint8x16_t from = {0, keep, keep, keep, 1, keep, keep, keep, 2, keep, keep, keep, 3, keep, keep, keep};
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  uint8x16_t word;
+  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_23));
+  return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, vreinterpretq_u8_u32(vdupq_n_u32(four)), from)), byte_offset(0));
+}
 inline Floats low_nibbles_to_floats(const uint8_t* p) { return vcvtq_f32_u32(vandq_u32(widen(p), vdupq_n_u32(15))); }
 inline Floats high_nibbles_to_floats(const uint8_t* p) { return vcvtq_f32_u32(vshrq_n_u32(widen(p), 4)); }
 inline Floats signed_to_floats(const uint8_t* p) {
@@ -81,11 +123,11 @@ inline Floats signed_to_floats(const uint8_t* p) {
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 inline Floats exponents_to_floats(const uint8_t* p) { return vreinterpretq_f32_u32(vshlq_n_u32(widen(p), 23)); }
-// Bytes seeeemmm to s eeee mmm as a half whose bias is 8 too large: times 2^-8 of the E4M3 value.
+// Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
 inline Floats e4m3_to_floats(const uint8_t* p) {
-  uint32x4_t b = widen(p);
-  uint32x4_t bits = vorrq_u32(vshlq_n_u32(vandq_u32(b, vdupq_n_u32(0x80)), 8), vshlq_n_u32(vandq_u32(b, vdupq_n_u32(0x7f)), 7));
-  return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(bits)));
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(vshll_n_u8(vreinterpret_u8_u32(vdup_n_u32(four)), 7))));
 }
 
 }  // namespace BILLFISH_ISA

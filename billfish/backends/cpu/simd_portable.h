@@ -25,9 +25,15 @@ inline void store_bytes(uint8_t* p, Bytes v) { std::memcpy(p, &v, sizeof v); }
 inline Bytes splat_byte(uint8_t x) { return Bytes{} + x; }
 inline Bytes bit_and(Bytes a, Bytes b) { return a & b; }
 inline Bytes bit_or(Bytes a, Bytes b) { return a | b; }
+inline Bytes bit_xor(Bytes a, Bytes b) { return a ^ b; }
 inline Bytes subtract(Bytes a, Bytes b) { return a - b; }
 template <int N> Bytes shift_right(Bytes a) { return a >> N; }
 template <int N> Bytes shift_left(Bytes a) { return a << N; }
+// The bits of `other` where `mask` has ones, else those of a, which are 0 there.
+inline Bytes merge(Bytes a, Bytes other, int mask) { return a | (other & uint8_t(mask)); }
+// High nibbles, signed: code - 8, because prepack has flipped their top bit.
+inline Bytes high_nibbles(Bytes a) { return ((a >> 4) ^ 8) - 8; }
+constexpr int HIGH_FLIP = 8;
 inline Bytes lookup(const uint8_t* table, Bytes index) {
   Bytes out{};
   for (int i = 0; i < 16; i++) out[i] = table[index[i]];
@@ -36,6 +42,7 @@ inline Bytes lookup(const uint8_t* table, Bytes index) {
 
 inline Ints splat_int(int32_t x) { return Ints{} + x; }
 inline Ints add(Ints a, Ints b) { return a + b; }
+inline Ints subtract(Ints a, Ints b) { return a - b; }
 template <int N> Ints shift_left(Ints a) { return a * (1 << N); }
 
 // Byte K of each lane, sign-extended. Shifting left in unsigned arithmetic is defined for every value.
@@ -50,7 +57,10 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   return sum + signed_bytes<0>(w) * x.p[4 * L] + signed_bytes<1>(w) * x.p[4 * L + 1] + signed_bytes<2>(w) * x.p[4 * L + 2] +
          signed_bytes<3>(w) * x.p[4 * L + 3];
 }
+// What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
+// Whether dot() takes any byte, two nibbles at once for example.
+constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return load<Floats>(p); }
 inline void store_floats(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
@@ -59,7 +69,17 @@ inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-template <int K> Floats signed_byte(Bytes v) { return to_floats(signed_bytes<K>(v)); }
+// Byte K of each 32-bit lane, less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return to_floats(signed_bytes<K>(v) & 255) - offset; }
+
+// Integer sums start at zero and are converted; see simd_neon.h for the other way.
+constexpr int32_t SUM_START = 0;
+constexpr float SUM_OFFSET = 0;
+constexpr int START_INTS = 1;
+inline Ints load_start(const int32_t* p) { return splat_int(*p); }
+template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
 struct FloatActivations { const float* p; };
 inline FloatActivations load_x(const float* p) { return {p}; }
@@ -78,8 +98,9 @@ inline Floats signed_to_floats(const uint8_t* p) { return each_lane([&](int i) {
 inline Floats exponents_to_floats(const uint8_t* p) {
   return each_lane([&](int i) { return bits_to_float(uint32_t(p[i]) << 23); });
 }
+// Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
 inline Floats e4m3_to_floats(const uint8_t* p) {
-  return each_lane([&](int i) { return half_to_float(uint16_t((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7)); });
+  return each_lane([&](int i) { return half_to_float(uint16_t(p[i] << 7)); });
 }
 
 }  // namespace BILLFISH_ISA

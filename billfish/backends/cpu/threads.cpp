@@ -54,7 +54,7 @@ class Pool {
 
  private:
   // More pieces than threads, so that a slow one takes fewer.
-  static constexpr int64_t PIECES = 4;
+  static constexpr int64_t PIECES = 16;
 
   void announce() {
     round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other

@@ -2,7 +2,7 @@
 // memory, so that both the words it reads and the rows it writes are side by side.
 using namespace billfish;
 constexpr int stride = 32 + 2;
-threadgroup T tiles[4 * 32 * stride];
+alignas(16) threadgroup T tiles[4 * 32 * stride];
 const int n = codes_shape[1], k = size[0];
 const int lane = thread_index_in_simdgroup, part = simdgroup_index_in_threadgroup;
 const int column0 = threadgroup_position_in_grid.x * 32;

@@ -1,8 +1,8 @@
 // marlin_gemm_*: y [M, N] = x [M, K] @ W.T + bias. A threadgroup for each TILE_M x 64 of y; grid (N tiles, M tiles).
 using namespace billfish;
 constexpr int stride = Tile<T>::stride;
-threadgroup T x_tiles[2 * TILE_M * stride];
-threadgroup T w_tiles[2 * TILE_N * stride];
+alignas(16) threadgroup T x_tiles[2 * TILE_M * stride];
+alignas(16) threadgroup T w_tiles[2 * TILE_N * stride];
 const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
 const int index = thread_index_in_threadgroup;
 const int row0 = threadgroup_position_in_grid.y * TILE_M, column0 = threadgroup_position_in_grid.x * TILE_N;

@@ -1,7 +1,7 @@
 // marlin_gemm_fused_*: y [M, N] = x [M, K] @ W.T + bias with the least threadgroup memory; see fused.metal.
 using namespace billfish;
-threadgroup T x_tile[TILE_M * Tile<T>::stride];
-threadgroup T staging[4 * 64];
+alignas(16) threadgroup T x_tile[TILE_M * Tile<T>::stride];
+alignas(16) threadgroup T staging[4 * 64];
 const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
 const int index = thread_index_in_threadgroup, part = index / 32;
 const int row0 = threadgroup_position_in_grid.y * TILE_M;

@@ -5,8 +5,8 @@
 // nothing to lock, and the result does not depend on who comes first.
 using namespace billfish;
 constexpr int stride = Tile<T>::stride;
-threadgroup T x_tiles[2 * TILE_M * stride];
-threadgroup T w_tiles[2 * TILE_N * stride];
+alignas(16) threadgroup T x_tiles[2 * TILE_M * stride];
+alignas(16) threadgroup T w_tiles[2 * TILE_N * stride];
 const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
 const int index = thread_index_in_threadgroup;
 const int row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (n + TILE_N - 1) / TILE_N;

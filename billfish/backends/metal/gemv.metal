@@ -1,6 +1,6 @@
 // marlin_gemv_*: y [M, N] = x [M, K] @ W.T + bias for M <= ROWS. A threadgroup for each 32 * COLUMNS columns; see matvec.metal.
 using namespace billfish;
-threadgroup float scratch[SIMDGROUPS * 32 * (ROWS > COLUMNS ? ROWS : COLUMNS)];
+alignas(16) threadgroup float scratch[SIMDGROUPS * 32 * (ROWS > COLUMNS ? ROWS : COLUMNS)];
 const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
 const int lane = thread_index_in_simdgroup, part = simdgroup_index_in_threadgroup;
 const int column0 = threadgroup_position_in_grid.x * 32 * COLUMNS;

@@ -38,7 +38,8 @@ METAL_FUNC void sum_columns(const device T* x, int m, W w, int column, int k_beg
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (active) {
       #pragma unroll
-      for (int run = 0; run < 32 && k0 + run < k_end; run += run_k) {
+      for (int run = 0; run < 32; run += run_k) {
+        if (k0 + run >= k_end) continue;
         if (k0 == k_begin || W::begins_group(k0 + run)) w.template groups<COLUMNS>(column, k0 + run, groups);
         float products[ROWS * COLUMNS] = {0};
         #pragma unroll

@@ -22,6 +22,7 @@ from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTar
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
 from billfish.checkpoints.writers.mlx import MlxTarget
+from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
 from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
 from billfish.errors import CheckpointError, complaint
@@ -52,17 +53,17 @@ def export(
     settings: Settings,
     start: Callable[[int], Callable[[int, str], None]],
 ) -> Report:
-    """Write a checkpoint to `out`. `start` is given the number of bytes, and returns what is told of progress."""
-    path = Path(out)
+    """Write a checkpoint to `out`. `start` is given the number of bytes left, and returns what is told of progress."""
+    path, target = Path(out), settings.target
+    checkpoint = for_gguf(checkpoint) if isinstance(target, GgufTarget) else for_folders(checkpoint)
     items, problems, notes = plan(checkpoint, settings)
-    target = settings.target
     takes = f"what {target.name} holds as it is; --requantize quantizes these again, and loses something"
     refuse(call, problems, takes)
     if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
         takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
         raise CheckpointError(complaint(call, "OUT", path.name, takes))
     output = _output(checkpoint, path, items, settings)
-    write(call, path, output, start(output.nbytes))
+    write(call, path, output, start)
     return Report(items, notes, output.nbytes)
 
 
@@ -105,7 +106,7 @@ def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
 
 def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if not checkpoint.config:  # a file in some folder, not a model's
+    if not (folder / "config.json").is_file():  # a file in some folder, not a model's
         return {}
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     return {
@@ -118,7 +119,10 @@ def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
-    """The fields of a GGUF file as they are; of other checkpoints, the architecture and the whole configuration."""
+    """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
+    not, the architecture and the whole configuration."""
+    if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
+        return dict(checkpoint.metadata)
     if isinstance(checkpoint.metadata, Metadata):
         dropped = ("general.file_type", "general.quantization_version", "general.alignment")
         return {

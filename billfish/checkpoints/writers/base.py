@@ -93,6 +93,7 @@ class Target(ABC):
     name: str
     formats: tuple[str, ...]  # those it holds, in the order in which they are tried
     quantizes: tuple[str, ...] = ()  # those that weights can be quantized to, if not all
+    stores_reciprocals: bool = False  # of global scales
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         """Raises Misfit if a tensor in one of the formats has something else that the target cannot hold.

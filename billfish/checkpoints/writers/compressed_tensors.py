@@ -27,6 +27,7 @@ FP4 = {
 class CompressedTensorsTarget(Target):
     name = "compressed-tensors"
     formats = ("u4b8", "u8b128", "u4", "u8", "mxfp4", "nvfp4")
+    stores_reciprocals = True
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         symmetric = source.offset == "none"

@@ -73,9 +73,16 @@ class Output:
         return sum(f.ends()[-1] for f in self.files) + sum(map(len, self.small.values()))
 
 
-def write(call: str, out: Path, output: Output, advance: Callable[[int, str], None]) -> None:
-    """Write `output` to `out`, which must not exist. `advance` is told how many bytes were written, and of what."""
-    partial, plan = out.with_name(f"{out.name}.partial"), output.plan()
+Advance = Callable[[int, str], None]
+
+
+def write(call: str, out: Path, output: Output, start: Callable[[int], Advance]) -> None:
+    """Write `output` to `out`, which must not exist.
+
+    `start` is told how many bytes are left to write, and returns what is told of each: how many, and of what.
+    """
+    out = Path(os.path.abspath(out))
+    partial, plan = Path(f"{out}.partial"), output.plan()
     known = _known_plan(partial)
     if out.exists() or out.is_symlink():
         if known == plan and not _files_in(partial / "output"):  # killed between the renaming and the end
@@ -89,7 +96,9 @@ def write(call: str, out: Path, output: Output, advance: Callable[[int, str], No
             _write_whole(partial / "plan.json", plan.encode())
         (partial / "output").mkdir(exist_ok=True)
         with _lock(call, partial):
-            _check_space(call, partial, output)
+            left = output.nbytes - sum(_kept(partial / "output" / file.name, file)[0] for file in output.files)
+            _check_space(call, partial, left)
+            advance = start(left)
             for file in output.files:
                 _write_file(partial / "output" / file.name, file, advance)
             for name, content in output.small.items():
@@ -148,9 +157,8 @@ def _files_in(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _check_space(call: str, partial: Path, output: Output) -> None:
-    there = sum(path.stat().st_size for path in _files_in(partial / "output"))
-    needed, free = output.nbytes - there, shutil.disk_usage(partial).free
+def _check_space(call: str, partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
     if needed > free:
         got = f"{free / 1e9:.2f} GB free"
         raise CheckpointError(complaint(call, str(partial.parent), got, f"room for {needed / 1e9:.2f} GB"))
@@ -169,22 +177,26 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _write_file(path: Path, output: OutputFile, advance: Callable[[int, str], None]) -> None:
-    ends = output.ends()
+def _kept(path: Path, output: OutputFile) -> tuple[int, int]:
+    """How many bytes of an unfinished file are whole, and how many of its pieces."""
+    ends, size = output.ends(), path.stat().st_size if path.exists() else 0
+    whole = sum(1 for end in ends if end <= size)  # the header, and so many pieces less one
+    return (ends[whole - 1], whole - 1) if whole else (0, 0)
+
+
+def _write_file(path: Path, output: OutputFile, advance: Advance) -> None:
+    kept, pieces = _kept(path, output)
     with path.open("r+b" if path.exists() else "w+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        whole = sum(1 for end in ends if end <= size)  # the header, and so many pieces less one
-        file.truncate(ends[whole - 1] if whole else 0)
-        file.seek(0, os.SEEK_END)
-        if whole == 0:
+        file.truncate(kept)
+        file.seek(kept)
+        if kept == 0:
             file.write(output.header)
-            whole = 1
-        advance(ends[whole - 1], "")
-        for piece, start, end in zip(output.pieces[whole - 1 :], ends[whole - 1 :], ends[whole:], strict=False):
+            advance(len(output.header), "")
+        for piece in output.pieces[pieces:]:
             advance(0, piece.label)
             _write_piece(file, output, piece)
             file.flush()
-            advance(end - start, piece.label)
+            advance(sum(map(output.padded, piece.sizes)), piece.label)
         _flush(file)
 
 

@@ -37,10 +37,10 @@ class Quantization:
     method: str
     rules: tuple[tuple[re.Pattern[str], Format | None, int | None], ...] = ()
 
-    def choice(self, name: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
-        """The format of a tensor; None to leave it as it is."""
+    def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
+        """The format of a tensor; None to leave it as it is. Rules are for its name, or the one it had."""
         for pattern, format, group_size in self.rules:
-            if pattern.search(name):
+            if pattern.search(name) or pattern.search(origin):
                 return None if format is None else (format, group_size)
         ordinary = len(shape) == 2 and name.endswith("weight") and not SENSITIVE.search(name)
         return (self.format, self.group_size) if ordinary else None
@@ -77,7 +77,8 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Prob
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
-    choice = quantization.choice(name, about.shape) if quantization else None
+    origin = checkpoint.origins.get(name, name)
+    choice = quantization.choice(name, origin, about.shape) if quantization else None
     if about.format is None:
         dtype = np.dtype(TYPES[about.dtype][1])
         if choice is not None and dtype.name in FLOATS and len(about.shape) >= 2:
@@ -119,7 +120,6 @@ def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Sett
         except Misfit as reason:
             reasons.append((_distance(tensor.format, format), str(reason)))
             continue
-
         types = stored_types(format, planes) | target.preferred(format, planes, checkpoint.config)
         return Item(
             name,
@@ -176,13 +176,13 @@ def _quantized(
     def load() -> QuantizedTensor:
         weights = _weights(checkpoint, name).reshape(-1, k)
         tensor = quantize_matrix(call, name, weights, format, group, method, options)
-        return _with_reciprocal(tensor) if "global_scale" in tensor.storage else tensor
+        return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
 
     return Item(name, format, shape, group, stored_types(format, planes), False, load, lambda: None)
 
 
 def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
-    """A global scale moved by an ulp, so that it is the reciprocal of a float32: one container stores that."""
+    """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
     one, scale = np.float32(1), tensor.storage["global_scale"]
     moved = np.asarray(one / np.float32(one / scale), np.float32)
     return QuantizedTensor(tensor.format, tensor.shape, tensor.group_size, {**tensor.storage, "global_scale": moved})

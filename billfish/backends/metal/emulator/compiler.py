@@ -106,14 +106,16 @@ def cache_folder() -> Path:
 
 @cache
 def _own_sources() -> bytes:
-    """All of the shim and the runtime, for the hash."""
-    files = sorted(path for folder in (SHIM, RUNTIME) for path in folder.rglob("*") if path.is_file())
+    """All of the emulator, for the hash."""
+    files = sorted(path for path in HERE.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files)
 
 
 def _cached(key: Sequence[str], suffix: str, make: Callable[[Path, Path], None]) -> Path:
-    """The file made of `key`. `make(folder, result)` makes it in a folder of its own if it is not there yet."""
-    digest = hashlib.sha256("\0".join(key).encode() + b"\0" + _own_sources()).hexdigest()[:24]
+    """The file made of `key`; `make(folder, result)` makes it, in a folder of its own, if it is not there yet."""
+    compiler = find_compiler()
+    whole = [sys.platform, platform.machine(), compiler.version, *compiler.target, *key]
+    digest = hashlib.sha256("\0".join(whole).encode() + b"\0" + _own_sources()).hexdigest()[:24]
     result = cache_folder() / f"{digest}{suffix}"
     if not result.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="making-") as folder:
@@ -132,36 +134,30 @@ def runtime_library() -> Path:
         name = ["-install_name", f"@rpath/{result.name}"] if _DARWIN else [f"-Wl,-soname,{result.name}"]
         compiler.run([*_RUNTIME_FLAGS, *_LINK_FLAGS, *name, *sorted(RUNTIME.glob("*.cpp")), "-o", result], folder)
 
-    return _cached(["runtime", *compiler.command, *compiler.target, compiler.version, *_RUNTIME_FLAGS], ".so", make)
+    return _cached(["runtime", *_RUNTIME_FLAGS], ".so", make)
 
 
 def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
     """A translated kernel as a shared library."""
     compiler = find_compiler()
     runtime = runtime_library()
-    flags = [
-        *_KERNEL_FLAGS,
-        *(_INSTRUMENTED_FLAGS if instrumented else []),
-        *(_HOSTILE_MATH if hostile else _SAFE_MATH),
-    ]
+    flags = _KERNEL_FLAGS + (_HOSTILE_MATH if hostile else _SAFE_MATH)
+    flags += _INSTRUMENTED_FLAGS if instrumented else []
 
     def make(folder: Path, result: Path) -> None:
-        (folder / "kernel.cpp").write_text(text, "utf-8")
-        source = "kernel.cpp"
+        source, code, assembly = (folder / f"kernel.{suffix}" for suffix in ("cpp", "ll", "s"))
+        source.write_text(text, "utf-8")
         if hostile:
-            compiler.run([*flags, "-I", SHIM, "-S", "-emit-llvm", source, "-o", "kernel.ll"], folder)
-            flushed = flush_halves((folder / "kernel.ll").read_text("utf-8"))
-            (folder / "kernel.ll").write_text(flushed, "utf-8")
-            compiler.run(["-O2", "-fPIC", "-Wno-override-module", "-S", "kernel.ll", "-o", "kernel.s"], folder)
+            compiler.run([*flags, "-I", SHIM, "-S", "-emit-llvm", source.name, "-o", code], folder)
+            code.write_text(flush_halves(code.read_text("utf-8")), "utf-8")
+            compiler.run(["-O2", "-fPIC", "-Wno-override-module", "-S", code, "-o", assembly], folder)
         else:
-            compiler.run([*flags, "-I", SHIM, "-S", source, "-o", "kernel.s"], folder)
-        assembly = folder / "kernel.s"
+            compiler.run([*flags, "-I", SHIM, "-S", source.name, "-o", assembly], folder)
         assembly.write_text(annotate(assembly.read_text("utf-8")), "utf-8")
         origin = "@loader_path" if _DARWIN else "$ORIGIN"
         compiler.run([*_LINK_FLAGS, assembly, runtime, f"-Wl,-rpath,{origin}", "-o", result], folder)
 
-    key = [*compiler.command, *compiler.target, compiler.version, runtime.name, *flags, text]
-    return _cached(key, ".so", make)
+    return _cached(["kernel", *flags, text], ".so", make)
 
 
 def check_syntax(text: str, folder: Path, *, address_spaces: bool) -> str:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import re
 
 _HALF = r"(?P<type>half|<\d+ x half>)"
-_FLAGS = r"(?P<flags>(?:[a-z]+ )*)"
-# Two operands, half to half.
-_ARITHMETIC = re.compile(
-    rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fadd|fsub|fmul|fdiv|frem) {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)"
-)
-_COMPARISON = re.compile(rf"^(?P<indent>\s+)(?P<result>%\S+) = fcmp {_FLAGS}{_HALF} (?P<a>[^,]+), (?P<b>[^,\n]+)")
-_FROM_HALF = re.compile(
-    rf"^(?P<indent>\s+)(?P<result>%\S+) = (?P<op>fpext|fptosi|fptoui) {_FLAGS}{_HALF} (?P<a>%\S+|\S+) to "
-)
-_TO_HALF = re.compile(r"^(?P<indent>\s+)(?P<result>%\S+) = fptrunc (?:[a-z]+ )*\S.* to (?P<type>half|<\d+ x half>)")
+_RESULT = r"^(?P<indent>\s+)(?P<result>%\S+) = "
+_FLAGS = r"(?:[a-z]+ )*?"
+# Of two halves a half, and of two halves a bit; `rest` is the operands and what the debugger is told.
+_ARITHMETIC = re.compile(rf"{_RESULT}(?:fadd|fsub|fmul|fdiv|frem) {_FLAGS}{_HALF} (?P<rest>.*)$")
+_COMPARISON = re.compile(rf"{_RESULT}fcmp {_FLAGS}{_HALF} (?P<rest>.*)$")
+_FROM_HALF = re.compile(rf"{_RESULT}(?:fpext|fptosi|fptoui) {_FLAGS}{_HALF} (?P<rest>.*)$")
+_TO_HALF = re.compile(rf"{_RESULT}fptrunc .* to {_HALF}")
 
 
 def _integers(type_: str) -> str:
@@ -51,38 +48,43 @@ define internal {type_} {_function(type_)}({type_} %x) alwaysinline {{
 """
 
 
+def _operands(text: str) -> list[str]:
+    """Split at the commas that are not inside of a constant such as <half 1.0, half 2.0>."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "<(") - (character in ">)")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
 def flush_halves(code: str) -> str:
     """The same LLVM code with every half operand and result flushed."""
     types: set[str] = set()
-    out = []
-    serial = 0
+    out: list[str] = []
 
-    def call(indent: str, type_: str, value: str) -> str:
-        nonlocal serial
-        serial += 1
+    def flushed(indent: str, type_: str, value: str, name: str) -> str:
+        """Appends `name` = flush(value)."""
         types.add(type_)
-        name = f"%emulator.flush.{serial}"
         out.append(f"{indent}{name} = call {type_} {_function(type_)}({type_} {value})")
         return name
 
-    for line in code.splitlines():
-        found = _ARITHMETIC.match(line) or _COMPARISON.match(line)
-        if found:
-            a, b = (call(found["indent"], found["type"], found[operand]) for operand in "ab")
-            line = line[: found.start("a")] + f"{a}, {b}" + line[found.end("b") :]
+    for serial, line in enumerate(code.splitlines()):
+        name = f"%emulator.{serial}"
+        if found := _ARITHMETIC.match(line) or _COMPARISON.match(line):
+            left, right, *others = _operands(found["rest"])
+            left = flushed(found["indent"], found["type"], left, f"{name}.left")
+            right = flushed(found["indent"], found["type"], right, f"{name}.right")
+            line = line[: found.start("rest")] + ", ".join([left, right, *others])
         elif found := _FROM_HALF.match(line):
-            a = call(found["indent"], found["type"], found["a"])
-            line = line[: found.start("a")] + a + line[found.end("a") :]
-        produced = _ARITHMETIC.match(line) or _TO_HALF.match(line)
-        if not produced:
+            value, to = found["rest"].rsplit(" to ", 1)
+            line = line[: found.start("rest")] + flushed(found["indent"], found["type"], value, name) + f" to {to}"
+        # A result keeps its name after the flush; the operation gets another.
+        if found := _ARITHMETIC.match(line) or _TO_HALF.match(line):
+            out.append(line.replace(found["result"], f"{name}.raw", 1))
+            flushed(found["indent"], found["type"], f"{name}.raw", found["result"])
+        else:
             out.append(line)
-            continue
-        # The result keeps its name after the flush; the operation gets another.
-        serial += 1
-        raw = f"%emulator.raw.{serial}"
-        start, end = produced.span("result")
-        out.append(line[:start] + raw + line[end:])
-        types.add(produced["type"])
-        type_ = produced["type"]
-        out.append(f"{produced['indent']}{produced['result']} = call {type_} {_function(type_)}({type_} {raw})")
     return "\n".join(out) + "\n" + "".join(map(_definition, sorted(types)))

@@ -79,6 +79,7 @@ class metal_kernel:
         self.name, self.source, self.header = name, source, header
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         self.ensure_row_contiguous, self.atomic_outputs = ensure_row_contiguous, atomic_outputs
+        self._libraries: dict[tuple[str, bool, bool], ctypes.CDLL] = {}
 
     def signature(
         self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[tuple[str, Any]] | None = None
@@ -99,10 +100,14 @@ class metal_kernel:
 
     def compile(self, text: Signature, *, instrumented: bool, hostile: bool = False) -> ctypes.CDLL:
         """The library for a signature, from the cache if it is there."""
-        try:
-            return load(kernel_library(translate(text, self.name), instrumented=instrumented, hostile=hostile))
-        except CompileError as error:
-            raise CompileError(f"[metal_kernel] {self.name} does not compile:\n{error}") from None
+        key = (text.text, instrumented, hostile)
+        if key not in self._libraries:
+            try:
+                path = kernel_library(translate(text, self.name), instrumented=instrumented, hostile=hostile)
+            except CompileError as error:
+                raise CompileError(f"[metal_kernel] {self.name} does not compile:\n{error}") from None
+            self._libraries[key] = load(path)
+        return self._libraries[key]
 
     def __call__(
         self,

@@ -22,24 +22,26 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from billfish.backends.metal.emulator import translate
 from billfish.backends.metal.emulator.compiler import check_syntax
+from billfish.backends.metal.emulator.faults import CompileError
 from billfish.backends.metal.emulator.kernel import metal_kernel
 
 RULES = ("address-space", "vector-cast", "matrix-array", "mlx-name", "compile")
 
 _SCALARS = "bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat"
 _NAMED = r"u?int(?:8|16|32|64)_t|size_t|float16_t|bfloat16_t|packed_\w+"
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+_STRING = re.compile(r"\"(?:\\.|[^\"\\\n])*\"")
 _VECTOR_CAST = re.compile(rf"(?<![\w\]>])\(\s*(?:const\s+)?(?:(?:{_SCALARS})[234]|vec<[^<>()]*>)\s*\)\s*(?=[\w(.])")
 _POINTER = re.compile(
     rf"\b(?:(?:{_SCALARS})[234]?|{_NAMED}|T)\s*(?:const\s*)?[*&]\s*(?:const\s+|restrict\s+)*\w+\s*(?=[,;)=\[])"
 )
 _SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread|threadgroup_imageblock|ray_data|object_data)\b")
-_FUNCTION = re.compile(r"(?P<before>[^;{}()]*?)\b(?P<name>\w+)\s*\((?P<parameters>[^;{}]*)\)\s*(?:const|thread|\s)*\{")
+_FUNCTION = re.compile(r"(?P<before>[^;{}()]*?)\b(?P<name>\w+)\s*\((?P<parameters>[^;{}]*)\)(?:\s|const|thread)*\{")
 _MATRIX = re.compile(r"\bsimdgroup_(?:matrix<[^<>]*>|(?:half|float|bfloat)8x8)[^,]*(?:\[|\*)")
 _INLINED = re.compile(r"\bMETAL_FUNC\b|\balways_inline\b")
 _DEFINED = (
@@ -70,7 +72,7 @@ class Finding:
 
 def _blank(text: str) -> str:
     """Without comments and strings; all other characters stay where they are."""
-    return _COMMENT.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    return _STRING.sub(lambda found: " " * len(found[0]), translate.without_comments(text))
 
 
 def _top_level(text: str) -> str:
@@ -94,18 +96,20 @@ def _lines(text: str, label: str) -> list[tuple[str, int]]:
     return out
 
 
-def mlx_names() -> frozenset[str]:
-    """What MLX's prelude defines, read from the headers of the installed MLX; empty without one."""
-    folder = translate.mlx_headers()
-    if folder is None:
-        return frozenset()
+@cache
+def _names_in(folder: Path, headers: frozenset[str]) -> frozenset[str]:
     names: set[str] = set()
-    _, headers = translate.prelude()
     for header in headers:
         text = _top_level(_blank((folder / header).read_text("utf-8")))
         for pattern in _DEFINED:
             names.update(pattern.findall(text))
-    return frozenset(names - {"if", "for", "while", "switch", "const", "static", "constexpr"})
+    return frozenset(names)
+
+
+def mlx_names() -> frozenset[str]:
+    """What MLX's prelude defines, read from the headers of the installed MLX; empty without one."""
+    folder = translate.mlx_headers()
+    return frozenset() if folder is None else _names_in(folder, translate.prelude()[1])
 
 
 class _Text:
@@ -153,17 +157,15 @@ class _Text:
 
 def _diagnostics(output: str) -> Iterator[tuple[str, int, str, str]]:
     """Each error: file, line, message, and the message with its notes."""
-    current: tuple[str, int, str] | None = None
-    whole: list[str] = []
-    for text in [*output.splitlines(), ":0:0: error: "]:
-        found = _DIAGNOSTIC.match(text)
-        if text == ":0:0: error: " or (found and found["level"] == "error"):
-            if current:
-                yield (*current, "\n".join(whole))
-            if found:
-                current, whole = (found["file"], int(found["line"]), found["message"]), [found["message"]]
-        elif found and found["level"] == "note":
-            whole.append(found["message"])
+    groups: list[list[re.Match[str]]] = []
+    for found in map(_DIAGNOSTIC.match, output.splitlines()):
+        if found and found["level"] == "error":
+            groups.append([found])
+        elif found and groups:
+            groups[-1].append(found)
+    for group in groups:
+        error = group[0]
+        yield error["file"], int(error["line"]), error["message"], "\n".join(found["message"] for found in group)
 
 
 def _readable(message: str) -> str:
@@ -178,15 +180,18 @@ def _readable(message: str) -> str:
 
 def _compiled(text: str, label: str, places: set[str]) -> Iterator[Finding]:
     """What clang says: first without address spaces, as the emulator compiles it, then with them."""
+    try:
+        plain, spaced = translate.unit(text, label), translate.unit(translate.checked_casts(text), label)
+    except CompileError as error:
+        yield Finding(label, 1, "compile", str(error))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        plain = check_syntax(translate.unit(text, label), Path(folder), address_spaces=False)
-        found = list(_diagnostics(plain))
+        found = list(_diagnostics(check_syntax(plain, Path(folder), address_spaces=False)))
         for file, line, message, _ in found:
             yield Finding(file, line, "compile", _readable(message))
         if found:
             return
-        unit = translate.unit(translate.checked_casts(text), label)
-        for file, line, message, whole in _diagnostics(check_syntax(unit, Path(folder), address_spaces=True)):
+        for file, line, message, whole in _diagnostics(check_syntax(spaced, Path(folder), address_spaces=True)):
             # The headers of MLX and the shim are not what is asked about.
             if file in places and not any(phrase in whole for phrase in _NO_FAULT):
                 yield Finding(file, line, "address-space", _readable(message))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,7 +67,6 @@ class Counters(ctypes.Structure):
         for name in (
             "threadgroup_barriers",
             "simdgroup_barriers",
-            "simdgroup_operations",
             "matrix_multiplies",
             "atomics",
         )
@@ -139,6 +138,14 @@ def _runtime() -> ctypes.CDLL:
     return library
 
 
+def totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """By name; two variables of one name, in different scopes, are added up."""
+    out: dict[str, int] = {}
+    for name, count in pairs:
+        out[name] = out.get(name, 0) + count
+    return out
+
+
 def variables(library: ctypes.CDLL) -> list[_Variable]:
     """The kernel's variables in threadgroup memory, in the order in which they lie there."""
     library.emulator_variables.restype = ctypes.POINTER(_Variable)
@@ -182,7 +189,7 @@ def launch(
     with _LOCK:
         status = runtime.emulator_launch(ctypes.byref(request))
         if status < 0:
-            raise MemoryError("the Metal emulator found no memory for the stacks of its threads")
+            raise MemoryError("no memory for the threads of the Metal emulator, or for what it checks")
         fault, counters = Fault(), Counters()
         ctypes.memmove(ctypes.byref(fault), runtime.emulator_fault(), ctypes.sizeof(fault))
         ctypes.memmove(ctypes.byref(counters), runtime.emulator_counters(), ctypes.sizeof(counters))
@@ -194,8 +201,8 @@ def launch(
         counters,
         {buffer.name: r.bytes_read for buffer, r in device},
         {buffer.name: r.bytes_written for buffer, r in device},
-        {name: r.bytes_read for name, r in local},
-        {name: r.bytes_written for name, r in local},
+        totals((name, r.bytes_read) for name, r in local),
+        totals((name, r.bytes_written) for name, r in local),
     )
 
 

@@ -50,7 +50,7 @@ class Launch:
             outcome.threadgroup_read,
             outcome.threadgroup_written,
             memory,
-            {variable.name.decode(): variable.size for variable in runtime.variables(library)},
+            runtime.totals((variable.name.decode(), variable.size) for variable in runtime.variables(library)),
             counters.threadgroup_barriers,
             counters.simdgroup_barriers,
             counters.matrix_multiplies,

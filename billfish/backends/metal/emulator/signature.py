@@ -64,7 +64,10 @@ def dtype_name(dtype: Any) -> str:
     """Such as "float16", of a NumPy or MLX type."""
     if type(dtype).__module__.startswith("mlx"):
         return str(dtype).rsplit(".", 1)[-1]
-    return np.dtype(dtype).name
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return repr(dtype)  # no type at all; whoever asked says what would be right
 
 
 def type_name(argument: str, dtype: Any) -> str:
@@ -111,7 +114,7 @@ class Signature:
 
 def _template_value(value: Any) -> tuple[str, str]:
     """The parameter's kind and the argument as written."""
-    if isinstance(value, bool):
+    if isinstance(value, (bool, np.bool_)):
         return "bool", str(int(value))
     if isinstance(value, (int, np.integer)):
         return "int", str(int(value))

@@ -15,6 +15,7 @@ from billfish.backends.metal.emulator.signature import ATTRIBUTES, Signature
 
 SHIM = Path(__file__).parent / "shim"
 
+_COMMENT = re.compile(r"(?P<kept>\"(?:\\.|[^\"\\\n])*\")|//[^\n]*|/\*.*?\*/", re.DOTALL)
 # `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` makes an instance and gives it a name.
 _INSTANTIATION = re.compile(
     r"template\s*\[\[host_name\([^\]]*\)\]\]\s*\[\[kernel\]\]\s*decltype\((?P<instance>[^;]*)\)\s+(?P=instance)\s*;"
@@ -33,8 +34,8 @@ _THREADGROUP_ARGUMENT = re.compile(r"\[\[\s*threadgroup\([^\]]*\)\s*\]\]")
 # The head of a declaration such as `threadgroup half tile[64][32]`, where statements can begin.
 _VARIABLE = re.compile(
     r"(?P<before>(?:(?<=[;{}])|^)\s*)"
-    r"(?:alignas\([^()]*\)\s*)?threadgroup\s+(?:alignas\([^()]*\)\s*)?"  # all of them are aligned to 16 bytes
-    r"(?P<type>(?:const\s+)?[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
+    r"(?:alignas\([^()]*\)\s*)?threadgroup\s+(?:alignas\([^()]*\)\s*)?"  # Storage is aligned for all of Metal's types
+    r"(?P<type>(?:(?:const|volatile|unsigned|signed|long|struct)\s+)*[A-Za-z_][\w:]*(?:<[^;{}()]*?>)?(?:::\w+)?)\s+"
     r"(?=[A-Za-z_]\w*\s*[\[;,])",
     re.MULTILINE,
 )
@@ -47,6 +48,11 @@ _POINTER_CAST = re.compile(
     r"\(\s*(?P<type>(?:const\s+|volatile\s+)*(?:device|constant|threadgroup|thread)\b[^()]*\*(?:\s*const)?)\s*\)\s*(?=[\w(&*])"
 )
 _INCLUDE = re.compile(r'^[ \t]*#include\s+"(mlx/[^"]+)"[^\n]*$', re.MULTILINE)
+
+
+def without_comments(text: str) -> str:
+    """Comments become spaces; all other characters stay where they are."""
+    return _COMMENT.sub(lambda found: found["kept"] or re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def threadgroup_variables(text: str) -> str:
@@ -70,6 +76,7 @@ def threadgroup_variables(text: str) -> str:
 
 def rewrite(text: str) -> str:
     """One piece of Metal as C++."""
+    text = without_comments(text)
     text = _KERNEL_MACRO.sub(
         lambda found: "#define instantiate_kernel(...)\n" + "\n" * (found[0].count("\n") - 1), text
     )

@@ -212,9 +212,10 @@ unsigned random_below(unsigned bound) {  // xorshift
 bool allocate_stacks() {
   if (stacks) return true;
   // Pages that no fiber touches cost nothing: the system gives them out on first use.
-  unsigned char* memory = (unsigned char*)malloc(stack_size * max_threads + 16);
+  // The first is nobody's: a thread that needs more than its own runs into the one before.
+  unsigned char* memory = (unsigned char*)malloc(stack_size * (max_threads + 1) + 16);
   if (!memory) return false;
-  stacks = memory + (-(unsigned long)memory & 15);
+  stacks = memory + (-(unsigned long)memory & 15) + stack_size;
   return true;
 }
 

@@ -105,13 +105,13 @@ extern "C" int emulator_launch(const emulator::Launch* launch) {
   counters = Counters{};
   if (!allocate_stacks()) return -1;
   seed(launch->seed);
-  begin_memory(launch->ranges, launch->range_count, launch->checked, (void*)launch->kernel);
+  bool room = begin_memory(launch->ranges, launch->range_count, launch->checked, (void*)launch->kernel);
   FloatControl control = get_control();
   if (launch->flush) set_control(control | flush_bits);
-  run_grid(*launch);
+  if (room) run_grid(*launch);
   set_control(control);
   end_memory();
-  return fault.kind;
+  return room ? fault.kind : -1;
 }
 
 extern "C" const emulator::Fault* emulator_fault() { return &emulator::fault; }

@@ -181,7 +181,7 @@ unsigned linear_threadgroup() {
   return at.x + of.x * (at.y + of.y * at.z);
 }
 
-void begin_memory(Range* list, unsigned count, bool checked, const void* kernel) {
+bool begin_memory(Range* list, unsigned count, bool checked, const void* kernel) {
   ranges = list;
   range_count = count;
   last_range = nullptr;
@@ -190,11 +190,15 @@ void begin_memory(Range* list, unsigned count, bool checked, const void* kernel)
   module_of_code = module_of(code);
   clock_now = 1;
   begin_publication();
+  bool room = true;
   for (unsigned i = 0; i < count; i++) {
     Range& range = ranges[i];
-    bool tracked = checked && range.writable;
-    range.cells = tracked ? (Cell*)calloc(range.size + 1, sizeof(Cell)) : nullptr;
+    range.cells = nullptr;
+    if (!checked || !range.writable) continue;
+    range.cells = (Cell*)calloc(range.size + 1, sizeof(Cell));
+    room &= range.cells != nullptr;
   }
+  return room;
 }
 
 void end_memory() {

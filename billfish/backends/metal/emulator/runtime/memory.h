@@ -31,13 +31,13 @@ struct Range {
 };
 
 struct Counters {
-  unsigned long threadgroup_barriers, simdgroup_barriers, simdgroup_operations, matrix_multiplies, atomics;
+  unsigned long threadgroup_barriers, simdgroup_barriers, matrix_multiplies, atomics;
 };
 
 extern Counters counters;
 
-// Of a launch.
-void begin_memory(Range* ranges, unsigned count, bool checked, const void* code);
+// Of a launch; false if there is no room for the cells.
+bool begin_memory(Range* ranges, unsigned count, bool checked, const void* code);
 void end_memory();
 // Of a threadgroup.
 void begin_threadgroup();

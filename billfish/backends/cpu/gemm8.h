@@ -1,0 +1,347 @@
+// y = x W^T in integers (q8, q16), for any number of rows of x.
+//
+// Few rows: codes are decoded as they are read, every byte of the stream once; one row alone reads its scales there too.
+// Many rows: a part of a tile is decoded once into a buffer that stays in the first-level cache, then multiplied with all
+// rows, four at a time. It is the same kernel, and reads the buffer as if the stream were packed in whole bytes.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "scales.h"
+
+namespace BILLFISH_ISA {
+
+using billfish::Activations8;
+using billfish::Codes;
+using billfish::MANY_ROWS;
+using billfish::TileShape;
+
+constexpr int X_ROWS = 4;      // rows of x that a kernel takes at a time, unless it takes one
+constexpr int PREFETCH = 8192;  // bytes ahead
+
+// Blocks to groups: 0 where each block has its own, 2 where four share one.
+inline int scale_shift(int group) { return group <= 32 ? 0 : group == 64 ? 1 : group == 128 ? 2 : 3; }
+
+// Consecutive blocks of a tile. After each chunk of eight, `gap` bytes of something else come before the next codes.
+struct Blocks {
+  const uint8_t* codes;
+  size_t gap;
+  int64_t first, count;
+};
+
+// Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
+// Source: Reader for scales in the stream, or GroupScales. HALVES: 2 where a group of weights is half a block. MAGIC:
+// whether sums start at SUM_START.
+template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
+__attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, Source source, const Activations8& x, int64_t row, float* sums) {
+  constexpr bool direct = !std::is_same_v<Source, GroupScales>;
+  const int shift = scale_shift(w.group);
+  Floats total[T][COUNT];
+  unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
+  constexpr int lanes = T == 1 ? 1 : X_ROWS;  // of x; T may be less where there are two planes
+  const int64_t at = x.block_of(row, run.first), lane = row % lanes;
+  const int8_t* x_codes = x.codes + (at * PLANES * lanes + lane) * 32;
+  const float* x_scale = x.scale + at * 2 * lanes + lane;
+  const float* x_totals = x.totals + at * 3 * lanes + lane;
+  const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
+  const uint8_t* codes = run.codes;
+  for (int64_t b = 0; b < run.count; b++) {
+    if constexpr (direct)  // the stream: ask for it before the hardware does
+      unroll<Decoder::block_bytes * COUNT / ROW_VECTORS / 64>(
+          [&](auto line) INLINED { __builtin_prefetch(codes + PREFETCH + FIRST * Decoder::block_bytes / ROW_VECTORS + line * 64); });
+    unroll<HALVES>([&](auto half) INLINED {
+      Ints sum[T][PLANES][COUNT];
+      unroll<T>([&](auto t) INLINED {
+        unroll<COUNT>([&](auto r) INLINED {
+          unroll<PLANES - 1>([&](auto p) INLINED { sum[t][p][r] = splat_int(0); });
+          sum[t][PLANES - 1][r] = load_start(starts + ((half * 2 + (FIRST + r) % 2) * lanes + t) * START_INTS);
+        });
+      });
+      constexpr int pieces = 2 / HALVES;  // of 16 bytes of x
+      unroll<pieces>([&](auto h) INLINED {
+        Activations piece[T][PLANES];
+        unroll<T>([&](auto t) INLINED {
+          unroll<PLANES>([&](auto p) INLINED { piece[t][p] = load_activations(x_codes + (p * lanes + t) * 32 + (half * pieces + h) * 16); });
+        });
+        unroll<4>([&](auto quad) INLINED {
+          unroll<COUNT>([&](auto r) INLINED {
+            constexpr int v = ((decltype(half)::value * pieces + decltype(h)::value) * 4 + decltype(quad)::value) * ROW_VECTORS + FIRST + decltype(r)::value;
+            const Bytes bytes = Decoder::template dotted<v>(codes, w.table);
+            unroll<T>([&](auto t) INLINED {
+              unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = dot<decltype(quad)::value, Decoder::is_signed>(sum[t][p][r], bytes, piece[t][p]); });
+            });
+          });
+        });
+      });
+      const int64_t group = ((direct ? b & 7 : b) >> shift) * HALVES + half;
+      const FloatActivations scales[2] = {load_x(x_scale), load_x(x_scale + lanes)}, totals = load_x(x_totals + (HALVES == 2 ? half : 2) * lanes);
+      unroll<COUNT>([&](auto r) INLINED {
+        constexpr bool in_place = Decoder::in_place && (FIRST + decltype(r)::value) % 2;
+        constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
+        Ints whole[T];
+        unroll<T>([&](auto t) INLINED {
+          if constexpr (in_place) unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = subtract(sum[t][p][r], sum[t][p][r - 1]); });
+          whole[t] = sum[t][PLANES - 1][r];
+          if constexpr (PLANES == 2) whole[t] = add(whole[t], shift_left<8>(sum[t][0][r]));
+        });
+        if constexpr (direct) {
+          const Floats scale = source.scale(group, row_at);
+          Floats both[T];
+          unroll<T>([&](auto t) INLINED { both[t] = multiply_x<decltype(t)::value>(scale, scales[in_place]); });
+          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add(total[t][r], sum_to_floats<MAGIC>(whole[t]), both[t]); });
+          if constexpr (Source::minimums) {
+            const Floats minimum = source.minimum(group, row_at);
+            unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum, totals); });
+          }
+        } else {
+          const Floats scale = load_floats(source.scale + group * TILE_ROWS + row_at);
+          Floats scaled[T];
+          unroll<T>([&](auto t) INLINED { scaled[t] = scale_sum<MAGIC>(whole[t], scale, source.offset + group * TILE_ROWS + row_at); });
+          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], scales[0]); });
+        }
+      });
+    });
+    const bool chunk_ends = (b & 7) == 7;
+    if constexpr (direct) source.p += chunk_ends ? 8 * Decoder::block_bytes + run.gap : 0;
+    codes += Decoder::block_bytes + (chunk_ends ? run.gap : 0);
+    x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
+  }
+  unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
+}
+
+// The other part of weights with a minimum: adds it times the sum of x, for X_ROWS rows.
+template <int FIRST, int COUNT>
+__attribute__((flatten, noinline)) void add_minimums(const Weights& w, Blocks run, const GroupScales& source, const Activations8& x, int64_t row, float* sums) {
+  const int shift = scale_shift(w.group), halves = w.group == 16 ? 2 : 1;
+  Floats total[X_ROWS][COUNT];
+  unroll<X_ROWS>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
+  for (int64_t b = 0; b < run.count; b++)
+    for (int half = 0; half < halves; half++) {
+      const float* minimum = source.minimum + ((b >> shift) * halves + half) * TILE_ROWS + FIRST * LANES;
+      const FloatActivations totals = load_x(x.totals + (x.block_of(row, run.first + b) * 3 + (halves == 2 ? half : 2)) * X_ROWS);
+      unroll<COUNT>([&](auto r) INLINED {
+        const Floats values = load_floats(minimum + r * LANES);
+        unroll<X_ROWS>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], values, totals); });
+      });
+    }
+  unroll<X_ROWS>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
+}
+
+// ---- few rows, straight from the stream -----------------------------------------------------------------------------
+
+// Adds chunks of a tile times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]: there is room for so many.
+template <class Decoder, Scales S, int HALVES>
+void add_chunks(const Weights& w, const uint8_t* chunk, Blocks run, const Activations8& x, int64_t row, float* sums) {
+  using Source = Reader<S>;
+  if (x.lanes == X_ROWS)
+    unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
+      add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {chunk}, x, row, sums);
+    });
+  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+  else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+}
+
+using FewKernel = void (*)(const Weights&, const uint8_t*, Blocks, const Activations8&, int64_t, float*);
+
+// The kernel for the combinations of codes and scales that formats have, each of which is three more to compile; or null.
+inline FewKernel few_kernel(const Weights& w) {
+  const bool halves = w.group == 16;
+  switch (w.codes) {
+    case Codes::u2: return halves && w.scales == Scales::sub_nibbles ? add_chunks<Packed<2, 0>, Scales::sub_nibbles, 2> : nullptr;
+    case Codes::u3: return halves && w.scales == Scales::sub ? add_chunks<Packed<2, 1>, Scales::sub, 2> : nullptr;
+    case Codes::u4:
+      if (halves) return nullptr;
+      switch (w.scales) {
+        case Scales::f16: return add_chunks<Nibbles, Scales::f16, 1>;
+        case Scales::f16_minimum: return add_chunks<Nibbles, Scales::f16_minimum, 1>;
+        case Scales::f16_zero8: return add_chunks<Nibbles, Scales::f16_zero8, 1>;
+        case Scales::f16_zero16: return add_chunks<Nibbles, Scales::f16_zero16, 1>;
+        case Scales::sub_minimum: return add_chunks<Nibbles, Scales::sub_minimum, 1>;
+        default: return nullptr;
+      }
+    case Codes::u5:
+      if (halves) return nullptr;
+      switch (w.scales) {
+        case Scales::f16: return add_chunks<Packed<4, 1>, Scales::f16, 1>;
+        case Scales::f16_minimum: return add_chunks<Packed<4, 1>, Scales::f16_minimum, 1>;
+        case Scales::sub_minimum: return add_chunks<Packed<4, 1>, Scales::sub_minimum, 1>;
+        default: return nullptr;
+      }
+    case Codes::u6: return halves && w.scales == Scales::sub ? add_chunks<Packed<4, 2>, Scales::sub, 2> : nullptr;
+    case Codes::s8: return !halves && w.scales == Scales::f16 ? add_chunks<Whole, Scales::f16, 1> : nullptr;
+    case Codes::table:
+      switch (w.scales) {
+        case Scales::f16: return halves ? add_chunks<Looked, Scales::f16, 2> : add_chunks<Looked, Scales::f16, 1>;
+        case Scales::e8m0: return halves ? nullptr : add_chunks<Looked, Scales::e8m0, 1>;
+        case Scales::e4m3: return halves ? add_chunks<Looked, Scales::e4m3, 2> : nullptr;
+        default: return nullptr;
+      }
+  }
+  return nullptr;
+}
+
+constexpr int64_t ONE_BY_ONE = 2;  // up to so many rows, one at a time is quicker
+
+inline bool buffered(const Weights& w, int64_t m, int32_t planes) {
+  return m >= MANY_ROWS || !few_kernel(w) || (planes == 2 && m > ONE_BY_ONE);
+}
+
+// How many rows of x go together, for this many of them.
+inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
+  return m <= ONE_BY_ONE && !buffered(w, m, planes) ? 1 : X_ROWS;
+}
+
+// ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
+
+// Float32 scales may be anything, infinite too; the offset of scale_sum is exact and finite for all others.
+inline bool magic_sums(const Weights& w, int planes) { return planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum; }
+
+// Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
+inline void add_blocks_to_rows(const Weights& w, Blocks run, const GroupScales& scales, const Activations8& x, int64_t row, float* sums) {
+  auto call = [&](auto rows, auto planes, auto halves, auto magic) {
+    constexpr int T = decltype(rows)::value;
+    for (int part = 0; part < X_ROWS; part += T)
+      unroll<ROW_VECTORS / 2>([&](auto pair) {
+        add_blocks8<Whole, GroupScales, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
+            w, run, scales, x, row + part, sums + part * TILE_ROWS);
+      });
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, X_ROWS> four;
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (x.planes == 2) w.group == 16 ? call(two, two, two, no) : call(two, two, one, no);
+  else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
+  else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
+  if (has_minimum(w.scales)) unroll<ROW_VECTORS / 2>([&](auto pair) { add_minimums<decltype(pair)::value * 2, 2>(w, run, scales, x, row, sums); });
+}
+
+// What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
+// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, lanes,
+// START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
+inline int64_t start_stride(const Weights& w, const Activations8& x) {
+  return buffered(w, x.m, x.planes) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.lanes * START_INTS;
+}
+
+inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last) {
+  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes;
+  const bool is_unsigned = w.codes != Codes::s8 && w.codes != Codes::table && !buffered(w, x.m, x.planes);
+  const bool in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
+  const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
+  const int64_t begin = first * x.blocks, end = x.start_stride ? last * x.blocks : first == 0 ? 1 : begin;
+  for (int64_t at = begin; at < end; at++)
+    for (int half = 0; half < halves; half++)
+      for (int lane = 0; lane < lanes; lane++) {
+        const int32_t sum = x.sums[(at * 3 + (halves == 2 ? half : 2)) * lanes + lane];
+        const uint32_t even = uint32_t(zero - bias * sum);
+        // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
+        const uint32_t odd = in_place ? even + uint32_t(zero + 16 * (HIGH_FLIP - bias) * sum) : even;
+        int32_t* out = x.starts + at * x.start_stride + (half * 2 * lanes + lane) * START_INTS;
+        std::fill(out, out + START_INTS, int32_t(even));
+        std::fill(out + lanes * START_INTS, out + (lanes + 1) * START_INTS, int32_t(odd));
+      }
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+inline void write_tile(const float* sums, float factor, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
+  const int64_t column = tile * TILE_ROWS;
+  const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
+  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS)
+    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor + (bias ? bias[column + i] : 0.0f);
+}
+
+// Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
+constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
+
+// Room for the scales of a slice.
+struct SliceScales {
+  alignas(64) float scale[SLICE * 16 * TILE_ROWS];
+  alignas(64) float offset[SLICE * 16 * TILE_ROWS];
+  alignas(64) float minimum[SLICE * 16 * TILE_ROWS];
+  GroupScales all() { return {scale, offset, minimum}; }
+};
+
+// Runs of chunks, `most` at a time, all of the same size: a last chunk that is not full comes alone.
+// f(number of the first chunk, how many, blocks in all)
+template <class F> void each_slice(const TileShape& shape, int64_t most, F&& f) {
+  const int64_t full = shape.blocks / 8;
+  for (int64_t chunk = 0; chunk < full; chunk += most) f(chunk, std::min(most, full - chunk), std::min(most, full - chunk) * 8);
+  if (full < shape.chunks) f(full, int64_t(1), shape.blocks - full * 8);
+}
+
+// Scales of `count` chunks, one after the other.
+inline void read_slice(const Weights& w, const TileShape& shape, const uint8_t* chunk, int64_t count, int64_t blocks, GroupScales out) {
+  const int groups = shape.groups_in(int(std::min<int64_t>(blocks, 8)));
+  for (int64_t c = 0; c < count; c++) read_scales(w, chunk + c * shape.full_chunk_bytes, groups, out.from(c * groups));
+}
+
+inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  const TileShape shape(w, TILE_ROWS);
+  const FewKernel add = few_kernel(w);
+  const int64_t rows = x.groups() * x.lanes;
+  std::vector<float> sums(size_t((last - first) * rows) * TILE_ROWS);
+  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
+  each_slice(shape, x.lanes == 1 ? shape.chunks : SLICE, [&](int64_t number, int64_t, int64_t blocks) {
+    const size_t header = billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(std::min<int64_t>(blocks, 8))));
+    for (int64_t tile = first; tile < last; tile++) {
+      const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
+      for (int64_t row = 0; row < x.m; row += x.lanes)
+        add(w, chunk, {chunk + header, header, number * 8, blocks}, x, row, sums.data() + ((tile - first) * rows + row) * TILE_ROWS);
+    }
+  });
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * rows * TILE_ROWS, w.factor, bias, w.n, tile, 0, x.m, y);
+}
+
+template <class Decoder>
+__attribute__((flatten)) inline void decode_blocks(const uint8_t* codes, const uint8_t* table, int64_t blocks, int32_t bias, size_t ahead, uint8_t* out) {
+  for (int64_t b = 0; b < blocks; b++, codes += Decoder::block_bytes, out += Whole::block_bytes) {
+    unroll<(Decoder::block_bytes + 63) / 64>([&](auto line) { __builtin_prefetch(codes + ahead + line * 64); });
+    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value>(codes, table, bias)); });
+  }
+}
+
+template <class Decoder>
+void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
+  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
+  const TileShape shape(w, TILE_ROWS);
+  alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
+  SliceScales scales;
+  std::vector<float> sums(size_t(panel) * TILE_ROWS);
+  for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
+    const int64_t last_row = std::min(x.m, first_row + panel);
+    for (int64_t tile = first; tile < last; tile++) {
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      each_slice(shape, SLICE, [&](int64_t number, int64_t count, int64_t blocks) {
+        const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
+        const int64_t each = std::min<int64_t>(blocks, 8);
+        const size_t header = billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(each)));
+        read_slice(w, shape, chunk, count, blocks, scales.all());
+        for (int64_t c = 0; c < count; c++)
+          decode_blocks<Decoder>(chunk + c * shape.full_chunk_bytes + header, w.table, each, w.bias, SLICE * shape.full_chunk_bytes,
+                                 bytes + c * 8 * Whole::block_bytes);
+        const Blocks run{bytes, 0, number * 8, blocks};
+        for (int64_t row = first_row; row < last_row; row += X_ROWS)
+          add_blocks_to_rows(w, run, scales.all(), x, row, sums.data() + (row - first_row) * TILE_ROWS);
+      });
+      write_tile(sums.data(), w.factor, bias, w.n, tile, first_row, last_row, y);
+    }
+  }
+}
+
+inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  if (!buffered(w, x.m, x.planes)) return multiply_few8(w, x, bias, y, first, last);
+  switch (w.codes) {
+    case Codes::u2: return multiply_many8<Packed<2, 0>>(w, x, bias, y, first, last);
+    case Codes::u3: return multiply_many8<Packed<2, 1>>(w, x, bias, y, first, last);
+    case Codes::u4: return multiply_many8<Nibbles>(w, x, bias, y, first, last);
+    case Codes::u5: return multiply_many8<Packed<4, 1>>(w, x, bias, y, first, last);
+    case Codes::u6: return multiply_many8<Packed<4, 2>>(w, x, bias, y, first, last);
+    case Codes::s8: return multiply_many8<Whole>(w, x, bias, y, first, last);
+    case Codes::table: return multiply_many8<Looked>(w, x, bias, y, first, last);
+  }
+}
+
+}  // namespace BILLFISH_ISA

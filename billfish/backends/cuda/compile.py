@@ -1,0 +1,107 @@
+"""CUDA C++ to machine code: NVRTC through cuda-core, once for each kernel and architecture, kept on disk.
+
+No GPU and no toolkit is needed, only `pip install billfish[cuda]`. The name of a file in the cache is a hash of all
+that its content depends on, and it is written under a temporary name and renamed, so processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from billfish.errors import BackendUnavailable
+
+SOURCES = Path(__file__).parent
+INSTALL = "pip install 'billfish[cuda]'"
+
+
+def cuda_module(name: str) -> Any:
+    """A module of NVIDIA's Python packages."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BackendUnavailable(f"[cuda] {name}: {error}; {INSTALL}") from None
+
+
+def cache_folder() -> Path:
+    """BILLFISH_CACHE, or where the system keeps such things."""
+    named = os.environ.get("BILLFISH_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "billfish" / "cuda"
+
+
+@cache
+def _source_hash(source: str) -> bytes:
+    """Of a file and of all that it may include."""
+    digest = hashlib.sha256()
+    for path in [SOURCES / source, *sorted(SOURCES.glob("*.cuh"))]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.digest()
+
+
+@cache
+def _compiler_version() -> tuple[int, int]:
+    nvrtc = cuda_module("cuda.bindings.nvrtc")
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # the shared library is not there
+        raise BackendUnavailable(f"[cuda] NVRTC: {error}; {INSTALL}") from None
+    return int(major), int(minor)
+
+
+def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
+    """The cubin of a .cu file for an architecture such as "sm_90a", from the cache if it is there."""
+    digest = hashlib.sha256(_source_hash(source))
+    digest.update(repr((source, sorted(macros.items()), arch, _compiler_version())).encode())
+    path = cache_folder() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    code, _ = compile_fresh(source, macros, arch)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(code)
+        os.replace(temporary, path)
+    except OSError:  # a read-only home: compiled again next time
+        pass
+    return code
+
+
+def compile_fresh(source: str, macros: dict[str, str], arch: str, verbose: bool = False) -> tuple[bytes, str]:
+    """The cubin and what the compiler said; with `verbose` that has registers and spills in it."""
+    core = cuda_module("cuda.core")
+    options = core.ProgramOptions(
+        name=source,
+        arch=arch,
+        std="c++17",
+        include_path=str(SOURCES),
+        define_macro=[(name, value) for name, value in sorted(macros.items())],
+        ptxas_options=["-v"] if verbose else None,
+    )
+    program = core.Program((SOURCES / source).read_text(), "c++", options)
+    try:
+        log = _Log()
+        code = program.compile("cubin", logs=log).code
+    finally:
+        program.close()
+    return bytes(code), log.text
+
+
+class _Log:
+    """What cuda-core writes the compiler's words to."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text

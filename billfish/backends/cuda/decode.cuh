@@ -1,0 +1,177 @@
+// Packed codes to pairs of numbers in registers: the only place that knows how many bits a code has.
+//
+// A *brick* is 16 rows by 128 k: codes, then scales, then offsets, in the order in which the lanes of a warp want them
+// as the A operand of mma.m16n8k16 (wgmma's A operand is the same). Lane (g, c) = (lane / 4, lane % 4) holds of each
+// 16 x 16 tile four pairs along k, one register each:
+//
+//     pair        0             1                 2                 3
+//     row, k      g, 2c         g + 8, 2c         g, 2c + 8         g + 8, 2c + 8
+//
+// An element decodes one tile: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
+// makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
+// goes 16 bits higher, or one byte for Int8, whose second word has pairs 2 and 3.
+#pragma once
+#include "device.cuh"
+
+// Nibbles that mean code - 8. Pair p is in nibbles p and p + 4, so that one mask finds both of its codes.
+template <class T> struct Int4 {
+  static constexpr int words = 1;
+  static constexpr float raw = 1, middle = 8;
+  DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+    if constexpr (T::is_half) {
+      // 0x6400 is 1024, and its last bit counts 1: or-ing a nibble into it adds the code. One nibble higher, it adds 16
+      // times the code; fma(v, 1/16, -(64 + 8)) brings it down again. Both are exact.
+      const u32 low = and_or(q[0], 0x000f000f, 0x64006400), high = and_or(q[0], 0x00f000f0, 0x64006400);
+      const u32 next = q[0] >> 8;
+      const u32 low2 = and_or(next, 0x000f000f, 0x64006400), high2 = and_or(next, 0x00f000f0, 0x64006400);
+      a[0] = T::add2(low, 0xe408e408);
+      a[1] = T::fma2(high, 0x2c002c00, 0xd480d480);
+      a[2] = T::add2(low2, 0xe408e408);
+      a[3] = T::fma2(high2, 0x2c002c00, 0xd480d480);
+    } else {
+      // 0x4300 is 128 in bfloat16, whose last bit counts 1 as well; there is no room one nibble higher.
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = T::add2(and_or(q[0] >> (4 * p), 0x000f000f, 0x43004300), 0xc308c308);
+    }
+  }
+};
+
+// Bytes that mean code - 128. Word 0 has pairs 0 and 1, word 1 pairs 2 and 3.
+template <class T> DEVICE u32 bytes_to_pair(u32 pair) {  // 0x00BB00AA to (A - 128, B - 128)
+  if constexpr (T::is_half) return T::add2(pair | 0x64006400, 0xe480e480);
+  // bfloat16 counts to 128 + 127 only. So the low seven bits make 128 + low, and the top bit decides whether 128 or 256
+  // is taken off: 0xc300 and 0xc380 differ in just that bit.
+  else return T::add2(and_or(pair, 0x007f007f, 0x43004300), andnot_or(pair, 0x00800080, 0xc300c300));
+}
+template <class T> struct Int8 {
+  static constexpr int words = 2;
+  static constexpr float raw = 1, middle = 0;
+  DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+      a[2 * w] = bytes_to_pair<T>(permute(q[w], 0, 0x4140));
+      a[2 * w + 1] = bytes_to_pair<T>(permute(q[w], 0, 0x4342));
+    }
+  }
+};
+
+// Bytes from 0 to 255, with an offset that makes up for the middle.
+template <class T> struct UInt8 : Int8<T> {
+  static constexpr float middle = 128;
+};
+
+// Four-bit floats s eem. The bits of a pair's codes are spread in their 16 so that few shifts bring them to float16's
+// places, the sign to 15 and eem to 11..9, which is the number times 2^-14 (0.5 is a subnormal there, and exact):
+//
+//     pair        0            1            2            3
+//     s, eem      15, 11..9    12, 8..6     14, 5..3     13, 2..0
+template <class T> struct E2M1 {
+  static constexpr int words = 1;
+  static constexpr float raw = T::is_half ? 0x1p-14f : 1, middle = 0;
+  DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+    const u32 w = q[0], sign = 0x80008000;
+    if constexpr (T::is_half) {
+      a[0] = w & 0x8e008e00;
+      a[1] = (w << 3) & 0x8e008e00;
+      a[2] = and_or(w << 1, sign, (w << 6) & 0x0e000e00);
+      a[3] = and_or(w << 2, sign, (w << 9) & 0x0e000e00);
+    } else {
+      // bfloat16 wants eem in 8..6, which is the number times 2^-126. Products that small would get lost.
+      const u32 up = 0x7e807e80;
+      a[0] = T::mul2(and_or(w, sign, (w >> 3) & 0x01c001c0), up);
+      a[1] = T::mul2(and_or(w << 3, sign, w & 0x01c001c0), up);
+      a[2] = T::mul2(and_or(w << 1, sign, (w << 3) & 0x01c001c0), up);
+      a[3] = T::mul2(and_or(w << 2, sign, (w << 6) & 0x01c001c0), up);
+    }
+  }
+};
+
+// Nibbles, laid out as Int4's, that are indices into a table of 16 bytes that mean byte - 128.
+#ifndef TABLE
+#define TABLE 0, 0, 0, 0
+#endif
+template <class T> struct Table4 {
+  static constexpr int words = 1;
+  static constexpr float raw = 1, middle = 0;
+  DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
+  // Four nibbles to their bytes. A permute looks up 8 bytes with 3 bits; bit 3 chooses between two of them.
+  DEVICE u32 lookup(u32 nibbles) {
+    constexpr u32 table[4] = {TABLE};
+    const u32 index = nibbles & 0x7777;
+    const u32 low = permute(table[0], table[1], index), high = permute(table[2], table[3], index);
+    return permute(low, high, and_or(nibbles >> 1, 0x4444, 0x3210));
+  }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+    const u32 even = lookup(q[0]), odd = lookup(q[0] >> 16);
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = bytes_to_pair<T>(permute(even >> (8 * p), odd >> (8 * p), 0x5410) & 0x00ff00ff);
+  }
+};
+
+// ---- scales and offsets -------------------------------------------------------------------------------------------
+
+// Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32.
+struct ScaleF16 {
+  static constexpr int bytes = 2;
+  DEVICE float2 decode(u32 word, u32) { return {F16::to_float((u16)word), F16::to_float((u16)(word >> 16))}; }
+};
+struct ScaleF32 {
+  static constexpr int bytes = 4;
+  DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
+};
+// A bare exponent, 2^(code - 127); codes 0 and 255 do not occur here.
+struct ScaleE8M0 {
+  static constexpr int bytes = 1;
+  DEVICE float2 decode(u32 word, u32) { return {__uint_as_float((word & 0xff) << 23), __uint_as_float((word & 0xff00) << 15)}; }
+};
+// E4M3 without a sign; 0x7f does not occur here. Exponent and mantissa move up as one, which leaves 2^-120 to be made up
+// for: exact, and right for subnormals too.
+struct ScaleE4M3 {
+  static constexpr int bytes = 1;
+  DEVICE float2 decode(u32 word, u32) { return {__uint_as_float((word & 0xff) << 20) * 0x1p120f, __uint_as_float((word & 0xff00) << 12) * 0x1p120f}; }
+};
+// Offsets are float16, beside float32 scales float32.
+template <class S> struct OffsetOf { using type = ScaleF16; };
+template <> struct OffsetOf<ScaleF32> { using type = ScaleF32; };
+
+enum Offset { NONE, ZERO, MINIMUM };  // element * s; (element - zero) * s; element * s + minimum
+
+// The weights that this compilation is for: TYPE, ELEMENT, SCALE, OFFSET and GROUPS (of scales in a brick) are macros.
+using Element = ELEMENT<TYPE>;
+
+// One brick: where things are in it.
+struct Brick {
+  static constexpr int group_words = GROUPS * 2 * SCALE::bytes / 4;  // of scales, for each g
+  static constexpr int code_bytes = 1024 * Element::words;
+  static constexpr int scale_bytes = 8 * 4 * group_words;
+  static constexpr int bytes = code_bytes + (OFFSET == NONE ? 1 : 2) * scale_bytes;
+  static constexpr int group_tiles = 8 / GROUPS;  // tiles of 16 k in a group
+  static_assert(GROUPS * SCALE::bytes >= 2, "a lane's scales fill at least one word");
+
+  // Bricks of eight tiles of rows are neighbours, then comes k, then the next eight tiles (the last may be fewer).
+  DEVICE size_t at(int tile, int brick, int tiles, int bricks) {
+    const int first = tile & ~7;
+    return ((size_t)first * bricks + (size_t)brick * min(8, tiles - first) + (tile - first)) * bytes;
+  }
+  // A lane's codes: 16 bytes of each 512, which is 64 k, or 32 of Int8.
+  DEVICE uint4 codes(u32 brick, int chunk, int lane) { return load_shared16(brick + chunk * 512 + lane * 16); }
+  // The scales of a group, for the rows g and g + 8; the brick is in shared memory.
+  DEVICE float2 scale(u32 brick, int g, int group) { return pair<SCALE>(brick + code_bytes + g * 4 * group_words, group); }
+  DEVICE float2 stored_offset(u32 brick, int g, int group) {
+    return pair<OffsetOf<SCALE>::type>(brick + code_bytes + scale_bytes + g * 4 * group_words, group);
+  }
+  // What is added to each weight of the group. Codes are less by `middle` than what it is meant for.
+  DEVICE float2 offset(u32 brick, int g, int group, float2 scale) {
+    const float2 o = stored_offset(brick, g, group);
+    if constexpr (OFFSET == ZERO) return {(Element::middle - o.x) * scale.x, (Element::middle - o.y) * scale.y};
+    else return {o.x + Element::middle * scale.x, o.y + Element::middle * scale.y};
+  }
+  template <class S> DEVICE float2 pair(u32 words, int group) {
+    const u32 at = words + group * 2 * S::bytes;
+    if constexpr (S::bytes == 4) return S::decode(load_shared4(at), load_shared4(at + 4));
+    else return S::decode(load_shared4(at & ~3u) >> (S::bytes == 1 ? group % 2 * 16 : 0), 0);
+  }
+};

@@ -1,0 +1,104 @@
+// The instructions that the kernels use, by name. No header of the toolkit is included: NVRTC alone compiles this.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+
+// ---- bits ---------------------------------------------------------------------------------------------------------
+
+// (a & b) | c and (~a & b) | c, one instruction each.
+DEVICE u32 and_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+DEVICE u32 andnot_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+// Nibble i of `select` says which of the 8 bytes of (b, a) becomes byte i.
+DEVICE u32 permute(u32 a, u32 b, u32 select) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select)); return r; }
+
+// ---- the two types of x, as pairs in a register ---------------------------------------------------------------------
+
+struct F16 {
+  static constexpr bool is_half = true;
+  DEVICE u32 fma2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+  DEVICE u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+  DEVICE u32 add2(u32 a, u32 b) { u32 r; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+  DEVICE u32 pack(float low, float high) { u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+  DEVICE float to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+  static constexpr u32 ones = 0x3c003c00;
+  DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+struct BF16 {
+  static constexpr bool is_half = false;
+  DEVICE u32 fma2(u32 a, u32 b, u32 c) { u32 r; asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
+  // Before sm_90 there is only the fma; -0 and 1 change nothing.
+  DEVICE u32 mul2(u32 a, u32 b) { return fma2(a, b, 0x80008000); }
+  DEVICE u32 add2(u32 a, u32 b) { return fma2(a, 0x3f803f80, b); }
+  DEVICE u32 pack(float low, float high) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+  DEVICE float to_float(u16 h) { return __uint_as_float((u32)h << 16); }
+  static constexpr u32 ones = 0x3f803f80;
+  DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+// ---- memory -------------------------------------------------------------------------------------------------------
+
+// Weights are read once: they take no room in L1.
+DEVICE uint4 load_stream(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE uint4 load_shared16(u32 address) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
+  return r;
+}
+DEVICE u32 load_shared4(u32 address) { u32 r; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
+// 16 bytes, of which those from `valid` on become zero.
+DEVICE void copy_async(u32 to, const void* from, int valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void load_matrices(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// Programmatic dependent launch: the next kernel may start; and: wait until the previous one has ended.
+#if __CUDA_ARCH__ >= 900
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+DEVICE void let_next_start() {}
+DEVICE void wait_for_previous() {}
+#endif
+
+// ---- what is done to a sum before it is rounded and stored -----------------------------------------------------------
+
+// The bias is of x's type, or float32 (BIAS_F32), or not there.
+template <class T> DEVICE float load_bias_of(const void* bias, int i) { return bias ? T::to_float(__ldg((const u16*)bias + i)) : 0.0f; }
+#ifdef BIAS_F32
+DEVICE float load_bias(const void* bias, int i) { return __ldg((const float*)bias + i); }
+#elif defined(TYPE)
+DEVICE float load_bias(const void* bias, int i) { return load_bias_of<TYPE>(bias, i); }
+#endif
+
+enum Activation { IDENTITY, RELU, SILU, GELU };
+
+#ifndef ACTIVATION
+#define ACTIVATION IDENTITY
+#endif
+DEVICE float activate(float v) {
+  if constexpr (ACTIVATION == RELU) return fmaxf(v, 0.0f);
+  else if constexpr (ACTIVATION == SILU) return v / (1.0f + expf(-v));
+  else if constexpr (ACTIVATION == GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+  else return v;
+}

@@ -1,0 +1,211 @@
+"""The CUDA driver: devices, kernels, launches. Everything that touches a GPU goes through this file."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends.cuda.compile import compile_kernel, cuda_module
+from billfish.errors import BackendUnavailable, BillfishError
+
+Macros = tuple[tuple[str, str], ...]
+
+
+def driver() -> Any:
+    """The driver's functions."""
+    return cuda_module("cuda.bindings.driver")
+
+
+def check(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver's call, which comes behind its error code."""
+    error, *values = result
+    if int(error) != 0:
+        raise BillfishError(f"[cuda] {what}: {error.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What kernels are chosen by."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # of dynamic shared memory that a CTA may have
+
+    @property
+    def arch(self) -> str:
+        """As the compiler wants it. wgmma is in 90a only."""
+        major, minor = self.capability
+        return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+@cache
+def device(ordinal: int = 0) -> Device:
+    """A device of this machine; raises BackendUnavailable where there is none that can run the kernels."""
+    d = driver()
+    try:
+        error = d.cuInit(0)[0]
+        count = 0 if int(error) else check(d.cuDeviceGetCount(), "cuDeviceGetCount")
+    except RuntimeError as missing:  # no libcuda on this machine
+        raise BackendUnavailable(f"[cuda] no NVIDIA driver: {missing}") from None
+    if int(error) or ordinal >= count:
+        found = error.name if int(error) else f"there are {count}"
+        raise BackendUnavailable(f"[cuda] no NVIDIA GPU number {ordinal}: {found}")
+    handle = check(d.cuDeviceGet(ordinal), "cuDeviceGet")
+
+    def attribute(name: str) -> int:
+        which = getattr(d.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(check(d.cuDeviceGetAttribute(which, handle), name))
+
+    capability = (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR"))
+    name = check(d.cuDeviceGetName(100, handle), "cuDeviceGetName").split(b"\0")[0].decode()
+    if capability < (8, 0):
+        raise BackendUnavailable(f"[cuda] {name} is sm_{capability[0]}{capability[1]}; the kernels need sm_80 or later")
+    # The kernels keep their barriers in a kilobyte of static shared memory.
+    shared_bytes = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - 1024
+    return Device(ordinal, name, capability, attribute("MULTIPROCESSOR_COUNT"), shared_bytes)
+
+
+_loading = Lock()
+
+
+def kernel(source: str, name: str, macros: Macros, ordinal: int, shared_bytes: int) -> Any:
+    """A kernel, compiled and loaded once, allowed that much dynamic shared memory."""
+    with _loading:  # two threads must not import cuda.core, or compile the same, at once
+        return _kernel(source, name, macros, ordinal, shared_bytes)
+
+
+@cache
+def _kernel(source: str, name: str, macros: Macros, ordinal: int, shared_bytes: int) -> Any:
+    d = driver()
+    code = compile_kernel(source, dict(macros), device(ordinal).arch)
+    library = check(d.cuLibraryLoadData(code, [], [], 0, [], [], 0), f"loading {name}")
+    found = check(d.cuLibraryGetKernel(library, name.encode()), name)
+    if shared_bytes > 48 * 1024:
+        which = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(d.cuKernelSetAttribute(which, shared_bytes, found, check(d.cuDeviceGet(ordinal), "device")), name)
+    return d.CUfunction(int(found))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All about a launch but its arguments."""
+
+    source: str
+    name: str
+    macros: Macros
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+    overlap: bool = False  # programmatic dependent launch: it may start before the kernel ahead of it has ended
+
+    def __call__(self, ordinal: int, stream: int, *arguments: Any) -> None:
+        """Integers are ints and pointers ctypes.c_void_p; a tensor map goes by value."""
+        d = driver()
+        config = d.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *self.grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
+        attributes = []
+        if self.overlap:
+            value = d.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attributes.append(_attribute("PROGRAMMATIC_STREAM_SERIALIZATION", value))
+        if self.cluster > 1:
+            value = d.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = self.cluster, 1, 1
+            attributes.append(_attribute("CLUSTER_DIMENSION", value))
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        values = tuple((a.value or 0) if isinstance(a, ctypes.c_void_p) else a for a in arguments)
+        types = tuple(
+            ctypes.c_void_p if isinstance(a, ctypes.c_void_p) else ctypes.c_int if isinstance(a, int) else None
+            for a in arguments
+        )
+        function = kernel(self.source, self.name, self.macros, ordinal, self.shared_bytes)
+        check(d.cuLaunchKernelEx(config, function, (values, types), 0), self.name)
+
+
+class Buffer:
+    """Memory of a device, freed with the object."""
+
+    def __init__(self, nbytes: int, ordinal: int) -> None:
+        self.nbytes, self.ordinal = nbytes, ordinal
+        activate(ordinal)
+        self.pointer = int(check(driver().cuMemAlloc(max(nbytes, 16)), f"allocating {nbytes} bytes"))
+
+    @classmethod
+    def of(cls, array: NDArray[Any], ordinal: int) -> Buffer:
+        """A copy of a NumPy array."""
+        array = np.ascontiguousarray(array)
+        buffer = cls(array.nbytes, ordinal)
+        check(driver().cuMemcpyHtoD(buffer.pointer, array.ctypes.data, array.nbytes), "copying to the device")
+        return buffer
+
+    def clone(self) -> Buffer:
+        other = Buffer(self.nbytes, self.ordinal)
+        check(driver().cuMemcpyDtoD(other.pointer, self.pointer, self.nbytes), "copying on the device")
+        return other
+
+    def to_numpy(self, out: NDArray[Any]) -> None:
+        """Into a contiguous array, after all that was launched on the default stream."""
+        check(driver().cuMemcpyDtoH(out.ctypes.data, self.pointer, out.nbytes), "copying from the device")
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", 0):
+            driver().cuMemFree(self.pointer)
+
+
+@cache
+def _primary_context(ordinal: int) -> Any:
+    d = driver()
+    return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
+
+
+def activate(ordinal: int) -> None:
+    """Make a device current in this thread, with the context that torch and CuPy use too."""
+    check(driver().cuCtxSetCurrent(_primary_context(ordinal)), "context")
+
+
+def _attribute(name: str, value: Any) -> Any:
+    d = driver()
+    attribute = d.CUlaunchAttribute()
+    attribute.id = getattr(d.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    attribute.value = value
+    return attribute
+
+
+def no_tensor_map() -> Any:
+    """For GPUs before Hopper, whose kernels do not look at it."""
+    return driver().CUtensorMap()
+
+
+@lru_cache(maxsize=256)
+def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int) -> Any:
+    """x [rows, k], `stride` numbers from row to row, in boxes of `box_rows` by 64; outside of it there are zeros."""
+    d = driver()
+    kind = "BFLOAT16" if bfloat16 else "FLOAT16"
+    return check(
+        d.cuTensorMapEncodeTiled(
+            getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            2,
+            pointer,
+            [d.cuuint64_t(k), d.cuuint64_t(rows)],
+            [d.cuuint64_t(stride * 2)],
+            [d.cuuint32_t(64), d.cuuint32_t(box_rows)],
+            [d.cuuint32_t(1), d.cuuint32_t(1)],
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "tensor map of x",
+    )

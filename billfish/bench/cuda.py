@@ -1,0 +1,85 @@
+"""`billfish bench --backend cuda`: beside cuBLAS, tinygemm and humming, x in float16, everything in CUDA graphs."""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+from typing import Any
+
+import numpy as np
+
+from billfish.backends.cuda import CudaWeights
+from billfish.backends.cuda.driver import Buffer, Launch, device
+from billfish.backends.cuda.plans import Product
+from billfish.bench.engines import PEAK_SIZE, Engine, GpuLimits
+from billfish.bench.limits import ATTEMPTS, MEBIBYTE
+from billfish.bench.peers import Case, Peer, Prepared, copies_for, select
+from billfish.bench.peers.cuda import CUDA_PEERS, Captured
+from billfish.errors import BackendUnavailable
+
+READ_BYTES = 32 * MEBIBYTE  # at once, as a product reads its weights
+
+
+class CudaEngine(Engine):
+    """Products on a GPU. Weights are rotated past the L2 cache for every M, not only for few rows."""
+
+    name = "cuda"
+    activations = "exact"
+
+    def require(self) -> None:
+        self.device = device()
+        CUDA_PEERS[0].load()
+        self.torch: Any = CUDA_PEERS[0].torch  # type: ignore[attr-defined]
+
+    def about(self) -> dict[str, object]:
+        return {"gpu": self.device.name, "arch": self.device.arch, "multiprocessors": self.device.multiprocessors}
+
+    def cold_bytes(self) -> int:
+        return int(2.2 * self.torch.cuda.get_device_properties(0).L2_cache_size)
+
+    def limits(self, cold_bytes: int) -> GpuLimits:
+        torch = self.torch
+        buffers = [Buffer(READ_BYTES, 0) for _ in range(copies_for(READ_BYTES, cold_bytes))]
+        sink = torch.zeros(1, dtype=torch.int32, device="cuda")
+        launch = Launch("read.cu", "read_all", (), (4 * self.device.multiprocessors, 1), 512, 0, 1, True)
+
+        def read(x: Any, buffer: Buffer) -> Any:
+            stream = torch.cuda.current_stream().cuda_stream
+            launch(0, stream, c_void_p(buffer.pointer), READ_BYTES // 16, c_void_p(sink.data_ptr()))
+            return sink
+
+        square = torch.randn((PEAK_SIZE, PEAK_SIZE), device="cuda").half()
+        read_seconds = self._best(Captured(torch, torch.float16, buffers, read))
+        peak_seconds = self._best(Captured(torch, torch.float16, [square], lambda x, w: w @ w))
+        peak = 2 * PEAK_SIZE**3 / peak_seconds
+        return GpuLimits(READ_BYTES / read_seconds, peak, peak)
+
+    def _best(self, prepared: Captured) -> float:
+        run = prepared.bind(np.zeros((1, 1), np.float32))
+        torch, seconds = self.torch, []
+        for _ in range(1 + ATTEMPTS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3 / prepared.copies)
+        return min(seconds)
+
+    def peers(self, names: str) -> tuple[list[Peer], list[str]]:
+        return select(names, CUDA_PEERS)
+
+    def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
+        if case.activations != "exact":
+            raise BackendUnavailable(f"[bench] cuda: it multiplies x as it is, not {case.activations}")
+        torch, (n, k) = self.torch, (case.n, case.k)
+        first = CudaWeights(case.tensor()).on(0)
+        copies = copies_for(first.nbytes, self.cold_bytes())
+        weights = [first, *(first.clone() for _ in range(copies - 1))]
+
+        def multiply(x: Any, held: Any) -> Any:
+            y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+            stream = torch.cuda.current_stream().cuda_stream
+            held.multiply(stream, Product(held.kind, len(x), n, k), x.data_ptr(), k, 0, y.data_ptr())
+            return y
+
+        return Captured(torch, torch.float16, weights, multiply), first.nbytes

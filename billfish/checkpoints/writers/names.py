@@ -1,0 +1,240 @@
+"""Between GGUF and everything else: llama.cpp has names, an order of rows, and places for hyperparameters of its own.
+
+For decoders of the architectures that billfish.nn.names knows, a checkpoint is looked at under the names of its target,
+and what its configuration says goes where the target looks for it. Weights only move; no bit of them changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.container import extra, section
+from billfish.checkpoints.entry import Entry, Span, check_span
+from billfish.checkpoints.gguf import Metadata
+from billfish.errors import CheckpointError, complaint
+from billfish.format import Array
+from billfish.nn.names import COMPUTED, LAYER, TOP, take_rows
+from billfish.tensor import QuantizedTensor
+
+# Architectures of llama.cpp, with the model types and classes of transformers that have them.
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Our name of a size, and llama.cpp's.
+SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+# How llama.cpp cuts text into words, by the architecture and the size of the vocabulary.
+WORDS = {("llama", 128256): "llama-bpe", ("llama", 49152): "smollm"}
+GgufFields = dict[str, tuple[Any, int, int | None]]
+
+
+class Renamed(Entry):
+    """A tensor under another name, with its rows in another order."""
+
+    def __init__(self, entry: Entry, name: str, order: NDArray[np.int64] | None = None) -> None:
+        super().__init__(replace(entry.description, name=name), entry.parts)
+        self.entry, self.order = entry, order
+
+    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
+        if self.order is None:
+            return self.entry.read(rows, columns)
+        whole = self.entry.read(None, columns)
+        start, stop = check_span("rows", rows, len(self.order))
+        chosen = self.order[start:stop]
+        return take_rows(whole, chosen) if isinstance(whole, QuantizedTensor) else whole[chosen]
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        return self.entry.permutation()
+
+
+class Widened(Entry):
+    """A vector in float32, as llama.cpp wants norms and biases."""
+
+    def __init__(self, entry: Entry) -> None:
+        about = entry.description
+        super().__init__(replace(about, dtype="F32", nbytes=4 * int(np.prod(about.shape))), entry.parts)
+        self.entry = entry
+
+    def read(self, rows: Span | None, columns: Span | None) -> Array:
+        vector = self.entry.read(rows, columns)
+        assert isinstance(vector, np.ndarray)
+        return vector.astype(np.float32)
+
+
+def is_gguf(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint.metadata, Metadata)
+
+
+def for_folders(checkpoint: Checkpoint) -> Checkpoint:
+    """A GGUF file as transformers and mlx-lm name it, with a config.json. Other checkpoints as they are."""
+    architecture = checkpoint.metadata.get("general.architecture")
+    if not is_gguf(checkpoint) or architecture not in CLASSES:
+        return checkpoint
+    fields = checkpoint.metadata
+    if any(name.startswith(f"{architecture}.rope.scaling.") for name in fields) or set(COMPUTED) & set(checkpoint):
+        got = f"{architecture} with scaled rotary positions"
+        takes = "a model without, or --to gguf: that scaling is not translated"
+        raise CheckpointError(complaint("convert", str(checkpoint.path), got, takes))
+    entries: dict[str, Entry] = {}
+    for name, entry in checkpoint._entries.items():
+        module, _, kind = name.rpartition(".")
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+        known = (
+            TOP.get(module) if match is None else LAYER.get(match[2]) and f"model.layers.{match[1]}.{LAYER[match[2]]}"
+        )
+        if known is None:
+            return checkpoint  # not one of the decoders that we know
+        order = _row_order(entry, _heads(fields, architecture, match[2] if match else ""), to_gguf=False)
+        entries[f"{known}.{kind}"] = Renamed(entry, f"{known}.{kind}", order)
+    if "model.embed_tokens.weight" not in entries:
+        return checkpoint
+    return _view(checkpoint, entries, _config(architecture, fields, entries), {})
+
+
+def for_gguf(checkpoint: Checkpoint) -> Checkpoint:
+    """A model's folder as llama.cpp names it, with the fields it reads. Other checkpoints as they are."""
+    config = checkpoint.config
+    architecture = ARCHITECTURE_OF.get(str(config.get("model_type")))
+    needed = (config.get(name) for name in list(SIZES)[:4])
+    if is_gguf(checkpoint) or architecture is None or not all(isinstance(size, int) and size > 0 for size in needed):
+        return checkpoint
+    scaling = config.get("rope_scaling") or section(config, "rope_parameters")
+    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type", "default")) != "default":
+        got = f"rotary positions scaled by {scaling!r}"
+        raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model without: it is not translated"))
+    theirs = {ours: name for name, ours in TOP.items()} | {ours: name for name, ours in LAYER.items()}
+    entries: dict[str, Entry] = {}
+    for name, entry in checkpoint._entries.items():
+        module, _, kind = name.rpartition(".")
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        known = theirs.get(match[2] if match else module)
+        if known is None:
+            return checkpoint
+        new = f"blk.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
+        order = _row_order(entry, _heads(config, architecture, known), to_gguf=True)
+        renamed: Entry = Renamed(entry, new, order)
+        vector = entry.description.format is None and len(entry.description.shape) == 1
+        entries[new] = Widened(renamed) if vector else renamed
+    return _view(checkpoint, entries, config, _fields(checkpoint, architecture))
+
+
+def _view(
+    checkpoint: Checkpoint, entries: dict[str, Entry], config: dict[str, Any], metadata: Mapping[str, Any]
+) -> Checkpoint:
+    view = copy.copy(checkpoint)
+    view.origins = dict(zip(entries, checkpoint, strict=True))
+    view._entries, view.config, view.metadata = entries, config, metadata
+    return view
+
+
+def _heads(about: Mapping[str, Any], architecture: str, module: str) -> int:
+    """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
+
+    It rotates neighbours where transformers rotates the halves of a head, but for its architecture "llama" only: row
+    (head, half, i) of transformers is its row (head, i, half).
+    """
+    if architecture != "llama" or module not in ("attn_q", "attn_k"):
+        return 0
+    names = ["num_attention_heads", f"{architecture}.attention.head_count"]
+    if module == "attn_k":
+        names = ["num_key_value_heads", f"{architecture}.attention.head_count_kv", *names]
+    heads = next((about[name] for name in names if about.get(name)), 0)
+    if not isinstance(heads, int) or heads < 1:
+        raise CheckpointError(
+            complaint("convert", names[0], repr(heads), "the number of heads, the same in all layers")
+        )
+    return heads
+
+
+def _row_order(entry: Entry, heads: int, to_gguf: bool) -> NDArray[np.int64] | None:
+    """Which row of a matrix goes where, see `_heads`."""
+    if not heads:
+        return None
+    n = entry.description.shape[0] if entry.description.shape else 0
+    if n % (2 * heads) or n == 0:
+        got = f"{n} rows for {heads} heads"
+        raise CheckpointError(complaint("convert", entry.description.name, got, "an even number for each"))
+    half = n // heads // 2
+    return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
+
+
+# ---- configuration ------------------------------------------------------------------------------------------------
+
+
+def _config(architecture: str, fields: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    config: dict[str, Any] = {"architectures": [CLASSES[architecture]], "model_type": architecture}
+    config |= {ours: fields[f"{architecture}.{n}"] for ours, n in SIZES.items() if f"{architecture}.{n}" in fields}
+    config["vocab_size"] = entries["model.embed_tokens.weight"].description.shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in entries
+    for name in ("bos", "eos", "pad"):
+        if f"tokenizer.ggml.{name}_token_id" in fields:
+            config[f"{name}_token_id"] = fields[f"tokenizer.ggml.{name}_token_id"]
+    if "rope_theta" in config:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return {**config, "hidden_act": "silu", "torch_dtype": "float16"}
+
+
+def _fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
+    """The fields of a GGUF file, gathered by the `gguf` library's own writer."""
+    gguf = extra("gguf")
+    writer, config = gguf.GGUFWriter(None, architecture), checkpoint.config
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    writer.add_name(str(config.get("_name_or_path") or folder.name))
+    theta = config.get("rope_theta") or section(config, "rope_parameters").get("rope_theta")
+    for ours, value in ({**config, "rope_theta": theta} | _derived(config)).items():
+        if ours in SIZES and isinstance(value, (int, float)):
+            add = writer.add_float32 if isinstance(value, float) or ours == "rope_theta" else writer.add_uint32
+            add(f"{architecture}.{SIZES[ours]}", value)
+    head = _derived(config)["head_dim"]
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    if isinstance(config.get("vocab_size"), int):
+        writer.add_vocab_size(config["vocab_size"])
+    _add_tokenizer(gguf, writer, folder, architecture, config)
+    return {
+        name: (field.value, int(field.type), None if field.sub_type is None else int(field.sub_type))
+        for name, field in writer.kv_data[0].items()
+    }
+
+
+def _derived(config: Mapping[str, Any]) -> dict[str, int]:
+    heads = int(config["num_attention_heads"])
+    return {
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or int(config["hidden_size"]) // heads,
+    }
+
+
+def _add_tokenizer(gguf: Any, writer: Any, folder: Path, architecture: str, config: Mapping[str, Any]) -> None:
+    """Byte-level BPE, as nearly all models of these architectures have; others are left out."""
+    try:
+        vocabulary = gguf.vocab.BpeVocab(folder)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    tokens, _, kinds = (list(column) for column in zip(*vocabulary.all_tokens(), strict=True))
+    missing = int(config.get("vocab_size", 0)) - len(tokens)  # rows of the embedding that no token uses
+    tokens += [f"[PAD{len(tokens) + i}]" for i in range(missing)]
+    kinds += [gguf.TokenType.UNUSED] * missing
+    writer.add_tokenizer_model("gpt2")
+    default = "qwen2" if architecture.startswith("qwen") else "default"
+    writer.add_tokenizer_pre(WORDS.get((architecture, len(tokens)), default))
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(tokens)).add_to_gguf(writer, quiet=True)

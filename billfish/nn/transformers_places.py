@@ -1,0 +1,178 @@
+"""Where the matrices of a checkpoint go in a transformers model, and how its loader gets to see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from billfish.checkpoints import Checkpoint, Description
+from billfish.errors import CheckpointError, complaint
+from billfish.nn import parallel
+from billfish.nn.base import storage_names
+from billfish.nn.names import COMPUTED, ModelWeights
+from billfish.nn.torch import MarlinLinear, to_torch
+from billfish.ops import dequantize
+from billfish.tensor import QuantizedTensor
+
+
+class Places(NamedTuple):
+    """Where the matrices of a checkpoint go: for each layer its name in the checkpoint, and its share if it is cut."""
+
+    names: dict[str, str]
+    shares: parallel.Plan
+    mesh: DeviceMesh | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+
+def find_places(model: Any, source: ModelWeights) -> Places:
+    """Each Linear of a model whose matrix a checkpoint has in a quantized format."""
+    prefix = f"{model.base_model_prefix}."  # models with a head have it, models without do not
+    names: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if type(module) is torch.nn.Linear:
+            own = f"{path}.weight"
+            name = next((n for n in (own, prefix + own, own.removeprefix(prefix)) if n in source), None)
+            if name is not None and source.describe(name).format is not None and len(source.describe(name).shape) == 2:
+                names[path] = name
+    return Places(names, {}, None)
+
+
+def refuse_others(model: Any, source: ModelWeights, places: Places) -> None:
+    """from_pretrained reads arrays itself and could not decode a quantized embedding."""
+    wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
+    for name in wanted.intersection(source).difference(places.names.values()):
+        format = source.describe(name).format
+        if format is not None:
+            got = f"a {format.name} matrix that belongs to no Linear"
+            takes = "billfish.nn.transformers.load_model, which decodes it"
+            raise CheckpointError(complaint("from_pretrained", name, got, takes))
+
+
+def make_layer(
+    linear: torch.nn.Linear,
+    about: Description,
+    *,
+    act_order: bool,
+    activations: str,
+    share: parallel.Share | None = None,
+    mesh: DeviceMesh | None = None,
+) -> MarlinLinear:
+    """A layer for a matrix of a checkpoint, or a share of it, in the place of `linear`; its weights are yet to come."""
+    n, k = linear.weight.shape
+    assert about.format is not None
+    assert about.group_size is not None
+    if about.shape != (n, k):
+        raise CheckpointError(complaint("load_model", about.name, f"shape {about.shape}", f"({n}, {k})"))
+    bias = linear.bias is not None
+    whole_row = about.group_size >= k
+    layer_type: type[MarlinLinear] = MarlinLinear
+    if share is not None and mesh is not None:
+        layer_type = parallel.STYLES[share.style]
+        size = share.span[1] - share.span[0]
+        n, k = (size, k) if share.style == "column" else (n, size)
+        bias = bias and (share.style == "column" or mesh.get_local_rank() == 0)
+    layer = layer_type(
+        k,
+        n,
+        bias,
+        format=about.format,
+        group_size=-1 if whole_row and about.format.whole_row_groups else about.group_size,
+        activations=activations,
+        act_order=act_order,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
+    if share is not None and mesh is not None:
+        assert isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear))
+        parallel.place(layer, share, mesh)
+    return layer
+
+
+class Lazy:
+    """An array that is read when transformers asks for it, as it asks a safetensors file: by indexing with `...`."""
+
+    def __init__(self, read: Callable[[], NDArray[Any]], dtype: str = "F32") -> None:
+        self.read, self.dtype = read, dtype
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return to_torch(self.read())
+
+
+def state_dict(weights: ModelWeights, places: Places) -> dict[str, Lazy]:
+    """A checkpoint as transformers takes it: storage arrays of the layers, and everything else as numbers."""
+    whole = dict.fromkeys(places.names.values())
+    shares = {**whole, **{places.names[path]: share for path, share in places.shares.items()}}
+
+    @lru_cache(maxsize=8)  # the arrays of one matrix are asked for one by one
+    def matrix(name: str) -> dict[str, NDArray[Any]]:
+        share = shares[name]
+        if share is None:
+            tensor, order = weights[name], weights.permutation(name)
+        else:
+            tensor, order = parallel.read_share(weights, name.removesuffix(".weight"), share)
+        assert isinstance(tensor, QuantizedTensor)
+        return {**tensor.storage, **({} if order is None else {"permutation": order.astype(np.int32)})}
+
+    def numbers(name: str) -> NDArray[Any]:
+        tensor = weights[name]
+        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+
+    arrays: dict[str, Lazy] = {}
+    for name in weights:
+        module, _, kind = name.rpartition(".")
+        share = shares.get(f"{module}.weight")
+        if name in shares:
+            about = weights.describe(name)
+            assert about.format is not None
+            parts = [*storage_names(about.format.name), *(["permutation"] if weights.is_reordered(name) else [])]
+            arrays |= {f"{module}.{part}": Lazy(partial(_part, matrix, name, part), "I32") for part in parts}
+        elif kind == "bias" and share is not None:
+            bias = parallel.bias_share(weights[name], share, places.rank)
+            if bias is not None:
+                arrays[name] = Lazy(partial(np.array, bias))
+        else:
+            about = weights.describe(name)
+            arrays[name] = Lazy(partial(numbers, name), about.dtype if about.format is None else "F32")
+    return arrays
+
+
+def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str) -> NDArray[Any]:
+    return matrix(name)[part]
+
+
+def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:
+    """Llama 3.1 and later scale rotary frequencies. GGUF has factors for that, transformers the rule behind them."""
+    architecture = checkpoint.metadata["general.architecture"]
+    kind = checkpoint.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    factors = np.asarray(checkpoint[COMPUTED[0]]) if COMPUTED[0] in checkpoint else None
+    if kind == "none" and factors is None:
+        return
+    takes = "positions that are not scaled, or as in Llama 3"
+    if factors is None:
+        raise CheckpointError(complaint("load_model", str(checkpoint.path), f"rope scaling {kind!r}", takes))
+    theta = config.rope_parameters["rope_theta"]
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = theta ** -(np.arange(len(factors)) / len(factors))
+    if not np.allclose(plain / factors, scaled.numpy(), rtol=1e-4):
+        raise CheckpointError(complaint("load_model", COMPUTED[0], "factors of another rule", takes))

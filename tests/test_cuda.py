@@ -1,0 +1,313 @@
+"""What can be known of the CUDA engine without a GPU: the layout, the choice of kernels, and that they all compile."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+
+import numpy as np
+import pytest
+from support import assert_same_bits, options_of, random_storage
+
+import billfish as bf
+from billfish.backends import BACKENDS
+from billfish.backends.cuda import compile as compiler
+from billfish.backends.cuda.compile import compile_fresh, compile_kernel
+from billfish.backends.cuda.driver import Device, Launch
+from billfish.backends.cuda.layout import Description, Kind, brick_shape, describe, pack
+from billfish.backends.cuda.plans import Plan, Product, Shape, launch_large, plan
+from billfish.elements import FP4
+from billfish.format import FORMATS
+
+H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448 - 1024)
+ADA = Device(0, "NVIDIA L4", (8, 9), 58, 101376 - 1024)
+
+
+def storages() -> list:
+    """Every format, group size and option, with all bytes random and with sane ones."""
+    found = []
+    for name, format in FORMATS.items():
+        sizes = [*format.group_sizes, *([-1] if format.whole_row_groups else [])]
+        found += [(name, size, option, wild) for size in sizes for option in options_of(format) for wild in (0, 1)]
+    return found
+
+
+def make(name: str, size: int, option: dict[str, str], wild: int) -> bf.QuantizedTensor:
+    format, n, k = FORMATS[name], 37, 256 + FORMATS[name].block_size
+    rng = np.random.default_rng(0)
+    if not wild:
+        return bf.quantize(rng.standard_normal((n, k)).astype(np.float32), name, group_size=size, **option)
+    storage = random_storage(format, n, k, rng, k if size == -1 else size)
+    if option.get("zero_point") == "fractional":
+        storage["zeros"] = rng.standard_normal(storage["zeros"].shape).astype(np.float16)
+    return bf.QuantizedTensor.from_storage(name, storage, size)
+
+
+# ---- the layout, read back the way the instruction reads it ---------------------------------------------------------
+
+
+def registers(kind: Kind, words: np.ndarray) -> np.ndarray:
+    """Words [..., words of a tile] of one lane to the eight codes a0..a7 of its A operand, as decode.cuh takes them."""
+    w = words.astype(np.uint64)
+    if kind.words == 2:
+        return np.stack([w[..., i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255) for i in range(8)], axis=-1)
+    codes = []
+    for i in range(8):
+        half = w[..., 0] >> np.uint64(16 * (i % 2)) & np.uint64(0xFFFF)
+        if kind.element == "E2M1":
+            sign, rest = ((15, 9), (12, 6), (14, 3), (13, 0))[i // 2]
+            codes.append(
+                (half >> np.uint64(sign) & np.uint64(1)) << np.uint64(3) | half >> np.uint64(rest) & np.uint64(7)
+            )
+        else:
+            codes.append(half >> np.uint64(4 * (i // 2)) & np.uint64(15))
+    return np.stack(codes, axis=-1)
+
+
+def read_back(kind: Kind, data: np.ndarray, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bricks to codes [tiles * 16, bricks * 128] and the bytes of scales and offsets of each brick."""
+    down, along = brick_shape(n, k)
+    codes = np.zeros((down * 16, along * 128), np.uint8)
+    rest = np.zeros((down, along, kind.brick_bytes - kind.code_bytes), np.uint8)
+    position = 0
+    for first in range(0, down, 8):
+        for brick in range(along):
+            for tile in range(first, min(first + 8, down)):
+                content = data[position : position + kind.brick_bytes]
+                position += kind.brick_bytes
+                rest[tile, brick] = content[kind.code_bytes :]
+                chunks = content[: kind.code_bytes].view("<u4").reshape(-1, 32, 4)
+                for lane in range(32):
+                    for step in range(8):
+                        at = step * kind.words
+                        values = registers(kind, chunks[at // 4, lane, at % 4 : at % 4 + kind.words])
+                        # PTX, m16n8k16: row g for a0 a1 a4 a5, else g + 8; column 2c + (i & 1), and 8 more from a4 on.
+                        for i in range(8):
+                            row = lane // 4 + (0 if i in (0, 1, 4, 5) else 8)
+                            column = lane % 4 * 2 + i % 2 + (8 if i >= 4 else 0)
+                            codes[tile * 16 + row, brick * 128 + step * 16 + column] = values[i]
+    assert position == len(data)
+    return codes, rest
+
+
+@pytest.mark.parametrize("element", ["Int4", "Int8", "E2M1", "Table4"])
+@pytest.mark.parametrize(("scale", "offset", "groups"), [("ScaleF16", "NONE", 1), ("ScaleF32", "MINIMUM", 8)])
+def test_bricks_hold_the_operand_of_the_instruction(element, scale, offset, groups):
+    kind, n, k = Kind(element, scale, offset, groups), 150, 200
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256 if element == "Int8" else 16, (n, k)).astype(np.uint8)
+    columns = -(-k * groups // 128)
+    scales = rng.standard_normal((n, columns)).astype(kind.scale_dtype)
+    offsets = rng.standard_normal((n, columns)).astype(kind.scale_dtype) if offset != "NONE" else None
+    packed = pack(Description(kind, codes, scales, offsets, np.ones(n, np.float32)))
+    found, rest = read_back(kind, packed, n, k)
+    assert (found[:n, :k] == codes).all()
+    assert found[n:].max() == found[:, k:].max() == 0
+    # Of each group, lanes with g want the rows g and g + 8 side by side.
+    planes = rest.view(kind.scale_dtype).reshape(*rest.shape[:2], -1, 8, groups, 2)
+    for plane, expected in enumerate([scales] if offsets is None else [scales, offsets]):
+        rows = planes[:, :, plane].transpose(0, 4, 2, 1, 3).reshape(len(found), -1)
+        assert (rows[:n, :columns] == expected).all()
+
+
+@pytest.mark.parametrize(("name", "size", "option", "wild"), storages())
+def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
+    """What dequantize.cu does, in NumPy, from the description alone."""
+    q = make(name, size, option, wild)
+    about = describe(q)
+    kind = about.kind
+    k = q.shape[1]
+    if kind.element == "E2M1":
+        w = FP4.values[about.codes]
+    elif kind.element == "Table4":
+        w = np.asarray(kind.table, np.float32)[about.codes] - 128
+    else:
+        unsigned = kind.element == "UInt8" or (kind.element == "Int4" and kind.offset != "NONE")
+        w = about.codes.astype(np.float32) - (0 if unsigned else 8 if kind.element == "Int4" else 128)
+    with np.errstate(all="ignore"):
+        scale = about.scales.astype(np.float32)
+        if kind.scale == "ScaleE8M0":
+            scale = np.ldexp(np.float32(1), about.scales.astype(np.int32) - 127)
+        if kind.scale == "ScaleE4M3":
+            scale = bf.scales.decode_e4m3(about.scales)
+
+        def spread(x: np.ndarray) -> np.ndarray:
+            return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
+
+        row = about.row_scale[:, None]
+        if kind.offset == "ZERO":
+            w = w - spread(about.offsets.astype(np.float32))
+        w = w * spread(scale * row)
+        if kind.offset == "MINIMUM":
+            w = w + spread(about.offsets.astype(np.float32) * row)
+        assert_same_bits(w.astype(np.float32), bf.dequantize(q, backend="reference"))
+
+
+def test_scales_stay_as_small_as_the_file_has_them():
+    kinds = {
+        name: describe(make(name, FORMATS[name].group_sizes[-1], options_of(FORMATS[name])[0], 0)).kind
+        for name in FORMATS
+    }
+    assert kinds["u4b8"].brick_bytes == 1024 + 32
+    assert kinds["u4"].scale == kinds["q4_1"].scale == kinds["q8_0"].scale == "ScaleF16"
+    assert (kinds["mxfp4"].scale, kinds["nvfp4"].scale) == ("ScaleE8M0", "ScaleE4M3")
+    assert (kinds["mxfp4_gguf"], kinds["nvfp4_gguf"]) == (kinds["mxfp4"], kinds["nvfp4"])
+    assert kinds["q4_k"].scale == "ScaleF32"
+    assert kinds["iq4_nl"].table
+
+
+# ---- compiling, for GPUs that are not there -------------------------------------------------------------------------
+
+
+def all_kinds() -> list[Kind]:
+    return sorted({describe(make(*storage)).kind for storage in storages() if not storage[3]}, key=repr)
+
+
+def resources(source: str, macros: dict[str, str], arch: str) -> int:
+    """Registers of a kernel, which must not spill, nor have its wgmmas one after the other."""
+    code, log = compile_fresh(source, macros, arch, verbose=True)
+    assert code[:4] == b"\x7fELF"
+    assert "0 bytes spill stores, 0 bytes spill loads" in log, log
+    assert "serialized" not in log, log
+    found = re.search(r"Used (\d+) registers", log)
+    assert found is not None, log
+    return int(found[1])
+
+
+def product(kind: Kind, m: int, n: int = 4096, bfloat16: bool = False) -> Product:
+    return Product(kind, m, n, 4096, bfloat16)
+
+
+def chosen(product: Product, device: Device) -> Plan:
+    found = plan(product, device)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(
+    "kind", all_kinds(), ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.offset}-{kind.groups}"
+)
+def test_every_kind_of_weights_compiles_for_every_architecture(kind, arch):
+    device = H200 if arch in ("sm_90a", "sm_100") else ADA
+    bfloat16 = kind.groups in (1, 4)
+    for m in (1, 16):
+        launch = chosen(product(kind, m, bfloat16=bfloat16), device).launch
+        assert resources(launch.source, dict(launch.macros), arch) * launch.threads <= 65536
+    if arch == "sm_90a":
+        resources("pack.cu", kind.macros(), arch)
+        resources("dequantize.cu", kind.macros() | {"OUTPUT": "Stored<BF16>"}, arch)
+        launch = chosen(product(kind, 64, bfloat16=bfloat16), device).launch
+        assert launch.source == "gemm_large.cu"
+        resources(launch.source, dict(launch.macros), arch)
+
+
+@pytest.mark.parametrize("n", [4096, 8192, 14336, 28672])
+@pytest.mark.parametrize("m", [1, 16, 32, 64, 128, 256, 512, 1024, 4096])
+def test_what_the_h200_runs_compiles_without_spills(m, n):
+    launch = chosen(product(Kind("Int4", "ScaleF16", "NONE", 1), m, n), H200).launch
+    resources(launch.source, dict(launch.macros), "sm_90a")
+
+
+@pytest.mark.parametrize("element", ["Int8", "E2M1"])
+@pytest.mark.parametrize(("groups", "offset"), [(8, "NONE"), (4, "MINIMUM")])
+@pytest.mark.parametrize("shape", [Shape(256, stages=3), Shape(128, tall=2, steps=2, share=2)], ids=str)
+def test_the_largest_tiles_do_not_spill_either(element, groups, offset, shape):
+    kind = Kind(element, "ScaleF16", offset, groups)
+    launch = launch_large(product(kind, 512), H200, shape).launch
+    resources(launch.source, dict(launch.macros), "sm_90a")
+
+
+def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("BILLFISH_CACHE", str(tmp_path / "new"))
+    kind = Kind("Int4", "ScaleF16", "NONE", 1)
+    first = compile_kernel("pack.cu", kind.macros(), "sm_80")
+    monkeypatch.setattr(compiler, "compile_fresh", lambda *_: pytest.fail("compiled again"))
+    assert compile_kernel("pack.cu", kind.macros(), "sm_80") == first
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".cubin"]
+
+
+def _compile(folder: str) -> bytes:
+    import os
+
+    os.environ["BILLFISH_CACHE"] = folder
+    return compile_kernel("pack.cu", Kind("Int8", "ScaleF16", "NONE", 4).macros(), "sm_90a")
+
+
+def test_several_processes_may_start_at_once(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        results = pool.map(_compile, [str(tmp_path)] * 3)
+    assert results[0] == results[1] == results[2]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [H200, ADA], ids=lambda d: d.name)
+@pytest.mark.parametrize("kind", all_kinds()[::3], ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.groups}")
+def test_plans_fit_the_device(kind, device):
+    for m in (1, 8, 9, 17, 33, 65, 129, 300, 1000, 5000):
+        for n in (1, 100, 4096, 14336, 28672):
+            for k in (16, 128, 4096):
+                found = plan(Product(kind, m, n, k), device)
+                if found is None:
+                    assert device is ADA
+                    assert m > 64
+                    continue
+                launch: Launch = found.launch
+                assert launch.shared_bytes <= device.shared_bytes
+                assert launch.threads <= 1024
+                assert launch.grid[0] % launch.cluster == 0
+                macros = dict(launch.macros)
+                if launch.source == "gemm_large.cu":
+                    assert int(macros["STAGES"]) >= 2
+                    assert int(macros["STAGES"]) % int(macros["TEAMS"]) == 0
+                    assert int(macros["SPLIT"]) <= -(-k // 128)
+                    assert device is H200
+
+
+def test_batch_invariance_fixes_the_order_of_additions():
+    kind = Kind("Int4", "ScaleF16", "NONE", 1)
+    warps = {
+        dict(chosen(Product(kind, m, 4096, 4096, batch_invariant=True), H200).launch.macros)["WARPS"]
+        for m in (1, 9, 17, 33, 1000)
+    }
+    assert len(warps) == 1
+
+
+def test_without_a_gpu_the_backend_says_why():
+    backend = BACKENDS["cuda"]
+    problem = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), "torch", "cuda")
+    able, reason = backend.can_run(problem)
+    if able:
+        pytest.skip("there is a GPU here")
+    assert "NVIDIA" in reason
+    q = bf.quantize(np.ones((16, 128), np.float32), "u4b8")
+    with pytest.raises(bf.BackendUnavailable, match="no backend can run this: cuda: no NVIDIA"):
+        bf.quantized_linear(np.ones((1, 128), np.float16), q, backend="cuda")
+
+
+def test_float32_in_memory_and_quantized_x_are_refused():
+    backend = BACKENDS["cuda"]
+    problem = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float32))
+    assert backend.can_run(problem)[0] is False
+    assert "float16 and bfloat16" in backend.can_run(problem)[1]
+    integers = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), activations="q8")
+    assert "q8" in backend.can_run(integers)[1]
+    elsewhere = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), device="xpu")
+    assert backend.can_run(elsewhere) == (False, "it computes on NVIDIA GPUs, and x is on xpu")
+
+
+def test_torch_knows_the_shape_without_computing():
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from billfish.backends.cuda import torch_op
+
+    with FakeTensorMode():
+        y = torch_op.cuda_linear(torch.empty((2, 3, 128), dtype=torch.bfloat16), None, 0, 77, False, None)
+    assert y.shape == (2, 3, 77)
+    assert y.dtype == torch.bfloat16
+    with pytest.raises(bf.DataError, match="still held"):
+        torch_op.cuda_linear(torch.empty((1, 128)), None, 0, 77, False, None)
