@@ -5,7 +5,8 @@
 Every matrix of SmolLM2-135M-Instruct's layers is requantized, plainly and with method="mse", and the predictions on a
 text are compared with those of the file as it is. The file itself is q4_1, the only form that PyPI has the model in, so
 that its own format costs nothing here, and formats with evenly spaced levels and an offset are at an advantage. q4_k
-needs rows of a multiple of 256, and this model's have 576.
+needs rows of a multiple of 256, and this model's have 576. A run takes long; with --json, the same command continues
+where it was stopped.
 """
 
 from __future__ import annotations
@@ -63,15 +64,19 @@ def main() -> None:
     base = evaluate(original, tokens)
     print(f"the file as it is: perplexity {base.perplexity:.2f} ± {base.perplexity * base.loss_error:.2f}")
     records = []
+    if arguments.json and Path(arguments.json).exists():  # go on where an earlier run stopped
+        records = json.loads(Path(arguments.json).read_text())["records"]
     print("| format | bits per weight | method | KL divergence | same best token | perplexity |")
     print("|---|---|---|---|---|---|")
-    for format, group_size in FORMATS:
-        for method in ("rtn", "mse"):
+    for method in ("rtn", "mse"):
+        for format, group_size in FORMATS:
             started = time.perf_counter()
+            size = group_size or bf.get_format(format).default_group_size
+            if any((r["format"], r["group_size"], r["method"]) == (format, size, method) for r in records):
+                continue
             model = load(default_model(), convert=requantized(format, group_size, method))
             found = evaluate(model, tokens, against=original, activations="q16")
             chosen = bf.get_format(format)
-            size = group_size or chosen.default_group_size
             record = {
                 "format": format,
                 "group_size": size,

@@ -1,6 +1,7 @@
 """billfish: neural-network weights in 4 to 8 bits, and fast products with them on whatever you have."""
 
 import billfish.formats  # noqa: F401  (registers the formats)
+from billfish import llm
 from billfish.backends import BACKENDS
 from billfish.blocks import (
     dequantize_q4_0,
@@ -67,6 +68,7 @@ __all__ = [
     "dequantize_q8_1",
     "gemm_w4a8",
     "get_format",
+    "llm",
     "load",
     "load_into",
     "pack_fp4_weights",

@@ -115,7 +115,7 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
 
 
 def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
-    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without that.
+    # The kernels' sums are offset by a multiple of the scale; scales that are not finite go as float32, without that.
     plain = planes["scale"].dtype != np.float16 or bool(np.isfinite(planes["scale"]).all())
     if "sub_scale" in planes and plain:
         layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
