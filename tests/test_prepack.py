@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import random_storage
+from support import gaussian, random_storage
 
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
@@ -16,8 +16,7 @@ BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (16, 256), (37, 288), (50, 640)])
 def test_blocks_and_planes_pack_to_the_same_bytes(level, name, n, k):
-    format = bf.FORMATS[name]
-    q = bf.QuantizedTensor.from_storage(format, random_storage(format, n, k, np.random.default_rng(n)))
+    q = bf.quantize(gaussian((n, k), n), name)
     backend = CpuBackend()
     backend.level = level
     assert _blocks_with_scales(q) is not None
@@ -30,7 +29,12 @@ def test_blocks_and_planes_pack_to_the_same_bytes(level, name, n, k):
 
 def test_other_formats_go_through_planes():
     for format in bf.FORMATS.values():
-        q = bf.QuantizedTensor.from_storage(
-            format, random_storage(format, 3, 2 * format.block_size, np.random.default_rng(0))
-        )
+        q = bf.quantize(gaussian((3, 2 * format.block_size)), format)
         assert (_blocks_with_scales(q) is not None) == (format.name in BLOCKS)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_scales_that_are_not_finite_go_through_planes(name):
+    format = bf.FORMATS[name]
+    storage = random_storage(format, 64, 256, np.random.default_rng(0))
+    assert _blocks_with_scales(bf.QuantizedTensor.from_storage(format, storage)) is None
