@@ -247,8 +247,9 @@ def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
     source = storage_of(tensor)
     if source.about["scale_offset"] < 0:
         return None
-    scales = tensor.format.unpack_scales({"blocks": source.data})
-    return source if np.isfinite(scales["scale"]).all() else None  # others need float32: see _add_scales
+    # Scales that are not finite, their exponent all ones, need float32: see _add_scales.
+    exponents = source.data.view(tensor.format.struct)["d"].view(np.uint16) & np.uint16(0x7C00)
+    return None if (exponents == 0x7C00).any() else source
 
 
 @cache
