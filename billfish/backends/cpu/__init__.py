@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,25 @@ def storage_of(tensor: QuantizedTensor) -> Source:
     return source
 
 
+def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
+    """Blocks of 32 whose codes and float16 scales the packer reads as they are, or None."""
+    if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
+        return None
+    source = storage_of(tensor)
+    if source.about["scale_offset"] < 0:
+        return None
+    # Scales that are not finite, their exponent all ones, need float32: see _add_scales.
+    exponents = source.data.view(tensor.format.struct)["d"].view(np.uint16) & np.uint16(0x7C00)
+    return None if (exponents == 0x7C00).any() else source
+
+
+@cache
+def _layout_of_blocks(format: BlockFormat) -> Layout:
+    """Such blocks' layout, which is the same for all matrices but for the planes; these are of a single block."""
+    blocks = np.zeros((1, format.struct.itemsize), np.uint8)
+    return layout_of(QuantizedTensor.from_storage(format, {"blocks": blocks}))
+
+
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
     """[N, count] of anything to bytes [N, count, size]."""
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
@@ -232,13 +252,27 @@ class CpuBackend(Backend):
         return True, ""
 
     def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
-        layout = layout_of(tensor)
-        axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
-        packed = PackedWeights(tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8))
-        packed = replace(packed, data=np.empty(_cpu.packed_bytes(self.level, packed.description), np.uint8))
-        codes = np.ascontiguousarray(layout.codes_plane)
-        chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-        _cpu.prepack(self.level, packed.description, codes, chunk_fields, group_fields, packed.data)
+        return self.prepack_all([tensor])[0]
+
+    def prepack_all(self, tensors: list[QuantizedTensor]) -> list[PackedWeights]:
+        """Many matrices at once, those that lie in blocks of 32 in one call that leaves Python to other threads."""
+        packed, blocks = [], []
+        for tensor in tensors:
+            source = _blocks_with_scales(tensor)
+            layout = layout_of(tensor) if source is None else _layout_of_blocks(tensor.format)
+            axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
+            weights = PackedWeights(
+                tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8)
+            )
+            weights = replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
+            if source is not None:
+                blocks.append((weights.description, source.data, source.about, weights.data))
+            else:
+                codes = np.ascontiguousarray(layout.codes_plane)
+                chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
+                _cpu.prepack(self.level, weights.description, codes, chunk_fields, group_fields, weights.data)
+            packed.append(weights)
+        _cpu.prepack_blocks(self.level, blocks)
         return packed
 
     def matmul(

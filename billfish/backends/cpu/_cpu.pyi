@@ -9,6 +9,40 @@ class Description:
         self, n: int, k: int, codes: int, scales: int, bias: int, group: int, factor: float, table: list[int]
     ) -> None: ...
 
+PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None]
+
+class Decoder:
+    def __init__(
+        self,
+        level: str,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        feed_forward: int,
+        epsilon: float,
+        adjacent: bool,
+        gelu: bool,
+        frequencies: list[float],
+    ) -> None: ...
+    def add_layer(
+        self,
+        attention_norm: NDArray[Any],
+        feed_forward_norm: NDArray[Any],
+        q_norm: NDArray[Any] | None,
+        k_norm: NDArray[Any] | None,
+        matrices: list[PackedMatrix],
+    ) -> None: ...
+    def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
+    def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...
+    def set_head(self, norm: NDArray[Any], matrix: PackedMatrix) -> None: ...
+    def run(self, x: NDArray[Any], spans: list[tuple[NDArray[Any], NDArray[Any], int, int]], planes: int) -> None: ...
+    def finish(self, x: NDArray[Any], planes: int, out: NDArray[Any]) -> None: ...
+    def seconds(self) -> dict[str, float]: ...
+
+KEY_BLOCK: int
+FEW_ROWS: int
+
 def levels() -> list[str]: ...
 def packed_bytes(level: str, description: Description) -> int: ...
 def prepack(
@@ -18,6 +52,9 @@ def prepack(
     chunk_fields: list[NDArray[Any]],
     group_fields: list[NDArray[Any]],
     out: NDArray[Any],
+) -> None: ...
+def prepack_blocks(
+    level: str, matrices: list[tuple[Description, NDArray[Any], dict[str, Any], NDArray[Any]]]
 ) -> None: ...
 def multiply(
     level: str,

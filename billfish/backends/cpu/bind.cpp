@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -10,8 +11,10 @@
 #include <chrono>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "bind.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
 #include "prepack.h"
 #include "problem.h"
@@ -50,33 +53,24 @@ const std::vector<const Level*>& all_levels() {
   return levels;
 }
 
-const Level& find_level(const std::string& name) {
+}  // namespace
+
+const Level& billfish::find_level(const std::string& name) {
   for (const Level* level : all_levels())
     if (level->name == name && runs_here(name)) return *level;
   throw nb::value_error(("no such level on this machine: " + name).c_str());
 }
 
-template <class T> using Contiguous = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
-
-// The description of packed weights, as the Python side keeps it.
-struct Description {
-  int64_t n, k;
-  int codes, scales, bias, group;
-  float factor;
-  std::vector<int> table;
-
-  Weights weights(const Level& level, const uint8_t* stream) const {
-    Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
-    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i] + level.signed_bias);
-    return w;
-  }
-};
+namespace {
 
 size_t packed_bytes(const std::string& level, const Description& d) {
   const Level& chosen = find_level(level);
   const TileShape shape(d.weights(chosen, nullptr), chosen.tile_rows);
   return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
 }
+
+// The code of zero, for what is beyond the end of a row.
+uint8_t padding_of(const Weights& w) { return w.codes == Codes::s8 || w.codes == Codes::table ? 0 : uint8_t(w.bias); }
 
 void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> codes,
              const std::vector<Contiguous<const uint8_t>>& chunk_fields,
@@ -86,14 +80,83 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   const TileShape shape(w, level.tile_rows);
   auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
     std::vector<Field> out;
-    for (const auto& a : arrays) out.push_back({a.data(), int64_t(a.shape(1)), int(a.shape(2))});
+    for (const auto& a : arrays) {
+      const int64_t count = int64_t(a.shape(1)), size = int64_t(a.shape(2));
+      out.push_back({a.data(), count * size, size, count, int(size)});
+    }
     return out;
   };
   const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  const uint8_t padding = padding_of(w);
+  auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) {
+    const int64_t at = block * BLOCK, count = std::min<int64_t>(BLOCK, d.k - at);
+    std::copy_n(codes.data() + row * d.k + at, count, to);
+    std::fill(to + count, to + BLOCK, padding);
+  };
   nb::gil_scoped_release unlocked;
   parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; tile++)
-      pack_tile(w, level, codes.data(), per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+      pack_tile(w, level, read_codes, padding, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
+}  // namespace
+
+Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
+  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
+  Storage s{};
+  s.bytes = bytes;
+  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
+  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
+  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
+    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
+  s.element = Storage::Element(number("element"));
+  s.bias = int32_t(number("bias"));
+  const auto table = nb::cast<std::vector<float>>(about["table"]);
+  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
+  return s;
+}
+
+namespace {
+
+// One matrix to pack from blocks of 32 as a file holds them, with float16 scales inside: description, blocks, what the Python
+// side says about them, and where the stream goes.
+using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
+
+// As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together.
+void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
+  const Level& level = find_level(name);
+  struct Job {
+    Weights weights;
+    Storage storage;
+    std::vector<Field> fields;
+    uint8_t* out;
+    size_t tile_bytes;
+    int64_t first_tile;
+  };
+  std::vector<Job> jobs;
+  int64_t tiles = 0;
+  for (const auto& [description, bytes, about, out] : matrices) {
+    const Weights w = description.weights(level, nullptr);
+    const TileShape shape(w, level.tile_rows);
+    const Storage s = storage_of(bytes.data(), about);
+    Job job{w, s, {}, out.data(), shape.tile_bytes, tiles};
+    for (const int offset : {s.scale_offset, s.minimum_offset})
+      if (offset >= 0) job.fields.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
+    jobs.push_back(job);
+    tiles += (w.n + shape.rows - 1) / shape.rows;
+  }
+  nb::gil_scoped_release unlocked;
+  parallel_for(tiles, [&](int64_t first, int64_t last) {
+    size_t at = 0;
+    for (int64_t tile = first; tile < last; tile++) {
+      while (at + 1 < jobs.size() && jobs[at + 1].first_tile <= tile) at++;
+      const Job& job = jobs[at];
+      const int64_t own = tile - job.first_tile;
+      auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(job.storage, row, block, to); };
+      pack_tile(job.weights, level, read_codes, padding_of(job.weights), {}, job.fields, own, job.out + own * job.tile_bytes);
+    }
   });
 }
 
@@ -184,21 +247,10 @@ void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool w
                 std::optional<Contiguous<const float>> scale, std::optional<Contiguous<const float>> minimum,
                 std::optional<Contiguous<const float>> zero, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
   const Level& level = find_level(name);
-  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
-  Storage s{};
-  s.bytes = bytes.data();
-  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
-  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
-  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
-    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
-  s.element = Storage::Element(number("element"));
-  s.bias = int32_t(number("bias"));
-  const auto table = nb::cast<std::vector<float>>(about["table"]);
-  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  Storage s = storage_of(bytes.data(), about);
   s.scale = scale ? scale->data() : nullptr;
   s.minimum = minimum ? minimum->data() : nullptr;
   s.zero = zero ? zero->data() : nullptr;
-  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
   void* target = out.data();
   nb::gil_scoped_release unlocked;
   parallel_for(s.n, [&](int64_t first, int64_t last) {
@@ -261,6 +313,7 @@ NB_MODULE(_cpu, module) {
   module.def("levels", &levels_here, "The ISA levels that this machine can run, best first.");
   module.def("packed_bytes", &packed_bytes);
   module.def("prepack", &prepack);
+  module.def("prepack_blocks", &prepack_blocks);
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_codes", &multiply_codes);
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
@@ -270,4 +323,5 @@ NB_MODULE(_cpu, module) {
   module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
+  bind_decoder(module);
 }

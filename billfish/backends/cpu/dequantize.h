@@ -36,6 +36,14 @@ inline void read_plane(const CodePlane& plane, const uint8_t* block, int at, uin
   }
 }
 
+// The codes of one block, a byte each.
+inline void read_codes(const Storage& s, int64_t row, int64_t block, uint8_t* codes) {
+  const uint8_t* at = s.bytes + row * s.row_bytes + block * s.block_bytes;
+  std::memset(codes, 0, size_t(s.block));
+  int bit = 0;
+  for (int i = 0; i < s.planes; i++) read_plane(s.plane[i], at, bit, codes), bit += s.plane[i].bits;
+}
+
 // Codes to values of the element.
 inline void element_values(const Storage& s, const uint8_t* codes, int count, float* out) {
   switch (s.element) {
@@ -95,10 +103,9 @@ inline void dequantize_rows(const Storage& s, void* out, int type, int64_t first
   for (int64_t row = first; row < last; row++) {
     const uint8_t* block = s.bytes + row * s.row_bytes;
     for (int64_t at = 0; at < s.k; at += s.block, block += s.block_bytes) {
-      alignas(64) uint8_t codes[256] = {};
+      alignas(64) uint8_t codes[256];
       alignas(64) float values[256];
-      int bit = 0;
-      for (int i = 0; i < s.planes; i++) read_plane(s.plane[i], block, bit, codes), bit += s.plane[i].bits;
+      read_codes(s, row, at / s.block, codes);
       element_values(s, codes, s.block, values);
       for (int i = 0; i < s.block; i += s.group) {
         const int64_t g = row * groups + (at + i) / s.group;

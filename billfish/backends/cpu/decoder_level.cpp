@@ -1,0 +1,12 @@
+// The decoder's own kernels for one ISA level; compiled as level.cpp is.
+#include "problem.h"
+#include BILLFISH_SIMD
+#include "decode.h"
+#include "decoder_kernels.h"
+
+namespace BILLFISH_ISA {
+
+extern const billfish::DecoderKernels decoder_kernels;
+const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend};
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,13 @@
+"""A small decoder for language models in GGUF files, all of its matrix work on billfish's kernels.
+
+model = bf.llm.load("model.gguf")
+for text in model.generate("What is the capital of France?"):
+    print(text, end="")
+"""
+
+from billfish.llm.decoder import Cache
+from billfish.llm.evaluation import Evaluation, evaluate
+from billfish.llm.generation import Generation
+from billfish.llm.model import Model, default_model, load
+
+__all__ = ["Cache", "Evaluation", "Generation", "Model", "default_model", "evaluate", "load"]

@@ -1,0 +1,180 @@
+"""`billfish run` and `billfish eval`: an answer or a chat in the terminal, and how well a model predicts a text."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from billfish.backends.cpu import _cpu
+from billfish.errors import DataError, ModelError, ShapeError, complaint
+from billfish.explain import Style
+from billfish.llm.chat import Message
+from billfish.llm.decoder import Cache
+from billfish.llm.evaluation import evaluate
+from billfish.llm.generation import Generation
+from billfish.llm.model import Model, load
+
+
+def set_threads(count: int | None) -> None:
+    """As many as the user asked for."""
+    if count is not None:
+        if count < 1:
+            raise ShapeError(complaint("llm", "--threads", count, "a whole number from 1 on"))
+        _cpu.set_threads(count)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Answer one prompt, or hold a chat."""
+    started = time.perf_counter()
+    set_threads(arguments.threads)
+    model = load(arguments.model)
+    if arguments.prompt is None and sys.stdin.isatty():
+        Chat(model, arguments).talk()
+        return
+    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
+    answer = _generate(model, arguments, conversation)
+    pieces, first_token = [], 0.0
+    try:
+        for text in answer:
+            first_token = first_token or time.perf_counter() - started
+            pieces.append(text)
+            print(text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …")
+        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
+    print()
+    first_token = first_token or time.perf_counter() - started
+    if arguments.json:
+        print(json.dumps(_record("".join(pieces), answer, first_token, model)))
+    else:
+        print_rates(answer, model, sys.stderr, first_token)
+
+
+def _system(arguments: argparse.Namespace) -> list[Message]:
+    return [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+
+
+def _generate(
+    model: Model, arguments: argparse.Namespace, prompt: str | list[Message], cache: Cache | None = None
+) -> Generation:
+    a = arguments
+    return model.generate(
+        prompt,
+        max_tokens=a.max_tokens,
+        temperature=a.temperature,
+        top_k=a.top_k,
+        top_p=a.top_p,
+        seed=a.seed,
+        activations=a.activations,
+        raw=a.raw,
+        cache=cache,
+    )
+
+
+def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
+    return {
+        "text": text,
+        "prompt_tokens": answer.prompt_tokens,
+        "generated_tokens": len(answer.tokens),
+        "prompt_tok_per_s": round(answer.prompt_rate, 2),
+        "generation_tok_per_s": round(answer.generation_rate, 2),
+        "time_to_first_token_s": round(first_token, 4),
+        "model": model.config.name,
+        "kernels": model.decoder.kernels,
+    }
+
+
+def print_rates(answer: Generation, model: Model, out: TextIO, first_token: float | None = None) -> None:
+    """One line: how fast it was, and on which kernels."""
+    facts = [
+        f"prompt {answer.prompt_tokens} tokens, {answer.prompt_rate:.0f}/s",
+        f"answer {len(answer.tokens)} tokens, {answer.generation_rate:.0f}/s",
+    ]
+    if first_token is not None:
+        facts.append(f"first token after {first_token:.2f} s")
+    facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
+    if answer.finished == "context":
+        facts.append(f"stopped: the context of {model.config.context} tokens is full")
+    print(Style(out)(" · ".join(facts), "dim"), file=out)
+
+
+class Chat:
+    """A conversation in the terminal. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+
+    def __init__(self, model: Model, arguments: argparse.Namespace) -> None:
+        self._model, self._arguments = model, arguments
+        self._messages: list[Message] = _system(arguments)
+        self._cache = model.cache()
+
+    def talk(self) -> None:
+        importlib.import_module("readline")  # input() then has history and editing
+        print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        while True:
+            try:
+                said = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if said:
+                self.answer(said)
+
+    def answer(self, said: str) -> None:
+        """Print the answer to one message and remember both."""
+        messages = [*self._messages, {"role": "user", "content": said}]
+        prompt = said if self._model.template is None else messages
+        try:
+            answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
+        except ModelError as error:  # such as a history that has outgrown the context
+            print(f"billfish: {error}. The conversation starts anew.", file=sys.stderr)
+            self._messages = _system(self._arguments)
+            return
+        pieces = []
+        try:
+            for text in answer:
+                pieces.append(text)
+                print(text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" …", end="")
+        print()
+        print_rates(answer, self._model, sys.stderr)
+        self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def evaluate_text(arguments: argparse.Namespace) -> None:
+    """`billfish eval`: perplexity, and the divergence from another model."""
+    set_threads(arguments.threads)
+    try:
+        text = Path(arguments.text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
+    model = load(arguments.model)
+    against = None if arguments.against is None else load(arguments.against)
+    tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
+    found = evaluate(
+        model,
+        tokens,
+        against=against,
+        activations=arguments.activations,
+        window=arguments.window,
+        progress=True,
+    )
+    if arguments.json:
+        about = {"model": model.config.name, "activations": arguments.activations, "window": arguments.window}
+        record = {"tokens": found.tokens, "loss": found.loss, "loss_error": found.loss_error}
+        print(json.dumps({**about, **record, "perplexity": found.perplexity, "divergence": found.divergence,
+                          "same_best": found.same_best}))  # fmt: skip
+        return
+    spread = found.perplexity * found.loss_error
+    print(f"perplexity     {found.perplexity:.3f} ± {spread:.3f}   ({found.tokens} tokens, {arguments.activations})")
+    if found.divergence is not None and found.same_best is not None:
+        print(f"KL divergence  {found.divergence:.3g} nats from {Path(arguments.against).name}")
+        print(f"same best      {found.same_best:.2%} of tokens")

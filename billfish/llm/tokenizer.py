@@ -1,0 +1,143 @@
+"""Text to token ids and back, from the vocabulary inside a GGUF file.
+
+Two kinds are in use. "gpt2": text is cut by a regular expression, its bytes become printable characters, and merges of
+neighbours are applied by rank. "llama" (SentencePiece): spaces become "▁", merges are those that make known pieces,
+best score first, and what no piece covers is spelled in bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from billfish.errors import ModelError, complaint
+from billfish.llm.extras import require
+
+# Kinds of tokens, GGUF's numbers.
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How `tokenizer.ggml.pre` cuts text before merges: digits alone or not, then a pattern, None being GPT-2's own.
+CUTS: dict[str, tuple[bool, str | None]] = {
+    "gpt-2": (False, None),
+    "default": (False, None),
+    "smollm": (True, None),
+    "starcoder": (True, None),
+    "llama-bpe": (False, _LLAMA3 % r"\p{N}{1,3}"),
+    "llama3": (False, _LLAMA3 % r"\p{N}{1,3}"),
+    "qwen2": (False, _LLAMA3 % r"\p{N}"),
+}
+# Names of tokens that end an answer, beside those that the metadata names.
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>", "<|end|>")
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable bytes are themselves, the others take the characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Encodes and decodes. `ends` are the ids after which an answer is over."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.model = metadata.get("tokenizer.ggml.model")
+        self.pieces: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+        self.kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))]
+        pre = metadata.get("tokenizer.ggml.pre", "default")
+        if self.model == "gpt2" and pre in CUTS:
+            self._bytes = byte_characters()
+            self._encoder = _gpt2(self.pieces, metadata["tokenizer.ggml.merges"], *CUTS[pre])
+        elif self.model == "llama":
+            self._bytes = {}
+            space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+            self._encoder = _sentencepiece(self.pieces, metadata["tokenizer.ggml.scores"], space)
+        else:
+            got = f"{self.model!r} cut as {pre!r}"
+            takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
+            raise ModelError(complaint("llm.load", "tokenizer.ggml.model", got, takes))
+        added = require("tokenizers").AddedToken
+        whole = [i for i, kind in enumerate(self.kinds) if kind in (CONTROL, USER_DEFINED)]
+        self._encoder.add_tokens(
+            [added(self.pieces[i], special=self.kinds[i] == CONTROL, normalized=False) for i in whole]
+        )
+        with_bos = self.model == "llama" or pre in ("llama-bpe", "llama3")
+        self.bos = int(metadata["tokenizer.ggml.bos_token_id"]) if "tokenizer.ggml.bos_token_id" in metadata else None
+        self.starts_with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and self.bos is not None
+        named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+        self.ends = {int(metadata[name]) for name in named if name in metadata}
+        self.ends |= {i for i in whole if self.kinds[i] == CONTROL and self.pieces[i] in ENDS}
+
+    def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
+        """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
+        token that models expect first, where this one does."""
+        self._encoder.encode_special_tokens = not special
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
+            ids = [self.bos, *ids]
+        return ids
+
+    def piece_bytes(self, token: int) -> bytes:
+        """What a token adds to the text; control tokens add nothing."""
+        piece, kind = self.pieces[token], self.kinds[token]
+        if kind == CONTROL:
+            return b""
+        if kind == BYTE:
+            return bytes([int(piece[1:-1], 16)])  # <0x0A>
+        if kind == USER_DEFINED:
+            return piece.encode()
+        if self.model == "llama":
+            return piece.replace("▁", " ").encode()
+        return bytes(self._bytes[c] for c in piece)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return "".join(self.stream(tokens))
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of each token as it comes; a character that is spread over tokens comes with its last."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            yield decoder.decode(self.piece_bytes(token))
+        yield decoder.decode(b"", final=True)
+
+
+def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str | None) -> Any:
+    tokenizers = require("tokenizers")
+    parts = tokenizers.pre_tokenizers
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    # Llama 3 and Qwen have pieces that no merges lead to: a word that is one is taken whole.
+    model = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pattern is not None)
+    encoder = tokenizers.Tokenizer(model)
+    cuts = [parts.Digits(individual_digits=True)] if digits_alone else []
+    if pattern is not None:
+        cuts.append(parts.Split(tokenizers.Regex(pattern), behavior="isolated"))
+    cuts.append(parts.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    encoder.pre_tokenizer = parts.Sequence(cuts)
+    return encoder
+
+
+def _sentencepiece(pieces: list[str], scores: Any, space_first: bool) -> Any:
+    tokenizers = require("tokenizers")
+    normalizers = tokenizers.normalizers
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    ranked = []
+    for piece, i in vocabulary.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-float(scores[i]), i, vocabulary[left], vocabulary[right]))
+    ranked.sort()
+    pairs = [(pieces[left], pieces[right]) for _, _, left, right in ranked]
+    unknown = pieces[0] if "<unk>" not in vocabulary else "<unk>"
+    model = tokenizers.models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    encoder = tokenizers.Tokenizer(model)
+    steps = [normalizers.Prepend("▁")] if space_first else []
+    encoder.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    return encoder

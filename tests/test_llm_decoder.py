@@ -1,0 +1,163 @@
+"""The decoder against transformers' classes and a NumPy forward pass: architectures, ISA levels, caches, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from llm_models import Small, in_transformers, write_model
+from llm_oracle import Oracle
+from support import assert_same_bits
+
+import billfish as bf
+from billfish.activations import quantize_activations
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import _cpu
+from billfish.llm import Cache, load
+from billfish.llm.generation import CHUNK
+
+TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
+
+MODELS = {
+    "llama": Small("llama"),
+    "llama-tied-q4_1": Small("llama", quantization="Q4_1", tied=True, kv_heads=1, head_size=16, rope_base=1e5),
+    "qwen2": Small("qwen2", quantization="Q5_0", heads=6, kv_heads=6),
+    "qwen3": Small("qwen3", quantization="Q4_0", head_size=48, seed=2),
+    "gemma": Small("gemma", tied=True, head_size=64, kv_heads=1),
+}
+EVERY_MODEL = pytest.mark.parametrize("small", MODELS.values(), ids=MODELS.keys())
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    """Writes a model, once."""
+    folder = tmp_path_factory.mktemp("models")
+    written: dict[str, tuple] = {}
+
+    def write(small: Small):
+        key = str(dataclasses.astuple(small))
+        if key not in written:
+            path = folder / f"{len(written)}.gguf"
+            written[key] = path, write_model(path, small)
+        return written[key][0]
+
+    write.weights = lambda small: (write(small), written[str(dataclasses.astuple(small))][1])[1]
+    return write
+
+
+def close(actual: np.ndarray, expected: np.ndarray, relative: float) -> bool:
+    return bool(np.abs(actual - expected).max() <= relative * np.abs(expected).max())
+
+
+@EVERY_MODEL
+def test_logits_are_those_of_transformers(path_of, small):
+    import torch
+
+    with torch.no_grad():
+        expected = in_transformers(small, path_of.weights(small))(torch.tensor([TOKENS])).logits[0].numpy()
+    assert close(load(path_of(small)).logits(TOKENS), expected, 1e-5)
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("level", _cpu.levels())
+def test_logits_are_those_of_the_oracle(path_of, small, level, monkeypatch):
+    monkeypatch.setattr(BACKENDS["cpu"], "level", level)
+    model = load(path_of(small))
+    assert close(model.logits(TOKENS), Oracle(path_of(small)).logits(TOKENS), 2e-5)
+    for activations, relative in (("q8", 1e-6), ("q16", 2e-4)):
+
+        def rounded(x, w, activations=activations):
+            return quantize_activations(x.astype(np.float32), activations).values(x.shape[1]) @ w.T
+
+        # A number at the border of two codes may fall to either side. Among q8's few codes that is rare, so that most
+        # tokens agree as if nothing were rounded; among q16's many it happens to all, and matters little.
+        expected = Oracle(path_of(small), rounded).logits(TOKENS)
+        error = np.abs(model.logits(TOKENS, activations=activations) - expected).max(axis=1)
+        assert np.median(error) <= relative * np.abs(expected).max()
+
+
+def test_linear_scaling_and_frequency_factors(path_of, tmp_path):
+    small = Small(fields={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    model = load(path_of(small))
+    assert close(model.logits(TOKENS), Oracle(path_of(small)).logits(TOKENS), 2e-5)
+    assert not close(model.logits(TOKENS), load(path_of(MODELS["llama"])).logits(TOKENS), 1e-2)
+
+
+def test_tokens_one_by_one_give_what_all_at_once_give(path_of):
+    model = load(path_of(MODELS["qwen3"]))
+    cache = Cache(model.config, 16)
+    rows = [model.decoder.run([(cache, [token])], "exact") for token in TOKENS]
+    assert cache.tokens == TOKENS
+    assert cache.capacity >= len(TOKENS)
+    alone = model.decoder.logits(np.concatenate(rows), "exact")
+    assert close(alone, model.logits(TOKENS), 2e-5)
+
+
+def test_a_long_prompt_goes_in_chunks(path_of):
+    small = Small(context=4 * CHUNK)
+    model = load(path_of(small))
+    tokens = np.random.default_rng(0).integers(4, 260, 2 * CHUNK + 37).tolist()
+    assert close(model.logits(tokens), Oracle(path_of(small)).logits(tokens), 2e-5)
+
+
+def test_texts_of_a_batch_get_the_bits_they_get_alone(path_of):
+    model = load(path_of(MODELS["qwen2"]))
+    texts = [TOKENS[:n] for n in (3, 17, 1, 33, 8, 5, 16)]
+    caches = [Cache(model.config) for _ in texts]
+    for cache, text in zip(caches, texts, strict=True):
+        model.decoder.run([(cache, text)], "exact")
+    together = model.decoder.run([(cache, [7]) for cache in caches], "exact")
+    for text, row in zip(texts, together, strict=True):
+        cache = Cache(model.config)
+        model.decoder.run([(cache, text)], "exact")
+        assert_same_bits(model.decoder.run([(cache, [7])], "exact")[0], row)
+
+
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_any_number_of_threads_gives_the_same_bits(path_of, activations):
+    model = load(path_of(MODELS["gemma"]))
+    before = _cpu.threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 5):
+            _cpu.set_threads(count)
+            results.append(model.logits(TOKENS, activations=activations))
+    finally:
+        _cpu.set_threads(before)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+def test_huge_scores_do_not_overflow(path_of):
+    """A key that matches its query a thousandfold takes all the weight, and nothing becomes NaN."""
+    small = Small("qwen3", seed=5)
+    path = path_of(small)
+    weights = path_of.weights(small)
+    assert weights["blk.0.attn_q_norm.weight"].max() < 3
+    model = load(path)
+    cache = Cache(model.config)
+    model.decoder.run([(cache, TOKENS)], "exact")
+    cache.keys *= np.float32(1e4)
+    assert np.isfinite(model.decoder.run([(cache, [5])], "exact")).all()
+
+
+def test_embedding_of_a_text_is_the_mean_hidden_state(path_of):
+    model = load(path_of(MODELS["llama"]))
+    text = "ab c"
+    mean = Oracle(path_of(MODELS["llama"])).hidden(model.tokenizer.encode(text)).mean(axis=0)
+    vector = model.embed_text(text)
+    assert (vector.dtype, vector.shape) == (np.float32, (64,))
+    assert close(vector, mean / np.linalg.norm(mean), 1e-5)
+    assert np.linalg.norm(vector) == pytest.approx(1)
+
+
+def test_formats_of_the_packed_weights_are_named(path_of):
+    model = load(path_of(MODELS["llama-tied-q4_1"]))
+    assert "q4_1" in model.decoder.kernels
+    assert "q4_1" in repr(model)
+    packed = sum(
+        bf.QuantizedTensor.from_storage("q4_1", {"blocks": np.zeros((n, k // 32 * 20), np.uint8)}).nbytes
+        for n, k in MODELS["llama-tied-q4_1"].matrices().values()
+    )
+    assert model.decoder.nbytes >= 2 * packed

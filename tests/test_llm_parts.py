@@ -1,0 +1,397 @@
+"""The parts around the decoder: files, tokenizers, chat templates, sampling, commands. Small random models only."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import sys
+
+import numpy as np
+import pytest
+from llm_models import TEMPLATE, Small, vocabulary, write_model
+
+import billfish as bf
+from billfish.cli import main
+from billfish.llm import commands, evaluate, load
+from billfish.llm.chat import ChatTemplate
+from billfish.llm.gguf_file import GgufFile
+from billfish.llm.sampling import Sampler, Sampling, best_of
+from billfish.llm.tokenizer import CUTS, Tokenizer, byte_characters
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    file = tmp_path_factory.mktemp("models") / "small.gguf"
+    write_model(file, Small())
+    return file
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return load(path)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_and_tensors_are_those_of_the_gguf_library(path):
+    import gguf
+
+    file, reader = GgufFile(path), gguf.GGUFReader(path)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            mine = file.metadata[name]
+            assert (mine.tolist() if isinstance(mine, np.ndarray) else mine) == field.contents(), name
+    assert set(file.entries) == {tensor.name for tensor in reader.tensors}
+    for tensor in reader.tensors:
+        mine = file[tensor.name]
+        numbers = bf.dequantize(mine) if isinstance(mine, bf.QuantizedTensor) else mine
+        assert (numbers == gguf.quants.dequantize(tensor.data, tensor.tensor_type)).all()
+
+
+def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
+    whole = path.read_bytes()
+    header = GgufFile(path)._at
+    broken = tmp_path / "broken.gguf"
+    for length in [*range(0, header, 97), header - 1]:
+        broken.write_bytes(whole[:length])
+        with pytest.raises(bf.ModelError, match=r"\[llm.load\] path"):
+            GgufFile(broken)
+    broken.write_bytes(whole[:-100])
+    with pytest.raises(bf.ModelError, match="ends before"):
+        load(broken)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"GGML", "begins with b'GGML'"),
+        (4, struct.pack("<I", 1), "GGUF version 1"),
+        (8, struct.pack("<Q", 2**60), "damaged"),
+        (16, struct.pack("<Q", 2**60), "damaged"),
+        (24, struct.pack("<Q", 2**63), "damaged"),
+    ],
+)
+def test_a_header_that_lies_is_refused(path, tmp_path, at, value, message):
+    data = bytearray(path.read_bytes())
+    data[at : at + len(value)] = value
+    lying = tmp_path / "lying.gguf"
+    lying.write_bytes(data)
+    with pytest.raises(bf.ModelError, match=message):
+        GgufFile(lying)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(bf.ModelError, match="takes a GGUF file"):
+        load(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("small", "message"),
+    [
+        (Small("mamba"), "general.architecture: got 'mamba'; takes llama, qwen2, qwen3, gemma"),
+        (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama file"),
+        (Small(without=("output_norm.weight",)), "output_norm.weight: got no such tensor"),
+        (Small(quantization="F16"), "token_embd|attn_q.weight: got float16 weights; takes quantized ones"),
+        (Small(fields={"llama.expert_count": 8}), "expert_count: got 8; takes no mixture of experts"),
+        (Small(fields={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type: got 'yarn'; takes 'none' or 'linear'"),
+        (Small(kv_heads=3), "head_count_kv: got 3; takes a divisor of 4"),
+        (Small(head_size=8, hidden=32), "key_length: got 8; takes a multiple of 16"),
+    ],
+)
+def test_models_that_cannot_run_say_why(tmp_path, small, message):
+    write_model(tmp_path / "model.gguf", small)
+    with pytest.raises(bf.ModelError, match=message):
+        load(tmp_path / "model.gguf")
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def test_byte_characters_are_gpt2s():
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    assert byte_characters() == {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+def metadata_of(architecture, **fields):
+    pieces, kinds = vocabulary(architecture)
+    about = {"model": "gpt2", "tokens": pieces, "token_type": kinds, "merges": ["a b"], "bos_token_id": 0}
+    return {f"tokenizer.ggml.{name}": value for name, value in (about | {"eos_token_id": 1} | fields).items()}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_every_cut_gives_the_text_back(pre):
+    tokenizer = Tokenizer(metadata_of("llama", pre=pre))
+    text = "ab's  ab12345 \n\n\té🎣<s>ab"
+    tokens = tokenizer.encode(text, special=False, start=False)
+    assert tokenizer.decode(tokens) == text
+    assert tokens[0] == tokenizer.pieces.index("ab")
+    assert 0 not in tokens
+
+
+def test_control_tokens_count_where_they_may():
+    tokenizer = Tokenizer(metadata_of("llama", add_bos_token=True))
+    ab = tokenizer.pieces.index("ab")
+    assert tokenizer.encode("<|user|>ab") == [0, 2, ab]
+    assert tokenizer.encode("<s>ab") == [0, ab]
+    assert tokenizer.encode("ab", start=False) == [ab]
+    assert tokenizer.decode([0, 2, ab, 1]) == "ab"
+    assert tokenizer.ends == {1}
+
+
+def test_sentencepiece_merges_by_score_and_spells_the_rest_in_bytes():
+    pieces, _ = vocabulary("gemma")
+    scores = [0.0] * 260 + [-1.0, -2.0, -3.0, -5.0, -4.0, -6.0]
+    tokenizer = Tokenizer(metadata_of("gemma", model="llama", scores=scores))
+    names = [pieces[token] for token in tokenizer.encode("ab a é", start=False)]
+    # "ab" scores above "▁a", so it is made first, and then "▁ab".
+    assert names == ["▁ab", "▁a", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("ab a é")) == " ab a é"
+    assert tokenizer.encode("ab")[0] == 0
+
+
+def test_characters_spread_over_tokens_wait_for_their_last_byte():
+    tokenizer = Tokenizer(metadata_of("llama"))
+    tokens = tokenizer.encode("é🎣", start=False)
+    assert list(tokenizer.stream(tokens)) == ["", "é", "", "", "", "🎣", ""]
+    assert list(tokenizer.stream(tokens[:-1]))[-1] == "�"
+
+
+def test_unknown_tokenizers_are_refused():
+    for fields in ({"model": "rwkv"}, {"pre": "tekken"}):
+        with pytest.raises(bf.ModelError, match=r"tokenizer.ggml.model: got '"):
+            Tokenizer(metadata_of("llama", **fields))
+
+
+# ---- chat templates -------------------------------------------------------------------------------------------------
+
+TEMPLATES = {
+    "small": TEMPLATE,
+    "smollm": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "blocks": "{{ bos_token }}\n  {%- for m in messages %}\n    {% if m.role == 'system' %}\n{% continue %}\n"
+    "{% endif %}\n[{{ loop.index0 }}] {{ m.content | trim | tojson }}{{ eos_token }}\n{%- endfor %}\n",
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_templates_render_as_transformers_renders_them(source):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Fast(BPE()), bos_token="<s>", eos_token="</s>")
+    theirs.chat_template = source
+    messages = [
+        {"role": "system", "content": "Be <brief> & kind."},
+        {"role": "user", "content": " 1 < 2, isn't it? é🎣 "},
+        {"role": "assistant", "content": 'Yes "it" is.'},
+        {"role": "user", "content": "Why?"},
+    ]
+    for conversation in (messages, messages[1:2]):
+        expected = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(conversation) == expected
+
+
+def test_templates_are_kept_in_a_sandbox():
+    with pytest.raises(bf.ModelError, match="messages"):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render([{"role": "user"}])
+    with pytest.raises(bf.ModelError, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([{"role": "user"}])
+    with pytest.raises(bf.ModelError, match="chat_template"):
+        ChatTemplate("{% for %}")
+
+
+# ---- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_draws_follow_the_probabilities():
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
+    sampler = Sampler(Sampling(temperature=1.0, seed=5))
+    counts = np.bincount([sampler.choose(logits) for _ in range(4000)], minlength=4) / 4000
+    assert np.abs(counts - [0.5, 0.25, 0.125, 0.125]).max() < 0.03
+    sharper = Sampler(Sampling(temperature=0.5, seed=5))
+    counts = np.bincount([sharper.choose(logits) for _ in range(4000)], minlength=4) / 4000
+    assert np.abs(counts - np.array([16, 4, 1, 1]) / 22).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("how", "allowed"),
+    [
+        (Sampling(temperature=0), {1}),
+        (Sampling(temperature=5, top_k=1), {1}),
+        (Sampling(temperature=5, top_k=2), {1, 3}),
+        (Sampling(temperature=1, top_p=0.6), {1}),
+        (Sampling(temperature=1, top_p=0.8), {1, 3}),
+        (Sampling(temperature=1, top_k=3, top_p=0.99), {0, 1, 3}),
+        (Sampling(temperature=9), {0, 1, 2, 3}),
+    ],
+)
+def test_only_the_best_are_drawn(how, allowed):
+    logits = np.log(np.array([0.1, 0.6, 0.05, 0.25], np.float32))
+    sampler = how.sampler()
+    assert {sampler.choose(logits) for _ in range(600)} == allowed
+
+
+def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
+    sampler = Sampler(Sampling(temperature=1, top_p=0.9))
+    assert len(sampler._candidates(np.ones(5000))) == 4500
+    assert best_of(np.array([1.0, 3.0, 3.0, 2.0]), 3).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"seed": -1}],
+)
+def test_settings_out_of_range(model, bad):
+    with pytest.raises(bf.DataError, match=rf"\[llm.generate\] {next(iter(bad))}: got"):
+        model.generate("a", **bad)
+
+
+# ---- generating -----------------------------------------------------------------------------------------------------
+
+
+def test_prompts_as_text_messages_and_tokens(model):
+    tokens = model.encode("ab")
+    assert tokens == model.encode([{"role": "user", "content": "ab"}])
+    assert model.tokenizer.encode("<s><|user|>ab<|assistant|>") == tokens
+    assert model.encode("ab", raw=True) == model.tokenizer.encode("ab")
+    answers = [
+        "".join(model.generate(prompt, max_tokens=5)) for prompt in ("ab", [{"role": "user", "content": "ab"}], tokens)
+    ]
+    assert answers[0] == answers[1] == answers[2]
+    with pytest.raises(bf.DataError, match="takes a text, messages or token ids"):
+        model.encode([1, "a"])
+
+
+def test_answers_end_with_length_context_or_the_models_own(model):
+    assert list(model.generate("a", max_tokens=0)) == []
+    short = model.generate([5, 6], max_tokens=3)
+    list(short)
+    assert (short.finished, len(short.tokens)) == ("length", 3)
+    full = model.generate([5] * 120, max_tokens=500, temperature=3.0, top_k=50)
+    list(full)
+    assert full.finished in ("context", "end")
+    if full.finished == "context":
+        assert 120 + len(full.tokens) == model.config.context + 1
+
+
+def test_too_long_a_prompt_and_other_bad_ones(model):
+    with pytest.raises(bf.ModelError, match="prompt: got 129 tokens; takes at most 128, the model's context"):
+        model.generate([5] * 129)
+    with pytest.raises(bf.ModelError, match="no tokens"):
+        model.generate([])
+    with pytest.raises(bf.ModelError, match="token 999; takes tokens from 0 to 260"):
+        model.logits([1, 999])
+    with pytest.raises(bf.FormatError, match="activations: got 'q4'"):
+        model.generate("a", activations="q4")
+    with pytest.raises(bf.DataError, match="max_tokens"):
+        model.generate("a", max_tokens=-1)
+
+
+def test_batches_of_more_rows_than_the_small_kernels_take(model):
+    prompts = [[5 + i, 9, 30 + i] for i in range(11)]
+    settings = {"max_tokens": 9, "temperature": 1.5, "seed": 1, "activations": "exact"}
+    assert model.generate_batch(prompts, **settings) == ["".join(model.generate(p, **settings)) for p in prompts]
+
+
+# ---- evaluating -----------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_by_hand(model, tmp_path):
+    write_model(tmp_path / "other.gguf", Small(seed=9))
+    other = load(tmp_path / "other.gguf")
+    tokens = np.random.default_rng(1).integers(4, 260, 70).tolist()
+    found = evaluate(model, tokens, against=other, window=40)
+    losses, divergences, same = [], [], []
+    for part in (tokens[:40], tokens[40:]):
+        p, q = (_probabilities(m.logits(part)[:-1]) for m in (other, model))
+        losses += [-np.log(row[token]) for row, token in zip(q, part[1:], strict=True)]
+        divergences += (p * np.log(p / q)).sum(axis=1).tolist()
+        same += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
+    assert found.tokens == 68
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-6)
+    assert found.divergence == pytest.approx(np.mean(divergences), rel=1e-6)
+    assert found.same_best == pytest.approx(np.mean(same))
+    assert evaluate(model, tokens, against=model).divergence == 0
+
+
+def _probabilities(logits):
+    weights = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def test_evaluation_of_what_cannot_be(model, tmp_path):
+    with pytest.raises(bf.DataError, match="window: got 129"):
+        evaluate(model, [5] * 10, window=129)
+    with pytest.raises(bf.DataError, match="at least 2"):
+        evaluate(model, [5])
+    write_model(tmp_path / "gemma.gguf", Small("gemma"))
+    with pytest.raises(bf.ModelError, match="another vocabulary"):
+        evaluate(model, [5] * 10, against=load(tmp_path / "gemma.gguf"), window=10)
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_eval_command(path, tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_text("abc " * 30)
+    assert main(["eval", str(path), "--text", str(text), "--against", str(path), "--activations", "q8"]) == 0
+    out = capsys.readouterr().out
+    assert "perplexity" in out
+    assert "KL divergence" in out
+    assert main(["eval", str(path), "--text", str(text), "--tokens", "50", "--window", "20", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 47
+    assert main(["eval", str(path), "--text", str(tmp_path / "none")]) == 2
+    assert "--text: got" in capsys.readouterr().err
+
+
+def test_run_command_reads_standard_input(path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
+    assert main(["run", str(path), "-n", "4", "--raw", "--threads", "1"]) == 0
+    assert "prompt 1 tokens" in capsys.readouterr().err
+    assert main(["run", str(path), "-p", "a", "--threads", "0"]) == 2
+    assert main(["run", str(path.with_name("none.gguf")), "-p", "a"]) == 2
+
+
+def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
+    said = iter(["ab", "", KeyboardInterrupt, "ba", "x" * 200, EOFError])
+
+    def answer(prompt):
+        line = next(said)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", answer)
+    from billfish.cli import parser
+
+    chat = commands.Chat(model, parser().parse_args(["run", "-n", "3", "--system", "b"]))
+    chat.talk()
+    captured = capsys.readouterr()
+    assert captured.err.count("answer 3 tokens") == 2
+    assert "takes at most 128, the model's context. The conversation starts anew." in captured.err
+    assert [m["role"] for m in chat._messages] == ["system"]
+
+
+def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
+    from billfish.cli import parser
+
+    chat = commands.Chat(model, parser().parse_args(["run"]))
+    decoder_run, calls = model.decoder.run, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return decoder_run(*arguments)
+
+    monkeypatch.setattr(model.decoder, "run", interrupted)
+    chat.answer("ab")
+    assert "…" in capsys.readouterr().out
+    assert [m["role"] for m in chat._messages] == ["user", "assistant"]
