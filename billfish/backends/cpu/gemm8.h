@@ -279,19 +279,28 @@ inline void read_slice(const Weights& w, const TileShape& shape, const uint8_t* 
 
 inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
-  const FewKernel add = few_kernel(w);
-  const int64_t rows = x.groups() * x.lanes;
-  std::vector<float> sums(size_t((last - first) * rows) * TILE_ROWS);
-  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
-  each_slice(shape, x.lanes == 1 ? shape.chunks : SLICE, [&](int64_t number, int64_t, int64_t blocks) {
+  const FewKernel kernel = few_kernel(w);
+  auto add = [&](int64_t tile, int64_t number, int64_t blocks, float* sums) {
+    const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
     const size_t header = billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(std::min<int64_t>(blocks, 8))));
+    for (int64_t row = 0; row < x.m; row += x.lanes)
+      kernel(w, chunk, {chunk + header, header, number * 8, blocks}, x, row, sums + row * TILE_ROWS);
+  };
+  if (x.lanes == 1) {
     for (int64_t tile = first; tile < last; tile++) {
-      const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
-      for (int64_t row = 0; row < x.m; row += x.lanes)
-        add(w, chunk, {chunk + header, header, number * 8, blocks}, x, row, sums.data() + ((tile - first) * rows + row) * TILE_ROWS);
+      alignas(64) float sums[ONE_BY_ONE * TILE_ROWS] = {};
+      each_slice(shape, shape.chunks, [&](int64_t number, int64_t, int64_t blocks) { add(tile, number, blocks, sums); });
+      write_tile(sums, w.factor, bias, w.n, tile, 0, x.m, y);
     }
+    return;
+  }
+  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
+  const int64_t each = x.groups() * x.lanes * TILE_ROWS;
+  std::vector<float> sums(size_t((last - first) * each));
+  each_slice(shape, SLICE, [&](int64_t number, int64_t, int64_t blocks) {
+    for (int64_t tile = first; tile < last; tile++) add(tile, number, blocks, sums.data() + (tile - first) * each);
   });
-  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * rows * TILE_ROWS, w.factor, bias, w.n, tile, 0, x.m, y);
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, bias, w.n, tile, 0, x.m, y);
 }
 
 template <class Decoder>

@@ -42,7 +42,8 @@ class Pool {
 
   // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-    const uint64_t pieces = std::min<int64_t>(count, PIECES * (int64_t(workers_.size()) + 1));
+    const int64_t all = int64_t(workers_.size()) + 1;
+    const uint64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
     count_ = count;
     body_ = &body;
     done_.store(0, std::memory_order_relaxed);
@@ -53,8 +54,8 @@ class Pool {
   }
 
  private:
-  // More pieces than threads, so that a slow one takes fewer.
-  static constexpr int64_t PIECES = 16;
+  // More pieces than threads, so that a slow one takes fewer; but none so small that drawing it would show.
+  static constexpr int64_t PIECES = 16, LEAST = 4;
 
   void announce() {
     round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
