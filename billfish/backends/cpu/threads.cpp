@@ -18,7 +18,7 @@
 namespace billfish {
 namespace {
 
-constexpr auto SPIN = std::chrono::microseconds(50);
+constexpr auto SPIN = std::chrono::microseconds(300);
 
 inline void pause() {
 #if defined(__aarch64__)
@@ -27,6 +27,22 @@ inline void pause() {
   asm volatile("pause");
 #endif
 }
+
+// A thread that was woken often starts on the core of whoever woke it, which goes on working there, and a scheduler takes
+// milliseconds to see that another core is idle. So it leaves that core itself.
+#if defined(__linux__)
+inline int current_core() { return sched_getcpu(); }
+void leave_core(int core) {
+  cpu_set_t all, others;
+  if (core < 0 || sched_getcpu() != core || sched_getaffinity(0, sizeof all, &all) != 0) return;
+  others = all;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
+#else
+inline int current_core() { return -1; }
+void leave_core(int) {}
+#endif
 
 class Pool {
  public:
@@ -60,6 +76,7 @@ class Pool {
   void announce() {
     round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
     if (sleepers_.load() != 0) {
+      caller_core_.store(current_core());
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
@@ -99,12 +116,14 @@ class Pool {
     sleepers_.fetch_add(1);
     wake_.wait(lock, [&] { return round_.load() != seen; });
     sleepers_.fetch_sub(1);
+    lock.unlock();
+    leave_core(caller_core_.load());
     return round_.load();
   }
 
   std::vector<std::thread> workers_;
   std::atomic<uint64_t> round_{0}, ticket_{0}, done_{0};
-  std::atomic<int> sleepers_{0};
+  std::atomic<int> sleepers_{0}, caller_core_{-1};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
