@@ -111,4 +111,17 @@ struct Whole {
   static constexpr int code_bias(int) { return 128; }
 };
 
+// Calls f with the decoder for these codes.
+template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
+  switch (codes) {
+    case billfish::Codes::u2: return f(Packed<2, 0>{});
+    case billfish::Codes::u3: return f(Packed<2, 1>{});
+    case billfish::Codes::u4: return f(Nibbles{});
+    case billfish::Codes::u5: return f(Packed<4, 1>{});
+    case billfish::Codes::u6: return f(Packed<4, 2>{});
+    case billfish::Codes::s8: return f(Whole{});
+    case billfish::Codes::table: return f(Looked{});
+  }
+}
+
 }  // namespace BILLFISH_ISA

@@ -342,15 +342,7 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   if (!buffered(w, x.m, x.planes)) return multiply_few8(w, x, bias, y, first, last);
-  switch (w.codes) {
-    case Codes::u2: return multiply_many8<Packed<2, 0>>(w, x, bias, y, first, last);
-    case Codes::u3: return multiply_many8<Packed<2, 1>>(w, x, bias, y, first, last);
-    case Codes::u4: return multiply_many8<Nibbles>(w, x, bias, y, first, last);
-    case Codes::u5: return multiply_many8<Packed<4, 1>>(w, x, bias, y, first, last);
-    case Codes::u6: return multiply_many8<Packed<4, 2>>(w, x, bias, y, first, last);
-    case Codes::s8: return multiply_many8<Whole>(w, x, bias, y, first, last);
-    case Codes::table: return multiply_many8<Looked>(w, x, bias, y, first, last);
-  }
+  with_decoder(w.codes, [&](auto decoder) { multiply_many8<decltype(decoder)>(w, x, bias, y, first, last); });
 }
 
 }  // namespace BILLFISH_ISA

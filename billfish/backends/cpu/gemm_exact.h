@@ -190,26 +190,14 @@ void multiply_many_exact(const Weights& w, const ActivationsExact& x, const floa
   }
 }
 
-// ---- one width of codes for each problem ----------------------------------------------------------------------------
-
-template <class Decoder>
-void multiply_exact_decoded(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  constexpr bool in_registers = std::is_same_v<Decoder, Nibbles> || std::is_same_v<Decoder, Looked> || std::is_same_v<Decoder, Whole>;
-  if constexpr (in_registers)
-    if (!x.transposed) return multiply_few_exact<Decoder>(w, x, bias, y, first, last);
-  multiply_many_exact<Decoder>(w, x, bias, y, first, last);
-}
-
 inline void multiply_exact(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  switch (w.codes) {
-    case Codes::u2: return multiply_exact_decoded<Packed<2, 0>>(w, x, bias, y, first, last);
-    case Codes::u3: return multiply_exact_decoded<Packed<2, 1>>(w, x, bias, y, first, last);
-    case Codes::u4: return multiply_exact_decoded<Nibbles>(w, x, bias, y, first, last);
-    case Codes::u5: return multiply_exact_decoded<Packed<4, 1>>(w, x, bias, y, first, last);
-    case Codes::u6: return multiply_exact_decoded<Packed<4, 2>>(w, x, bias, y, first, last);
-    case Codes::s8: return multiply_exact_decoded<Whole>(w, x, bias, y, first, last);
-    case Codes::table: return multiply_exact_decoded<Looked>(w, x, bias, y, first, last);
-  }
+  with_decoder(w.codes, [&](auto decoder) {
+    using Decoder = decltype(decoder);
+    constexpr bool in_registers = std::is_same_v<Decoder, Nibbles> || std::is_same_v<Decoder, Looked> || std::is_same_v<Decoder, Whole>;
+    if constexpr (in_registers)
+      if (!x.transposed) return multiply_few_exact<Decoder>(w, x, bias, y, first, last);
+    multiply_many_exact<Decoder>(w, x, bias, y, first, last);
+  });
 }
 
 }  // namespace BILLFISH_ISA
