@@ -302,7 +302,7 @@ def gguf_file(
 
 
 def encoded(w: np.ndarray, name: str) -> np.ndarray:
-    """Bytes of a ggml type: by gguf where it can quantize, else random but without NaN or infinite scales."""
+    """Bytes of a ggml type: by gguf, or by us for the types that gguf says it cannot quantize to."""
     kind = gguf.GGMLQuantizationType[name]
     try:
         return gguf.quants.quantize(w, kind)
