@@ -14,7 +14,8 @@ Dispatch dispatch;
 
 namespace {
 
-constexpr unsigned long stack_size = 256 << 10;
+// A little more than a power of two, or the same variable of all threads would fall into the same cache set.
+constexpr unsigned long stack_size = (256 << 10) + 9 * 64;
 constexpr unsigned long canary = 0x5AFEC0DE5AFEC0DE;
 
 unsigned char* stacks;
@@ -25,7 +26,73 @@ unsigned long random_state;
 
 unsigned long& stack_end(unsigned thread) { return *(unsigned long*)(stacks + thread * stack_size); }
 
-void yield() { emulator_switch(&self->stack_pointer, scheduler); }
+struct Sequence {  // 0 .. count - 1 in the chosen order
+  unsigned items[max_threads];
+
+  Sequence(unsigned count, Order order) {
+    for (unsigned i = 0; i < count; i++) items[i] = order == reverse ? count - 1 - i : i;
+    if (order != random_order) return;
+    for (unsigned i = count; i > 1; i--) {
+      unsigned j = random_below(i), item = items[i - 1];
+      items[i - 1] = items[j];
+      items[j] = item;
+    }
+  }
+};
+
+bool runnable(const Thread& thread) {
+  switch (thread.state) {
+    case State::ready: return true;
+    case State::at_simdgroup: return group.simdgroups[thread.position.simdgroup].completed >= thread.awaited;
+    case State::at_threadgroup: return group.completed >= thread.awaited;
+    case State::returned: return false;
+  }
+  return false;
+}
+
+// The lanes of one simdgroup, each once, as far as they do not wait for others.
+struct Round {
+  unsigned first, count, at;
+  Sequence lanes;
+
+  Round(unsigned simdgroup, Order order)
+      : first(simdgroup * simd_width),
+        count(dispatch.threads - first < simd_width ? dispatch.threads - first : simd_width),
+        at(0),
+        lanes(count, order) {}
+
+  Thread* next() {
+    while (at < count) {
+      Thread& thread = group.threads[first + lanes.items[at++]];
+      if (runnable(thread)) return &thread;
+    }
+    return nullptr;
+  }
+};
+Round* current_round;
+
+// Leaves `save` for a thread.
+void resume(void** save, Thread& thread) {
+  thread.state = State::ready;
+  self = &thread;
+  position = &thread.position;
+  emulator_switch(save, thread.stack_pointer);
+}
+
+// Leaves the running thread for the next of the round. From one lane straight to another at the same place, so that the
+// processor guesses the way back right: its memory of return addresses is the same for both.
+void yield() {
+  Thread& me = *self;
+  if (!fault.kind && stack_end(me.position.index) != canary) {
+    fault.kind = stack_overflow;
+    fault.first = current(nullptr, false);
+    set_detail("a thread uses more than 256 KiB of its own memory");
+  }
+  Thread* next = fault.kind ? nullptr : current_round->next();
+  if (next) return resume(&me.stack_pointer, *next);
+  self = nullptr;
+  emulator_switch(&me.stack_pointer, scheduler);
+}
 
 bool complete(Simdgroup& simdgroup) {
   if (simdgroup.arrived == 0 || simdgroup.arrived != simdgroup.alive) return false;
@@ -54,16 +121,6 @@ void wait(State state, unsigned awaited) {
   yield();
 }
 
-bool runnable(const Thread& thread) {
-  switch (thread.state) {
-    case State::ready: return true;
-    case State::at_simdgroup: return group.simdgroups[thread.position.simdgroup].completed >= thread.awaited;
-    case State::at_threadgroup: return group.completed >= thread.awaited;
-    case State::returned: return false;
-  }
-  return false;
-}
-
 void make_fiber(unsigned index, Uint3 first) {
   Thread& thread = group.threads[index];
   Uint3 size = dispatch.threads_per_threadgroup;
@@ -71,8 +128,7 @@ void make_fiber(unsigned index, Uint3 first) {
   thread = Thread{};
   thread.position = Position{{first.x + inside.x, first.y + inside.y, first.z + inside.z},
                              inside, index, index % simd_width, index / simd_width};
-  // The tops are moved apart, or the same local variable of all threads would fall into the same cache set.
-  unsigned char* top = stacks + (index + 1) * stack_size - 256 - index % 16 * 64;
+  unsigned char* top = stacks + (index + 1) * stack_size - 256;
   void** frame = (void**)top - saved_words;
   __builtin_memset(frame, 0, saved_words * sizeof(void*));
   frame[return_word] = (void*)fiber_entry;
@@ -93,47 +149,16 @@ void make_fibers(Uint3 first) {
   for (unsigned i = 0; i < dispatch.threads; i++) make_fiber(i, first);
 }
 
-void resume(Thread& thread) {
-  thread.state = State::ready;
-  self = &thread;
-  position = &thread.position;
-  emulator_switch(&scheduler, thread.stack_pointer);
-  if (!fault.kind && stack_end(thread.position.index) != canary) {
-    fault.kind = stack_overflow;
-    fault.first = current(nullptr, false);
-    set_detail("a thread uses more than 256 KiB of its own memory");
-  }
-  self = nullptr;
-}
-
-struct Sequence {  // 0 .. count - 1 in the chosen order
-  unsigned items[max_threads];
-
-  Sequence(unsigned count, Order order) {
-    for (unsigned i = 0; i < count; i++) items[i] = order == reverse ? count - 1 - i : i;
-    if (order != random_order) return;
-    for (unsigned i = count; i > 1; i--) {
-      unsigned j = random_below(i), item = items[i - 1];
-      items[i - 1] = items[j];
-      items[j] = item;
-    }
-  }
-};
-
 // Runs the lanes of one simdgroup until all of them wait for other simdgroups. In random order, sometimes not so long.
 bool run_simdgroup(unsigned index, Order order) {
-  unsigned first = index * simd_width;
-  unsigned count = dispatch.threads - first < simd_width ? dispatch.threads - first : simd_width;
   bool any = false;
-  for (bool again = true; again && !fault.kind;) {
-    again = false;
-    Sequence lanes(count, order);
-    for (unsigned i = 0; i < count && !fault.kind; i++) {
-      Thread& thread = group.threads[first + lanes.items[i]];
-      if (!runnable(thread)) continue;
-      resume(thread);
-      any = again = true;
-    }
+  while (!fault.kind) {
+    Round lanes(index, order);
+    Thread* first = lanes.next();
+    if (!first) break;
+    any = true;
+    current_round = &lanes;
+    resume(&scheduler, *first);
     if (order == random_order && random_below(4) == 0) break;
   }
   return any;

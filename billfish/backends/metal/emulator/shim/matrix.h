@@ -5,9 +5,9 @@ namespace metal {
 
 // Which elements a lane holds: (row, column) and (row, column + 1). Apple does not document it; MLX's kernels rely on it.
 // As bits of the lane number, row = 4 2 1 and column = 3 0 with a zero appended.
-constexpr uint fragment_row(uint lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
-constexpr uint fragment_column(uint lane) { return (lane >> 1 & 4) | (lane << 1 & 2); }
-constexpr uint fragment_lane(uint row, uint column) {
+EMULATOR_UNSEEN constexpr uint fragment_row(uint lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
+EMULATOR_UNSEEN constexpr uint fragment_column(uint lane) { return (lane >> 1 & 4) | (lane << 1 & 2); }
+EMULATOR_UNSEEN constexpr uint fragment_lane(uint row, uint column) {
   return (row & 4) << 2 | (column & 4) << 1 | (row & 3) << 1 | (column >> 1 & 1);
 }
 
