@@ -12,7 +12,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 import billfish as bf
-from billfish.nn.names import LAYER, TOP
+from billfish.checkpoints.names import LAYER, TOP
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,8 +1,8 @@
-"""Damages checkpoints and opens them: `python tests/checkpoint_fuzzer.py FOLDER FIRST LAST`, in a process of its own.
+"""Damages checkpoints and opens them: `python tests/checkpoint_fuzzer.py FOLDER gguf|safetensors FIRST LAST`.
 
 Every case is made from its number alone. A case passes if all of the checkpoint can be listed and read, or if what is
-raised is a CheckpointError, without more memory than twice the file's size (and a constant for Python itself). The last
-line on standard output counts both; a crash shows as the exit status, a hang as the alarm.
+raised is a CheckpointError, without more memory than twice the file's size (and a little for Python's own objects). The
+last line on standard output counts both; a crash shows as the exit status, a hang as the alarm.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from safetensors.numpy import save_file
 import billfish as bf
 from billfish.checkpoints.commands import convert, quantization_of
 
-OVERHEAD = 4_000_000  # bytes: Python objects for headers, and NumPy's and our own temporaries for a small matrix
+OVERHEAD = 100_000  # bytes: the objects of an open checkpoint, whatever its size
 SECONDS = 60
 HUGE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 
 
-def make_sources(folder: Path) -> dict[str, Path]:
-    """One small checkpoint of each kind."""
+def make_sources(folder: Path, container: str) -> dict[str, Path]:
+    """One small checkpoint of each kind that comes in this container."""
+    if container == "gguf":
+        for kinds in (("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), ("Q4_K", "Q6_K", "F32"), ("MXFP4", "NVFP4", "BF16")):
+            samples.gguf_file(folder / kinds[0] / "m.gguf", kinds)
+        return {path.name: path for path in sorted(folder.iterdir())}
     size = {"n": 64, "k": 1024}
     samples.gptq(folder / "gptq", act_order=True, **size)
     samples.awq(folder / "awq", **size)
@@ -40,7 +44,6 @@ def make_sources(folder: Path) -> dict[str, Path]:
     samples.modelopt(folder / "modelopt")
     samples.gpt_oss(folder / "gpt-oss")
     samples.mlx(folder / "mlx")
-    samples.gguf_file(folder / "gguf" / "m.gguf", ("Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "F16", "BF16", "F32"))
     samples.write_config(folder / "sharded")
     for i in range(3):
         save_file({f"t{i}": np.ones((64, 64), np.float32)}, folder / "sharded" / f"model-{i}.safetensors")
@@ -243,29 +246,33 @@ DAMAGE: list[Callable[[Path, random.Random], None]] = [
 # ---- one case -------------------------------------------------------------------------------------------------------
 
 
-def read_all(path: Path) -> None:
-    """List, describe and read everything; whatever comes out must be what was promised."""
-    ck = bf.load(path)
-    problems = 0
+def read_all(path: Path) -> tuple[bf.Checkpoint, dict[str, bf.QuantizedTensor | np.ndarray]]:
+    """List, describe and read everything, and keep it. Of tensors that cannot be read, the others still can."""
+    ck, tensors, problems = bf.load(path), {}, 0
     for name in ck:
-        about = ck.describe(name)
+        ck.describe(name)
         try:
-            tensor = ck[name]
-            order = ck.permutation(name)
+            tensors[name] = ck[name]
+            ck.permutation(name)
         except bf.CheckpointError:
             problems += 1
-            continue
+    if problems:
+        raise bf.CheckpointError(f"{problems} tensors")
+    return ck, tensors
+
+
+def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndarray]) -> None:
+    """Whatever came out is what was promised."""
+    for name, tensor in tensors.items():
+        about, order = ck.describe(name), ck.permutation(name)
         if isinstance(tensor, bf.QuantizedTensor):
             assert tensor.shape == (int(np.prod(about.shape[:-1])), about.shape[-1]), name
             w = bf.dequantize(tensor)
             assert order is None or np.array_equal(np.sort(order), np.arange(w.shape[1])), name
-            step = ck._entries[name].column_step
-            if step < tensor.shape[1]:
-                ck.read(name, rows=(0, 1), columns=(0, step))
+            if about.column_step < tensor.shape[1]:
+                ck.read(name, rows=(0, 1), columns=(0, about.column_step))
         else:
             assert tensor.shape == about.shape, name
-    if problems:
-        raise bf.CheckpointError(f"{problems} tensors")
 
 
 def run(case: int, sources: dict[str, Path], scratch: Path) -> bool:
@@ -280,22 +287,23 @@ def run(case: int, sources: dict[str, Path], scratch: Path) -> bool:
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
-        read_all(folder)
-        loaded = True
+        found = read_all(folder)
     except bf.CheckpointError:
-        loaded = False
+        found = None
     used = tracemalloc.get_traced_memory()[1] - before
-    signal.alarm(0)
     assert used <= 2 * size + OVERHEAD, f"{used} bytes for a file of {size}"
+    if found is not None:
+        check_all(*found)
+    signal.alarm(0)
     shutil.rmtree(folder)
-    return loaded
+    return found is not None
 
 
 def main() -> None:
-    scratch, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    sources = make_sources(scratch / f"sources-{first}")
+    scratch, container, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    sources = make_sources(scratch / "sources", container)
     for path in sources.values():
-        read_all(path)
+        check_all(*read_all(path))
     tracemalloc.start()
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20),) * 2)  # also what libraries allocate by themselves

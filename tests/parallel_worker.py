@@ -15,8 +15,7 @@ from support import gaussian
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import billfish as bf
-from billfish.nn.names import ModelWeights
-from billfish.nn.parallel import Share, column_step, cut, parallel_layer
+from billfish.nn.parallel import Share, cut, parallel_layer
 from billfish.nn.torch import MarlinLinear, to_torch
 from billfish.nn.transformers import load_model
 
@@ -58,7 +57,7 @@ def write_pair(path: Path, format: str, group_size: int, act_order: bool) -> Non
     safetensors.numpy.save_file(arrays, path, {"billfish": json.dumps({"modules": modules})})
 
 
-def whole_layer(weights: ModelWeights, path: str) -> MarlinLinear:
+def whole_layer(weights: bf.Checkpoint, path: str) -> MarlinLinear:
     tensor = weights[f"{path}.weight"]
     assert isinstance(tensor, bf.QuantizedTensor)
     order = weights.permutation(f"{path}.weight")
@@ -73,13 +72,13 @@ def layers(mesh: DeviceMesh, folder: Path) -> None:
         if rank == 0:
             write_pair(path, format, group_size, act_order)
         torch.distributed.barrier()
-        weights = ModelWeights(path)
+        weights = bf.load(path)
         k = weights.describe("down.weight").shape[1]
         if act_order:  # features anywhere, stored columns where groups end
             features = cut(k, 1, ranks, "features")
-            columns = cut(k, column_step(weights, "down"), ranks, "columns")
+            columns = cut(k, weights.describe("down.weight").column_step, ranks, "columns")
         else:
-            features = columns = cut(k, column_step(weights, "down"), ranks, "columns")
+            features = columns = cut(k, weights.describe("down.weight").column_step, ranks, "columns")
         sizes = tuple(b - a for a, b in features)
         up = parallel_layer(weights, "up", Share("column", features[rank], sizes), mesh)
         down = parallel_layer(weights, "down", Share("row", columns[rank], sizes), mesh)
@@ -140,14 +139,14 @@ def llama(mesh: DeviceMesh, folder: Path) -> None:
 def spy_on_reads() -> dict[str, tuple]:
     """What is read of each tensor from now on."""
     spans: dict[str, tuple] = {}
-    read = ModelWeights.__dict__.get("_read", ModelWeights.read)
-    ModelWeights._read = read
+    read = bf.Checkpoint.__dict__.get("_read", bf.Checkpoint.read)
+    bf.Checkpoint._read = read
 
     def spying(self, name, *, rows=None, columns=None):
         spans[name] = (rows, columns)
         return read(self, name, rows=rows, columns=columns)
 
-    ModelWeights.read = spying
+    bf.Checkpoint.read = spying
     return spans
 
 

@@ -551,7 +551,7 @@ def test_a_part_is_the_part_of_the_whole(tmp_path, layout):
     name = next(n for n in ck if n.endswith("weight"))
     whole = bf.dequantize(ck[name])
     n, k = whole.shape
-    step = ck._entries[name].column_step
+    step = ck.describe(name).column_step
     cuts = [(c, d) for c in range(0, k, step) for d in (c + step, k) if d <= k]
     for rows in ((0, n), (3, 11), (8, 16), (n - 1, n)):
         for c, d in cuts:

@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="locks as POSIX does")
 def test_two_at_once(tmp_path):
-    """The second is turned away, and does not take the first one's work with it."""
+    """The second is turned away, whatever it wants to write, and does not take the first one's work with it."""
     import fcntl
 
     partial = tmp_path / "out.partial"
@@ -211,9 +211,10 @@ def test_two_at_once(tmp_path):
     (partial / "plan.json").write_text(output([]).plan())
     with (partial / "plan.json").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(bf.CheckpointError, match="a folder in use"):
-            write("convert", tmp_path / "out", output([]), quiet)
-        assert (partial / "plan.json").exists()
+        for settings in ("s", "other"):
+            with pytest.raises(bf.CheckpointError, match="a folder in use"):
+                write("convert", tmp_path / "out", output([], settings=settings), quiet)
+            assert (partial / "plan.json").read_text() == output([]).plan()
     write("convert", tmp_path / "out", output([]), quiet)
     assert (tmp_path / "out" / "x").exists()
 

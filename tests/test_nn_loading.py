@@ -17,8 +17,8 @@ from mlx_lm.models import llama
 from support import assert_same_bits, gaussian
 
 import billfish as bf
+from billfish.checkpoints.names import by_model_names, take_rows
 from billfish.nn.mlx import MarlinLinear
-from billfish.nn.names import ModelWeights, take_rows
 
 LAYOUTS = [("gptq", False), ("gptq", True), ("awq", False), ("compressed-tensors", False)]
 
@@ -46,8 +46,8 @@ def test_gguf_loads_into_mlx_lm_and_speaks():
     assert spec is not None
     assert spec.origin is not None
     path = next(Path(spec.origin).parent.glob("*.gguf"))
-    weights = ModelWeights(path)
-    fields = weights.checkpoint.metadata
+    weights = by_model_names(bf.load(path))
+    fields = weights.metadata
     arguments = llama.ModelArgs(
         model_type="llama",
         hidden_size=fields["llama.embedding_length"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from checkpoint_folders import matrices, write_folder
 from support import gaussian
 
 import billfish as bf
-from billfish.nn.names import ModelWeights
 from billfish.nn.parallel import Share, bias_share, cut, llama_plan, read_share
 
 
@@ -21,7 +21,7 @@ from billfish.nn.parallel import Share, bias_share, cut, llama_plan, read_share
 def test_processes_compute_what_one_does(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Processes are forked from one that has imported everything; it looks for this folder in the environment.
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     multiprocessing.set_forkserver_preload(["parallel_worker"])
     start = torch.multiprocessing.start_processes
     start(parallel_worker.run, (ranks, tmp_path), ranks, start_method="forkserver")
@@ -48,7 +48,7 @@ def test_shares_of_a_bias():
 def test_the_shares_of_a_plan_are_the_whole(ranks, act_order, tmp_path):
     """Every matrix exactly once over all processes, heads kept together, x in the order that columns want."""
     truth = write_folder(tmp_path, "gptq", act_order)
-    weights = ModelWeights(tmp_path)
+    weights = bf.load(tmp_path)
     plans = [llama_plan(weights, 4, ranks, rank) for rank in range(ranks)]
     assert all(set(plan) == set(matrices()) for plan in plans)
     for path, (n, k) in matrices().items():
@@ -75,9 +75,9 @@ def test_the_shares_of_a_plan_are_the_whole(ranks, act_order, tmp_path):
 def test_more_processes_than_heads(tmp_path):
     write_folder(tmp_path, "gptq")
     with pytest.raises(bf.ShapeError, match=r"takes at most 4, as the key/value heads of model\.layers\.0"):
-        llama_plan(ModelWeights(tmp_path), 4, 8, 0)
+        llama_plan(bf.load(tmp_path), 4, 8, 0)
 
 
 def test_blocks_that_are_not_quantized_stay_whole(tmp_path):
     write_folder(tmp_path, "plain")
-    assert llama_plan(ModelWeights(tmp_path), 4, 2, 0) == {}
+    assert llama_plan(bf.load(tmp_path), 4, 2, 0) == {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,12 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
         self.files, self._entries, self.metadata, self.config = open_path(self.path)
         self.origins: dict[str, str] = {}  # names in the file of tensors that are looked at under other ones
 
+    def view(self, entries: Mapping[str, Entry], origins: Sequence[str]) -> Checkpoint:
+        """The same files with other entries; `origins` are their names here."""
+        other = copy.copy(self)
+        other._entries, other.origins = dict(entries), dict(zip(entries, origins, strict=True))
+        return other
+
     def __getitem__(self, name: str) -> QuantizedTensor | Array:
         return self.read(name)
 
@@ -33,14 +40,15 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def _entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> Entry:
+        """What reads a tensor."""
         if name not in self._entries:
             raise KeyError(name)
         return self._entries[name]
 
     def describe(self, name: str) -> Description:
         """What a tensor is; reads nothing but headers."""
-        return self._entry(name).description
+        return self.entry(name).description
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedTensor | Array:
         """A tensor, or W[a:b, c:d] of it for rows=(a, b), columns=(c, d). Only that part is read.
@@ -49,7 +57,7 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
         array rows are its first axis and columns its last.
         """
         try:
-            return self._entry(name).read(rows, columns)
+            return self.entry(name).read(rows, columns)
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -58,7 +66,11 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
 
     def permutation(self, name: str) -> NDArray[np.int64] | None:
         """p [K] where columns were sorted by group, so that W_read[:, j] is W[:, p[j]]; None where they were not."""
-        return self._entry(name).permutation()
+        return self.entry(name).permutation()
+
+    def is_reordered(self, name: str) -> bool:
+        """Whether columns were sorted. Headers only say where they may be; this looks."""
+        return self.describe(name).act_order and self.permutation(name) is not None
 
     @property
     def layouts(self) -> set[str]:

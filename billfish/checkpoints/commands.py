@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.entry import Description
+from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
-from billfish.checkpoints.writers.names import for_folders, is_gguf
 from billfish.checkpoints.writers.plan import Quantization, Settings, by_reason, unsorted
 from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import Format, get_format
@@ -181,7 +181,7 @@ def verify(a: str, b: str, out: TextIO) -> bool:
     """Compare two checkpoints tensor by tensor and print the result; whether all values are the same."""
     first, second = load(a), load(b)
     if is_gguf(first) != is_gguf(second):  # by the names of models
-        first, second = for_folders(first), for_folders(second)
+        first, second = _by_model_names(first), _by_model_names(second)
     same = True
     with Progress(first.nbytes + second.nbytes, "B") as bar:
         for name in dict.fromkeys([*first, *second]):
@@ -194,6 +194,13 @@ def verify(a: str, b: str, out: TextIO) -> bool:
             second.release()
     print("the same values" if same else "different", file=out)
     return same
+
+
+def _by_model_names(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        return by_model_names(checkpoint)
+    except UnknownModel:  # its names may still be those of the other one
+        return checkpoint
 
 
 def compare(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:

@@ -30,6 +30,7 @@ class Description:
     group_size: int | None
     nbytes: int  # in the file, scales and all
     act_order: bool = False  # whether `permutation` may give one
+    column_step: int = 1  # `read` cuts columns at multiples of this
     unsupported: str = ""  # why it cannot be read
 
     @property
@@ -103,14 +104,15 @@ class Matrix(Entry):
         group_size: int,
         parts: Iterable[Stored],
         act_order: bool = False,
+        stored_group: int | None = None,  # where the file has larger groups than we
     ) -> None:
         self.format = get_format(format, CALL)
-        stored = list(parts)
-        nbytes = sum(part.nbytes for part in stored)
-        about = Description(name, self.layout, self.format, stored[0].kind, shape, group_size, nbytes, act_order)
-        super().__init__(about, [part.name for part in stored])
         self.n, self.k = math.prod(shape[:-1]), shape[-1]
-        self.column_step = math.lcm(self.format.block_size, 1 if group_size >= self.k else group_size)
+        stored, group = list(parts), stored_group or group_size
+        nbytes = sum(part.nbytes for part in stored)
+        kind, step = stored[0].kind, math.lcm(self.format.block_size, 1 if group >= self.k else group)
+        about = Description(name, self.layout, self.format, kind, shape, group_size, nbytes, act_order, step)
+        super().__init__(about, [part.name for part in stored])
         if self.k == 0 or self.k % self.format.block_size or self.n == 0:
             takes = f"N > 0 and K a positive multiple of {self.format.block_size} for {self.format.name}"
             raise CheckpointError(complaint(CALL, name, f"shape {shape}", takes))
@@ -122,8 +124,9 @@ class Matrix(Entry):
     def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor:
         a, b = check_span("rows", rows, self.n)
         c, d = check_span("columns", columns, self.k)
-        if c % self.column_step or (d % self.column_step and d != self.k):
-            takes = f"multiples of {self.column_step}, or the end, for {self.description.name}"
+        step = self.description.column_step
+        if c % step or (d % step and d != self.k):
+            takes = f"multiples of {step}, or the end, for {self.description.name}"
             raise CheckpointError(complaint("read", "columns", f"({c}, {d})", takes))
         try:
             format, storage, group_size = self.storage(slice(a, b), slice(c, d))

@@ -74,9 +74,7 @@ class WordMatrix(Matrix):
         self.offset = 2 ** (bits - 1)
         held_group = group if group in WORD_GROUPS or group == shape[1] else 128
         format = f"u{bits}b{self.offset}" if symmetric else f"u{bits}"
-        super().__init__(name, format, shape, held_group, parts, act_order)
-        if group != held_group:
-            self.column_step = group
+        super().__init__(name, format, shape, held_group, parts, act_order, group)
 
     @abstractmethod
     def words(self, rows: slice, columns: slice, order: NDArray[np.int64] | None) -> Array:
@@ -126,10 +124,14 @@ class WordMatrix(Matrix):
 def gather_words(words: Array, order: NDArray[np.int64], bits: int) -> NDArray[np.uint32]:
     """Columns of K-major words [K * bits / 32, N] in another order: of word r, field j is column order[per * r + j]."""
     per_word = 32 // bits
-    mask = np.uint32(2**bits - 1)
-    gathered = np.zeros((len(order) // per_word, words.shape[1]), np.uint32)
-    for j in range(per_word):
-        source = order[j::per_word]
-        shift = (source % per_word * bits).astype(np.uint32)[:, None]
-        gathered |= (words[source // per_word] >> shift & mask) << np.uint32(j * bits)
+    sources = order.reshape(-1, per_word)
+    from_bits, to_bits = (sources % per_word * bits).astype(np.uint32), np.arange(0, 32, bits, dtype=np.uint32)
+    gathered = np.empty((len(sources), words.shape[1]), np.uint32)
+    for r in range(0, len(sources), 4):  # a few words at a time, each of which takes a whole word for each of its fields
+        some = slice(r, r + 4)
+        fields = words[sources[some] // per_word]
+        fields >>= from_bits[some, :, None]
+        fields &= np.uint32(2**bits - 1)
+        fields <<= to_bits[:, None]
+        np.bitwise_or.reduce(fields, axis=1, out=gathered[some])
     return gathered

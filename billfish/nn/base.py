@@ -38,11 +38,13 @@ class MarlinLinear:
         """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
 
-    def describe(self) -> str:
-        """What a repr says beside the sizes: format, group and bits."""
+    def describe(self, bias: bool, act_order: bool) -> str:
+        """What a repr says: sizes, format, group and bits."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
         bits = get_format(self.format).bits_per_weight(self.group_size)
         activations = "" if self.activations == "exact" else f", activations={self.activations}"
-        return f"format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}"
+        order = ", act_order=True" if act_order else ""
+        return f"{sizes}, format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}{order}"
 
 
 class Place(NamedTuple):
@@ -82,8 +84,15 @@ def check_activations(call: str, activations: str) -> str:
     return activations
 
 
-def check_permutation(call: str, permutation: Any, k: int) -> NDArray[np.int32]:
-    """An order of the K columns: stored column j multiplies x[..., permutation[j]]."""
+def check_weights(call: str, tensor: Any, bias: Any, permutation: Any) -> NDArray[np.int32] | None:
+    """Raises unless a layer can be made of these. The order of the columns: column j multiplies x[..., order[j]]."""
+    if not isinstance(tensor, QuantizedTensor):
+        raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
+    n, k = tensor.shape
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+    if permutation is None:
+        return None
     order = np.asarray(permutation)
     if order.shape != (k,) or order.dtype.kind not in "iu" or not np.array_equal(np.sort(order), np.arange(k)):
         got = f"{order.dtype} of shape {order.shape}" + (", not each index once" if order.shape == (k,) else "")
@@ -91,10 +100,15 @@ def check_permutation(call: str, permutation: Any, k: int) -> NDArray[np.int32]:
     return order.astype(np.int32)
 
 
-def check_bias(call: str, bias: Any, n: int) -> None:
-    """Raises unless there is one number for each output."""
-    if tuple(bias.shape) != (n,):
-        raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+def empty_weights(
+    format: str | Format, n: int, k: int, group_size: int | None, options: dict[str, str]
+) -> tuple[str, int, Storage]:
+    """The format's name, its group size, and a template of its storage, from what a layer is told."""
+    call = "MarlinLinear"
+    format = get_format(format, call)
+    format.check_k(call, k)
+    group_size = format.check_group_size(call, group_size, k)
+    return format.name, group_size, storage_template(format, n, k, group_size, format.check_options(call, options))
 
 
 def storage_template(format: Format, n: int, k: int, group_size: int, options: dict[str, str]) -> Storage:

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import ADAPTERS
-from billfish.checkpoints import Checkpoint
+from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints.names import by_model_names
 from billfish.errors import CheckpointError, complaint
 from billfish.nn.base import Walk, layer_class
 from billfish.nn.model import ModelReport, Replaced
-from billfish.nn.names import ModelWeights
 from billfish.ops import dequantize
 from billfish.progress import Progress
 from billfish.tensor import QuantizedTensor
@@ -21,7 +21,7 @@ from billfish.tensor import QuantizedTensor
 
 def load_into(
     model: Any,
-    source: Checkpoint | ModelWeights | str | os.PathLike[str],
+    source: Checkpoint | str | os.PathLike[str],
     *,
     rename: Callable[[str], str] | None = None,
     activations: str = "exact",
@@ -36,7 +36,7 @@ def load_into(
     rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
     strict: whether tensors of the checkpoint that the model has no place for are an error.
     """
-    weights = source if isinstance(source, ModelWeights) else ModelWeights(source)
+    weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
     rename = rename or (lambda name: name)
     layer_type = layer_class("load_into", model)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == layer_type.kind)
@@ -78,13 +78,13 @@ def _check_shape(name: str, shape: tuple[int, ...], own: str, array: Any) -> Non
         raise CheckpointError(complaint("load_into", name, f"shape {shape}", takes))
 
 
-def _is_matrix(weights: ModelWeights, name: str) -> bool:
+def _is_matrix(weights: Checkpoint, name: str) -> bool:
     about = weights.describe(name) if name in weights else None
     return about is not None and about.format is not None and len(about.shape) == 2
 
 
 def _numbers(
-    arrays: dict[str, Any], replaced: set[str], weights: ModelWeights, rename: Callable[[str], str]
+    arrays: dict[str, Any], replaced: set[str], weights: Checkpoint, rename: Callable[[str], str]
 ) -> dict[str, str]:
     """The model's names of what stays numbers, and the checkpoint's. Of arrays with several names one is enough."""
     plain = {name: array for name, array in arrays.items() if name.rpartition(".")[0] not in replaced}

@@ -69,16 +69,11 @@ class MarlinLinear(base.MarlinLinear, Module):
         **options: str,
     ) -> None:
         """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
-        call = "MarlinLinear"
-        format = get_format(format, call)
-        format.check_k(call, in_features)
-        group_size = format.check_group_size(call, group_size, in_features)
-        options = format.check_options(call, options)
-        template = base.storage_template(format, out_features, in_features, group_size, options)
-        storage = {name: ARRAYS.from_numpy(np.array(array)) for name, array in template.items()}
+        name, group, template = base.empty_weights(format, out_features, in_features, group_size, options)
+        storage = {part: ARRAYS.from_numpy(np.array(array)) for part, array in template.items()}
         permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
         zeros = mx.zeros((out_features,), dtype) if bias else None
-        self._set_up(format.name, (out_features, in_features), group_size, storage, zeros, permutation, activations)
+        self._set_up(name, (out_features, in_features), group, storage, zeros, permutation, activations)
 
     def _set_up(
         self,
@@ -131,14 +126,8 @@ class MarlinLinear(base.MarlinLinear, Module):
         activations: str = "exact",
     ) -> MarlinLinear:
         """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
-        call = "from_quantized"
-        if not isinstance(tensor, QuantizedTensor):
-            raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
-        if bias is not None:
-            base.check_bias(call, bias, tensor.shape[0])
-        order = None
-        if permutation is not None:
-            order = mx.array(base.check_permutation(call, permutation, tensor.shape[1]))
+        checked = base.check_weights("from_quantized", tensor, bias, permutation)
+        order = None if checked is None else mx.array(checked)
         storage = {name: ARRAYS.from_numpy(array) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
         layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
@@ -237,8 +226,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         return (y if bias is None else y + bias).astype(x.dtype)
 
     def _extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={'bias' in self}"
-        return f"{sizes}, {self.describe()}" + (", act_order=True" if "permutation" in self else "")
+        return self.describe("bias" in self, "permutation" in self)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights."""

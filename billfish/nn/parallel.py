@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from billfish.checkpoints import Checkpoint
 from billfish.errors import CheckpointError, ShapeError, complaint
-from billfish.nn.names import ModelWeights
 from billfish.nn.torch import ARRAYS, MarlinLinear
 from billfish.tensor import QuantizedTensor
 
@@ -104,7 +104,7 @@ class Share(NamedTuple):
 Plan = dict[str, Share]
 
 
-def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: int) -> Plan:
+def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int) -> Plan:
     """A plan for models with Llama's layers: shares by the path of the layer.
 
     Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an output
@@ -120,12 +120,17 @@ def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: in
     def add(style: str, path: str, spans: list[Span], sizes: list[Span], gather_output: bool = False) -> None:
         plan[path] = Share(style, spans[rank], tuple(b - a for a, b in sizes), gather_output)
 
+    def step_of(path: str) -> int:
+        """Where columns may be cut: with act-order anywhere, as features of x and stored columns are cut apart."""
+        name = f"{path}.weight"
+        return 1 if weights.is_reordered(name) else weights.describe(name).column_step
+
     def row_parallel(path: str, features: list[Span]) -> None:
         """`features`: who has which part of x. With act-order, stored columns are cut by themselves."""
         about = weights.describe(f"{path}.weight")
         columns = features
         if weights.is_reordered(f"{path}.weight"):
-            columns = cut(about.shape[1], column_step(weights, path), ranks, f"the columns of {path}")
+            columns = cut(about.shape[1], about.column_step, ranks, f"the columns of {path}")
         add("row", path, columns, features)
 
     blocks = sorted({match[1] for name in weights if (match := re.match(r"(.*\blayers\.\d+)\.", name))})
@@ -135,8 +140,7 @@ def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: in
             rows, columns = weights.describe(f"{k}.weight").shape[0], weights.describe(f"{o}.weight").shape[1]
             # Heads that go together: what one key/value head serves, times what fills the groups of o_proj.
             features = columns // key_value_heads
-            step = 1 if weights.is_reordered(f"{o}.weight") else column_step(weights, o)
-            together = math.lcm(features, step) // features
+            together = math.lcm(features, step_of(o)) // features
             spans = cut(key_value_heads, together, ranks, f"the key/value heads of {block}")
             queries = [(a * features, b * features) for a, b in spans]
             kv = [(a * rows // key_value_heads, b * rows // key_value_heads) for a, b in spans]
@@ -146,9 +150,8 @@ def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: in
             row_parallel(o, queries)
         gate, up, down = (f"{block}.mlp.{name}_proj" for name in ("gate", "up", "down"))
         if quantized(gate, up, down):
-            about = weights.describe(f"{down}.weight")
-            step = 1 if weights.is_reordered(f"{down}.weight") else column_step(weights, down)
-            spans = cut(about.shape[1], step, ranks, f"the columns of {down}")
+            columns = weights.describe(f"{down}.weight").shape[1]
+            spans = cut(columns, step_of(down), ranks, f"the columns of {down}")
             add("column", gate, spans, spans)
             add("column", up, spans, spans)
             row_parallel(down, spans)
@@ -156,14 +159,6 @@ def llama_plan(weights: ModelWeights, key_value_heads: int, ranks: int, rank: in
         spans = cut(weights.describe("lm_head.weight").shape[0], 1, ranks, "the rows of lm_head")
         add("column", "lm_head", spans, spans, gather_output=True)
     return plan
-
-
-def column_step(weights: ModelWeights, path: str) -> int:
-    """Stored columns are cut at multiples of this: whole groups and whole blocks of the storage."""
-    about = weights.describe(f"{path}.weight")
-    assert about.format is not None
-    group_size = about.group_size or 1
-    return math.lcm(about.format.block_size, 1 if group_size >= about.shape[1] else group_size)
 
 
 # ---- a share of a layer ----------------------------------------------------------------------------------------------
@@ -181,7 +176,7 @@ def place(layer: ColumnParallelLinear | RowParallelLinear, share: Share, mesh: D
         layer.gather_output = share.gather_output
 
 
-def read_share(weights: ModelWeights, path: str, share: Share) -> tuple[QuantizedTensor, NDArray[np.int64] | None]:
+def read_share(weights: Checkpoint, path: str, share: Share) -> tuple[QuantizedTensor, NDArray[np.int64] | None]:
     """(its part of W, the features of x that the stored columns take, if in another order). Reads only those bytes."""
     name = f"{path}.weight"
     rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
@@ -200,7 +195,7 @@ def bias_share(bias: Any, share: Share, rank: int) -> Any:
 
 
 def parallel_layer(
-    weights: ModelWeights, path: str, share: Share, mesh: DeviceMesh, *, activations: str = "exact"
+    weights: Checkpoint, path: str, share: Share, mesh: DeviceMesh, *, activations: str = "exact"
 ) -> ColumnParallelLinear | RowParallelLinear:
     """The layer at `path` of a checkpoint, cut as a plan says."""
     tensor, order = read_share(weights, path, share)

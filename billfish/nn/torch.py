@@ -13,7 +13,7 @@ from torch import Tensor
 
 from billfish.arrays import TorchArrays
 from billfish.errors import DTypeError, complaint
-from billfish.format import Format, get_format
+from billfish.format import Format
 from billfish.nn import base
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
@@ -49,8 +49,7 @@ WEIGHTS = base.WeightCache(_to_numpy, _stamp)
 
 torch.library.define(
     "billfish::linear",
-    "(Tensor x, Tensor[] storage, Tensor? bias, str format, int group_size, int out_features, str activations)"
-    " -> Tensor",
+    "(Tensor x, Tensor[] storage, Tensor? bias, str format, int group_size, int n, str activations) -> Tensor",
 )
 torch.library.define("billfish::dequantize", "(Tensor[] storage, str format, int group_size, int n, int k) -> Tensor")
 LINEAR, DEQUANTIZE = torch.ops.billfish.linear.default, torch.ops.billfish.dequantize.default
@@ -63,23 +62,15 @@ def _linear(
     bias: Tensor | None,
     format: str,
     group_size: int,
-    out_features: int,
+    n: int,
     activations: str,
 ) -> Tensor:
     return quantized_linear(x, WEIGHTS.get(storage, format, group_size), bias=bias, activations=activations)
 
 
 @torch.library.register_fake("billfish::linear")  # type: ignore[untyped-decorator]
-def _linear_fake(
-    x: Tensor,
-    storage: list[Tensor],
-    bias: Tensor | None,
-    format: str,
-    group_size: int,
-    out_features: int,
-    activations: str,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+def _linear_fake(x: Tensor, storage: Any, bias: Any, format: str, group_size: int, n: int, activations: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], n)
 
 
 @torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
@@ -152,19 +143,14 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         **options: str,
     ) -> None:
         """A layer of zeros, to load a state dict into. `act_order` makes room for a permutation."""
-        call = "MarlinLinear"
-        format = get_format(format, call)
-        format.check_k(call, in_features)
-        group_size = format.check_group_size(call, group_size, in_features)
-        options = format.check_options(call, options)
-        template = base.storage_template(format, out_features, in_features, group_size, options)
+        name, group, template = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {
-            name: torch.zeros(array.shape, dtype=to_torch(array.ravel()[:0], "meta").dtype, device=device)
-            for name, array in template.items()
+            part: torch.zeros(array.shape, dtype=to_torch(array.ravel()[:0], "meta").dtype, device=device)
+            for part, array in template.items()
         }
         permutation = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        self._set_up(format.name, (out_features, in_features), group_size, storage, zeros, permutation, activations)
+        self._set_up(name, (out_features, in_features), group, storage, zeros, permutation, activations)
 
     def _set_up(
         self,
@@ -218,14 +204,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> Self:
         """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
-        call = "from_quantized"
-        if not isinstance(tensor, QuantizedTensor):
-            raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
-        if bias is not None:
-            base.check_bias(call, bias, tensor.shape[0])
-        order = None
-        if permutation is not None:
-            order = torch.from_numpy(base.check_permutation(call, permutation, tensor.shape[1])).to(device)
+        checked = base.check_weights("from_quantized", tensor, bias, permutation)
+        order = None if checked is None else torch.from_numpy(checked).to(device)
         storage = {name: to_torch(array, device) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
         layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
@@ -293,8 +273,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return LINEAR(x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations)
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.describe()}" + (", act_order=True" if self.permutation is not None else "")
+        return self.describe(self.bias is not None, self.permutation is not None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
         held = {name: self._buffers[name] for name in self.storage_names}

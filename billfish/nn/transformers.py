@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints.names import by_model_names, is_gguf
 from billfish.errors import BackendUnavailable, ShapeError
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.base import check_activations, storage_names
-from billfish.nn.names import ModelWeights
 from billfish.nn.torch import MarlinLinear
 from billfish.ops import check_method
 
@@ -94,9 +95,9 @@ class BillfishConfig(QuantizationConfigMixin):
 class LoadConfig(BillfishConfig):
     """For load_model alone: where the matrices of a checkpoint go. Saved, it is a BillfishConfig like any other."""
 
-    def __init__(self, weights: ModelWeights, places: Places, activations: str) -> None:
+    def __init__(self, weights: Checkpoint, places: Places, activations: str) -> None:
         super().__init__(activations=activations)
-        self.source: tuple[ModelWeights, Places] | None = (weights, places)
+        self.source: tuple[Checkpoint, Places] | None = (weights, places)
 
     def to_dict(self) -> dict[str, Any]:
         return {name: deepcopy(value) for name, value in self.__dict__.items() if name != "source"}
@@ -128,7 +129,7 @@ class BillfishQuantizer(HfQuantizer):
         if isinstance(config, LoadConfig) and config.source is not None:
             source, places = config.source
         else:
-            source = ModelWeights(Path(checkpoint_files[0]).parent)
+            source = by_model_names(load(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
         for path, name in places.names.items():
@@ -241,11 +242,12 @@ def load_model(
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
     """
     path = Path(path)
-    weights = ModelWeights(path)
-    if weights.checkpoint.layouts == {"gguf"}:
+    checkpoint = load(path)
+    weights = by_model_names(checkpoint)
+    if is_gguf(checkpoint):
         file = path if path.is_file() else min(path.glob("*.gguf"))
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        set_rotary_scaling(config, weights.checkpoint)
+        set_rotary_scaling(config, checkpoint)
     else:
         config = AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:

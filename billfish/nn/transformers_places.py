@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from billfish.checkpoints import Checkpoint, Description
+from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import CheckpointError, complaint
 from billfish.nn import parallel
 from billfish.nn.base import storage_names
-from billfish.nn.names import COMPUTED, ModelWeights
 from billfish.nn.torch import MarlinLinear, to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
@@ -34,7 +34,7 @@ class Places(NamedTuple):
         return 0 if self.mesh is None else self.mesh.get_local_rank()
 
 
-def find_places(model: Any, source: ModelWeights) -> Places:
+def find_places(model: Any, source: Checkpoint) -> Places:
     """Each Linear of a model whose matrix a checkpoint has in a quantized format."""
     prefix = f"{model.base_model_prefix}."  # models with a head have it, models without do not
     names: dict[str, str] = {}
@@ -47,7 +47,7 @@ def find_places(model: Any, source: ModelWeights) -> Places:
     return Places(names, {}, None)
 
 
-def refuse_others(model: Any, source: ModelWeights, places: Places) -> None:
+def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
     """from_pretrained reads arrays itself and could not decode a quantized embedding."""
     wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
     for name in wanted.intersection(source).difference(places.names.values()):
@@ -111,7 +111,7 @@ class Lazy:
         return to_torch(self.read())
 
 
-def state_dict(weights: ModelWeights, places: Places) -> dict[str, Lazy]:
+def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
     """A checkpoint as transformers takes it: storage arrays of the layers, and everything else as numbers."""
     whole = dict.fromkeys(places.names.values())
     shares = {**whole, **{places.names[path]: share for path, share in places.shares.items()}}
@@ -157,7 +157,7 @@ def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:
     """Llama 3.1 and later scale rotary frequencies. GGUF has factors for that, transformers the rule behind them."""
     architecture = checkpoint.metadata["general.architecture"]
     kind = checkpoint.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    factors = np.asarray(checkpoint[COMPUTED[0]]) if COMPUTED[0] in checkpoint else None
+    factors = np.asarray(checkpoint[ROTARY_FACTORS]) if ROTARY_FACTORS in checkpoint else None
     if kind == "none" and factors is None:
         return
     takes = "positions that are not scaled, or as in Llama 3"
@@ -175,4 +175,4 @@ def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = theta ** -(np.arange(len(factors)) / len(factors))
     if not np.allclose(plain / factors, scaled.numpy(), rtol=1e-4):
-        raise CheckpointError(complaint("load_model", COMPUTED[0], "factors of another rule", takes))
+        raise CheckpointError(complaint("load_model", ROTARY_FACTORS, "factors of another rule", takes))

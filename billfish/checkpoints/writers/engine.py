@@ -91,6 +91,9 @@ def write(call: str, out: Path, output: Output, start: Callable[[int], Advance])
         raise CheckpointError(complaint(call, str(out), "a path that exists", "one to create"))
     with _errors(call, out, partial, resumes=known == plan):
         if known != plan:
+            if known is not None:
+                with _lock(call, partial):  # what another process is still writing is not ours to remove
+                    pass
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             _write_whole(partial / "plan.json", plan.encode())

@@ -1,12 +1,12 @@
 """Between GGUF and everything else: llama.cpp has names, an order of rows, and places for hyperparameters of its own.
 
-For decoders of the architectures that billfish.nn.names knows, a checkpoint is looked at under the names of its target,
-and what its configuration says goes where the target looks for it. Weights only move; no bit of them changes.
+For decoders of the architectures that billfish.checkpoints.names knows, a checkpoint is looked at under the names of
+its target, and what its configuration says goes where the target looks for it. Weights only move; no bit of them
+changes.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import extra, section
-from billfish.checkpoints.entry import Entry, Span, check_span
-from billfish.checkpoints.gguf import Metadata
+from billfish.checkpoints.entry import Entry, Span
+from billfish.checkpoints.names import (
+    LAYER,
+    ROTARY_FACTORS,
+    TOP,
+    Renamed,
+    UnknownModel,
+    by_model_names,
+    heads_of,
+    is_gguf,
+    row_order,
+)
 from billfish.errors import CheckpointError, complaint
 from billfish.format import Array
-from billfish.nn.names import COMPUTED, LAYER, TOP, take_rows
-from billfish.tensor import QuantizedTensor
 
 # Architectures of llama.cpp, with the model types and classes of transformers that have them.
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -42,26 +49,8 @@ SIZES = {
 }
 # How llama.cpp cuts text into words, by the architecture and the size of the vocabulary.
 WORDS = {("llama", 128256): "llama-bpe", ("llama", 49152): "smollm"}
+EMBEDDING = "model.embed_tokens.weight"
 GgufFields = dict[str, tuple[Any, int, int | None]]
-
-
-class Renamed(Entry):
-    """A tensor under another name, with its rows in another order."""
-
-    def __init__(self, entry: Entry, name: str, order: NDArray[np.int64] | None = None) -> None:
-        super().__init__(replace(entry.description, name=name), entry.parts)
-        self.entry, self.order = entry, order
-
-    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
-        if self.order is None:
-            return self.entry.read(rows, columns)
-        whole = self.entry.read(None, columns)
-        start, stop = check_span("rows", rows, len(self.order))
-        chosen = self.order[start:stop]
-        return take_rows(whole, chosen) if isinstance(whole, QuantizedTensor) else whole[chosen]
-
-    def permutation(self) -> NDArray[np.int64] | None:
-        return self.entry.permutation()
 
 
 class Widened(Entry):
@@ -78,34 +67,21 @@ class Widened(Entry):
         return vector.astype(np.float32)
 
 
-def is_gguf(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint.metadata, Metadata)
-
-
 def for_folders(checkpoint: Checkpoint) -> Checkpoint:
     """A GGUF file as transformers and mlx-lm name it, with a config.json. Other checkpoints as they are."""
-    architecture = checkpoint.metadata.get("general.architecture")
-    if not is_gguf(checkpoint) or architecture not in CLASSES:
+    try:
+        view = by_model_names(checkpoint)
+    except UnknownModel:
         return checkpoint
-    fields = checkpoint.metadata
-    if any(name.startswith(f"{architecture}.rope.scaling.") for name in fields) or set(COMPUTED) & set(checkpoint):
+    if view is checkpoint or EMBEDDING not in view:
+        return checkpoint
+    fields, architecture = checkpoint.metadata, checkpoint.metadata["general.architecture"]
+    if any(name.startswith(f"{architecture}.rope.scaling.") for name in fields) or ROTARY_FACTORS in checkpoint:
         got = f"{architecture} with scaled rotary positions"
         takes = "a model without, or --to gguf: that scaling is not translated"
         raise CheckpointError(complaint("convert", str(checkpoint.path), got, takes))
-    entries: dict[str, Entry] = {}
-    for name, entry in checkpoint._entries.items():
-        module, _, kind = name.rpartition(".")
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
-        known = (
-            TOP.get(module) if match is None else LAYER.get(match[2]) and f"model.layers.{match[1]}.{LAYER[match[2]]}"
-        )
-        if known is None:
-            return checkpoint  # not one of the decoders that we know
-        order = _row_order(entry, _heads(fields, architecture, match[2] if match else ""), to_gguf=False)
-        entries[f"{known}.{kind}"] = Renamed(entry, f"{known}.{kind}", order)
-    if "model.embed_tokens.weight" not in entries:
-        return checkpoint
-    return _view(checkpoint, entries, _config(architecture, fields, entries), {})
+    view.config = _config(architecture, fields, view)
+    return view
 
 
 def for_gguf(checkpoint: Checkpoint) -> Checkpoint:
@@ -121,68 +97,30 @@ def for_gguf(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model without: it is not translated"))
     theirs = {ours: name for name, ours in TOP.items()} | {ours: name for name, ours in LAYER.items()}
     entries: dict[str, Entry] = {}
-    for name, entry in checkpoint._entries.items():
+    for name in checkpoint:
         module, _, kind = name.rpartition(".")
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
         known = theirs.get(match[2] if match else module)
         if known is None:
             return checkpoint
         new = f"blk.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
-        order = _row_order(entry, _heads(config, architecture, known), to_gguf=True)
-        renamed: Entry = Renamed(entry, new, order)
-        vector = entry.description.format is None and len(entry.description.shape) == 1
+        order = row_order(checkpoint, name, heads_of(config, architecture, new), to_gguf=True)
+        renamed: Entry = Renamed(checkpoint.entry(name), new, order)
+        vector = renamed.description.format is None and len(renamed.description.shape) == 1
         entries[new] = Widened(renamed) if vector else renamed
-    return _view(checkpoint, entries, config, _fields(checkpoint, architecture))
-
-
-def _view(
-    checkpoint: Checkpoint, entries: dict[str, Entry], config: dict[str, Any], metadata: Mapping[str, Any]
-) -> Checkpoint:
-    view = copy.copy(checkpoint)
-    view.origins = dict(zip(entries, checkpoint, strict=True))
-    view._entries, view.config, view.metadata = entries, config, metadata
+    view = checkpoint.view(entries, list(checkpoint))
+    view.metadata = _fields(checkpoint, architecture)
     return view
-
-
-def _heads(about: Mapping[str, Any], architecture: str, module: str) -> int:
-    """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
-
-    It rotates neighbours where transformers rotates the halves of a head, but for its architecture "llama" only: row
-    (head, half, i) of transformers is its row (head, i, half).
-    """
-    if architecture != "llama" or module not in ("attn_q", "attn_k"):
-        return 0
-    names = ["num_attention_heads", f"{architecture}.attention.head_count"]
-    if module == "attn_k":
-        names = ["num_key_value_heads", f"{architecture}.attention.head_count_kv", *names]
-    heads = next((about[name] for name in names if about.get(name)), 0)
-    if not isinstance(heads, int) or heads < 1:
-        raise CheckpointError(
-            complaint("convert", names[0], repr(heads), "the number of heads, the same in all layers")
-        )
-    return heads
-
-
-def _row_order(entry: Entry, heads: int, to_gguf: bool) -> NDArray[np.int64] | None:
-    """Which row of a matrix goes where, see `_heads`."""
-    if not heads:
-        return None
-    n = entry.description.shape[0] if entry.description.shape else 0
-    if n % (2 * heads) or n == 0:
-        got = f"{n} rows for {heads} heads"
-        raise CheckpointError(complaint("convert", entry.description.name, got, "an even number for each"))
-    half = n // heads // 2
-    return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
 
 
 # ---- configuration ------------------------------------------------------------------------------------------------
 
 
-def _config(architecture: str, fields: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Any]:
+def _config(architecture: str, fields: Mapping[str, Any], view: Checkpoint) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [CLASSES[architecture]], "model_type": architecture}
     config |= {ours: fields[f"{architecture}.{n}"] for ours, n in SIZES.items() if f"{architecture}.{n}" in fields}
-    config["vocab_size"] = entries["model.embed_tokens.weight"].description.shape[0]
-    config["tie_word_embeddings"] = "lm_head.weight" not in entries
+    config["vocab_size"] = view.describe(EMBEDDING).shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in view
     for name in ("bos", "eos", "pad"):
         if f"tokenizer.ggml.{name}_token_id" in fields:
             config[f"{name}_token_id"] = fields[f"tokenizer.ggml.{name}_token_id"]
