@@ -11,30 +11,21 @@ import argparse
 import json
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
+import llm_tables
 import numpy as np
 
 import billfish
 from billfish.backends.cpu import _cpu
+from billfish.files import write_atomically
 from billfish.llm import Cache, load
 
 CASES = (("q8", 0), ("q16", 0), ("exact", 0), ("q8", 1024))
 TOKENS = 48
 # Okabe and Ito's colours; products in warm ones, the rest in cold ones.
-COLOURS = {
-    "q, k, v": "#D55E00",
-    "attention output": "#E69F00",
-    "gate and up": "#CC79A7",
-    "down": "#F0E442",
-    "head": "#8B4513",
-    "norms": "#0072B2",
-    "rotation and cache": "#56B4E9",
-    "attention": "#009E73",
-    "gate": "#666666",
-    "Python": "#BBBBBB",
-}
+PALETTE = ["#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#8B4513", "#0072B2", "#56B4E9", "#009E73", "#666666", "#BBBBBB"]
+COLOURS = dict(zip(llm_tables.PARTS, PALETTE, strict=True))
 
 
 def measure(model: Any, activations: str, context: int) -> dict[str, float]:
@@ -88,21 +79,14 @@ def main() -> None:
         {"activations": activations, "context": context, "milliseconds": measure(model, activations, context)}
         for activations, context in CASES
     ]
-    parts = [part for part in COLOURS if part in records[0]["milliseconds"]]
-    print("| ms | " + " | ".join(f"{r['activations']}, after {r['context']}" for r in records) + " |")
-    print("|---" * (len(records) + 1) + "|")
-    for part in parts:
-        print(f"| {part} | " + " | ".join(f"{r['milliseconds'][part]:.2f}" for r in records) + " |")
-    print("| all | " + " | ".join(f"{sum(r['milliseconds'].values()):.2f}" for r in records) + " |")
-    print(f"reading {model.decoder.nbytes / 1e6:.0f} MB of weights takes at least {least:.2f} ms")
+    about = {"machine": platform.machine(), "threads": arguments.threads, "kernels": model.decoder.kernels}
+    about |= {"billfish": billfish.__version__, "weight_bytes": model.decoder.nbytes, "least_milliseconds": least}
+    results = {"about": about, "records": records}
+    print(llm_tables.token(results) + llm_tables.least(results))
     if arguments.plot:
         draw(records, least, arguments.plot)
     if arguments.json:
-        about = {"machine": platform.machine(), "threads": arguments.threads, "kernels": model.decoder.kernels}
-        about |= {"billfish": billfish.__version__, "weight_bytes": model.decoder.nbytes, "least_milliseconds": least}
-        partial = Path(arguments.json).with_suffix(".partial")
-        partial.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
-        partial.rename(arguments.json)
+        write_atomically(arguments.json, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

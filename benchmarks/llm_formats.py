@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import billfish as bf
+from billfish.files import write_atomically
 from billfish.llm import default_model, evaluate, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -97,9 +98,8 @@ def main() -> None:
             if arguments.json:  # after each, because all take a while
                 about = {"machine": platform.machine(), "billfish": bf.__version__, "model": default_model().name}
                 about |= {"tokens": base.tokens, "perplexity": base.perplexity}
-                partial = Path(arguments.json).with_suffix(".partial")
-                partial.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
-                partial.rename(arguments.json)
+                content = json.dumps({"about": about, "records": records}, indent=1) + "\n"
+                write_atomically(arguments.json, content.encode())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """billfish: neural-network weights in 4 to 8 bits, and fast products with them on whatever you have."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import billfish.formats  # noqa: F401  (registers the formats)
-from billfish import llm
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import set_threads
 from billfish.backends.cpu.packed import PackedWeights
@@ -19,7 +21,6 @@ from billfish.blocks import (
     quantize_q8_0,
     quantize_q8_1,
 )
-from billfish.checkpoints import Checkpoint, load
 from billfish.errors import (
     BackendUnavailable,
     BillfishError,
@@ -31,7 +32,6 @@ from billfish.errors import (
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
-from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
 from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear
 from billfish.packing import (
     pack_fp4_weights,
@@ -42,6 +42,11 @@ from billfish.packing import (
     unpack_u4_weights,
 )
 from billfish.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from billfish import llm
+    from billfish.checkpoints import Checkpoint, load
+    from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
 
 __version__ = "0.1.0"
 
@@ -93,3 +98,25 @@ __all__ = [
     "unpack_s4_weights",
     "unpack_u4_weights",
 ]
+
+# Where the names are that not everybody needs; they are imported when they are first used.
+_ELSEWHERE = {
+    "Checkpoint": "billfish.checkpoints",
+    "MarlinLinear": "billfish.nn",
+    "ModelReport": "billfish.nn",
+    "load": "billfish.checkpoints",
+    "load_into": "billfish.nn",
+    "quantize_model": "billfish.nn",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "llm":
+        return importlib.import_module("billfish.llm")
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module 'billfish' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

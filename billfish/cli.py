@@ -5,16 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 from collections.abc import Sequence
 
 import billfish
-from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.errors import BillfishError
-from billfish.explain import explain, print_formats
-from billfish.format import get_format
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,23 +122,35 @@ def integer(text: str) -> int:
     return int(text, 0)
 
 
+# Each command imports what it needs, and no other waits for that.
+
+
 def _formats(arguments: argparse.Namespace) -> None:
+    from billfish.explain import print_formats
+
     print_formats(sys.stdout, arguments.markdown)
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    cpu = BACKENDS["cpu"]
+    import platform
+
+    from billfish.backends.cpu import CpuBackend, _cpu
+
+    cpu = billfish.BACKENDS["cpu"]
     assert isinstance(cpu, CpuBackend)
     forced = f" (BILLFISH_ISA={os.environ['BILLFISH_ISA']})" if "BILLFISH_ISA" in os.environ else ""
     print(f"billfish {billfish.__version__}, Python {platform.python_version()}, {platform.machine()}")
-    print(f"backends     {', '.join(BACKENDS)}")
+    print(f"backends     {', '.join(billfish.BACKENDS)}")
     print(f"ISA levels   {', '.join(_cpu.levels())}")
     print(f"chosen       {cpu.level}{forced}")
     print(f"threads      {_cpu.threads()}")
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    explain(get_format(arguments.format, "explain"), arguments.code, arguments.scale, arguments.offset, sys.stdout)
+    from billfish.explain import explain
+
+    format = billfish.get_format(arguments.format, "explain")
+    explain(format, arguments.code, arguments.scale, arguments.offset, sys.stdout)
 
 
 def _run(arguments: argparse.Namespace) -> None:
@@ -189,7 +196,7 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from billfish import bench  # here, because the other commands do without it
+    from billfish import bench
 
     flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
     settings = bench.Settings.parse(**flags)
@@ -202,7 +209,7 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    from billfish import profile  # here, because the other commands do without a compiler
+    from billfish import profile
 
     profile.run(profile.Settings.parse(**{n: v for n, v in vars(arguments).items() if n not in ("command", "run")}))
 

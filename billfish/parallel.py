@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -28,5 +27,7 @@ def map_rows(function: Callable[[int, int], Result], rows: int, row_elements: in
     cores = min(available_cores(), len(slices))
     if cores == 1:
         return [function(*piece) for piece in slices]
+    from concurrent.futures import ThreadPoolExecutor  # here, because it takes a while to import
+
     with ThreadPoolExecutor(cores) as pool:
         return list(pool.map(lambda piece: function(*piece), slices))

@@ -22,7 +22,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import billfish as bf
+from billfish.checkpoints import gguf_header
 from billfish.checkpoints.commands import convert, quantization_of
+from billfish.checkpoints.gguf import open_gguf
 
 OVERHEAD = 100_000  # bytes: the objects of an open checkpoint, whatever its size
 SECONDS = 60
@@ -261,6 +263,19 @@ def read_all(path: Path) -> tuple[bf.Checkpoint, dict[str, bf.QuantizedTensor | 
     return ck, tensors
 
 
+def check_the_other_header(path: Path) -> None:
+    """The header of a GGUF file as a model reads it: refused, or the same tensors, if the library knows them all."""
+    try:
+        _, entries, metadata = open_gguf(path, gguf_header.read_header)
+        tensors = {name: entry.read(None, None) for name, entry in entries.items()}
+        dict(metadata)
+        ck = bf.load(path)
+    except bf.CheckpointError:
+        return
+    assert [entry.description for entry in entries.values()] == [ck.describe(name) for name in ck]
+    assert tensors.keys() == set(ck)
+
+
 def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndarray]) -> None:
     """Whatever came out is what was promised."""
     for name, tensor in tensors.items():
@@ -294,6 +309,8 @@ def run(case: int, sources: dict[str, Path], scratch: Path) -> bool:
     assert used <= 2 * size + OVERHEAD, f"{used} bytes for a file of {size}"
     if found is not None:
         check_all(*found)
+    for path in folder.glob("*.gguf"):
+        check_the_other_header(path)
     signal.alarm(0)
     shutil.rmtree(folder)
     return found is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
+from billfish.checkpoints import awq, compressed_tensors, gguf_reader, gptq, mlx, modelopt, native
 from billfish.checkpoints.container import (
     CALL,
     MappedFile,
@@ -35,7 +35,7 @@ def open_path(path: Path) -> Found:
     except OSError as error:
         raise damaged(path, f"what cannot be opened ({error.strerror})", "a file or a folder") from None
     if head[:4] == b"GGUF":
-        return *open_gguf(path), {}
+        return *open_gguf(path, gguf_reader.read_header), {}
     if head[8:9] == b"{":
         return _open_safetensors({path: None}, path.parent)
     takes = "a GGUF file, a safetensors file, or a folder with one of them"
@@ -54,7 +54,7 @@ def _open_folder(folder: Path) -> Found:
         return _open_safetensors(files, folder)
     models = [p for p in sorted(folder.glob("*.gguf")) if "-00001-of-" in p.name or "-of-" not in p.name]
     if len(models) == 1:
-        return *open_gguf(models[0]), read_config(folder)
+        return *open_gguf(models[0], gguf_reader.read_header), read_config(folder)
     got = f"{len(models)} GGUF files" if models else f"no *.safetensors and no *.gguf in {folder.name}"
     raise damaged(folder, got, "a folder with one checkpoint")
 

@@ -1,23 +1,24 @@
-"""GGUF. The `gguf` library parses it; here its reads are kept inside the file, and lists are left until asked for.
+"""GGUF: what its header says becomes tensors and metadata.
 
-Without that, a count that lies makes the library loop for hours, and an honest list of a million numbers becomes a
-million Python objects.
+The header itself is parsed by `gguf_reader`, with the `gguf` library; or, where a model is to run at once, by
+`gguf_header`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.arrays import bfloat16
-from billfish.checkpoints.container import MappedFile, Stored, damaged, extra
+from billfish.checkpoints.container import TYPES, MappedFile, Stored, damaged
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
-from billfish.format import Array, Format, Storage, get_format
+from billfish.format import Format, Storage, get_format
+from billfish.formats.ggml import BlockFormat
 
 # ggml's names of types, and ours. Its Q8_1 is for activations: the library has its size wrong, and no file holds it.
 QUANTIZED = {
@@ -41,25 +42,40 @@ SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+class Field(NamedTuple):
+    """One field of the metadata."""
+
+    kind: int  # as a number, as in the file
+    item: int | None  # of a list, the kind of its items
+    content: Any  # of a list, (how many, their bytes): a vocabulary is only decoded when it is asked for
+
+
+class Info(NamedTuple):
+    """One tensor, as the header has it."""
+
+    name: str
+    kind: str  # ggml's name
+    shape: tuple[int, ...]  # slowest axis first
+    offset: int  # from the beginning of the file
+    nbytes: int
+
+
+Header = tuple[dict[str, Field], list[Info]]
+
+
 class Metadata(Mapping[str, Any]):
     """The fields of a GGUF file, each decoded when it is asked for."""
 
-    def __init__(self, reader: Any) -> None:
-        self._fields = {name: f for name, f in reader.fields.items() if not name.startswith("GGUF.")}
+    def __init__(self, fields: dict[str, Field]) -> None:
+        self._fields = fields
 
     def __getitem__(self, name: str) -> Any:
-        field = self._fields[name]
-        if field.types[0] != ARRAY:
-            return field.contents()
-        item, count, data = field.parts[-1]
-        if item != STRING:
-            return np.frombuffer(data, SCALARS[item], count).tolist()
-        strings, at = [], 0
-        for _ in range(count):
-            size = int.from_bytes(data[at : at + 8], "little")
-            strings.append(str(data[at + 8 : at + 8 + size], "utf-8", errors="replace"))
-            at += 8 + size
-        return strings
+        kind, item, content = self._fields[name]
+        if kind != ARRAY:
+            return content
+        assert item is not None
+        count, data = content
+        return strings(data, count) if item == STRING else np.frombuffer(data, SCALARS[item], count).tolist()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -67,53 +83,58 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._fields)
 
+    def length(self, name: str) -> int:
+        """How many items a list has, without decoding them; 0 if there is none."""
+        field = self._fields.get(name)
+        return int(field.content[0]) if field is not None and field.kind == ARRAY else 0
+
     def types(self, name: str) -> tuple[int, int | None]:
         """The type of a field, and of its items if it is a list; numbers as in the file."""
-        field = self._fields[name]
-        kind = int(field.types[0])
-        return kind, field.parts[-1][0] if kind == ARRAY else None
+        return self._fields[name][:2]
 
 
-def checked_reader(path: Path) -> Any:
-    """gguf's reader of a file, with every read checked against the end of the file."""
-    gguf = extra("gguf")
+def strings(buffer: memoryview, count: int) -> list[str]:
+    """A list of strings, each behind its length in 8 bytes."""
+    data, found, at, length_at = bytes(buffer), [], 0, struct.Struct("<Q").unpack_from
+    for _ in range(count):  # a vocabulary has hundreds of thousands: nothing but the least in here
+        end = at + 8 + length_at(data, at)[0]
+        found.append(data[at + 8 : end].decode("utf-8", "replace"))
+        at = end
+    return found
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
-        def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Array:
-            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError(f"it ends at byte {len(self.data)}, inside of what its header promises")
-            return super()._get(offset, dtype, count, override_order)
 
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            item, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-            start = orig_offs + 12
-            if item == STRING:
-                end = self._end_of_strings(start, count)
-            elif item in SCALARS:
-                end = start + count * np.dtype(SCALARS[item]).itemsize
-            else:
-                raise ValueError(f"a list of items of type {item}")
-            data = self._get(start, np.uint8, end - start).data
-            return end - orig_offs, [(item, count, data)], [0], [gguf.GGUFValueType.ARRAY]
+def end_of_strings(data: memoryview, at: int, count: int) -> int:
+    """Where such a list ends that begins at `at`."""
+    length_at = struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        if at + 8 > len(data):
+            raise ValueError(f"a list of {count} strings, with room for fewer")
+        at += 8 + length_at(data, at)[0]
+    if at > len(data):
+        raise ValueError("a string that goes beyond the end")
+    return at
 
-        def _end_of_strings(self, at: int, count: int) -> int:
-            data = memoryview(self.data)
-            for _ in range(count):
-                if at + 8 > len(data):
-                    raise ValueError(f"a list of {count} strings, with room for fewer")
-                at += 8 + struct.unpack_from("<Q", data, at)[0]
-            return at
 
-    with path.open("rb") as file:
-        head = file.read(8)
-    if len(head) == 8 and head[4:6] == b"\0\0":
-        raise damaged(path, "a big-endian GGUF file", "a little-endian one")
-    try:
-        return Reader(path)
-    except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:  # how the library says no
-        raise damaged(path, f"a damaged header ({error})", "a GGUF file") from None
+def list_bytes(data: memoryview, at: int, item: int, count: int) -> memoryview:
+    """The bytes of a list that begins at `at`."""
+    if item == STRING:
+        end = end_of_strings(data, at, count)
+    elif item in SCALARS:
+        end = at + count * np.dtype(SCALARS[item]).itemsize
+    else:
+        raise ValueError(f"a list of items of type {item}")
+    if end > len(data):
+        raise ValueError(f"a list of {count} items, with room for fewer")
+    return data[at:end]
+
+
+def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor of one of the kinds that we know."""
+    if kind in PLAIN:
+        return math.prod(shape) * TYPES[kind][0] // 8
+    format = get_format(QUANTIZED[kind])
+    assert isinstance(format, BlockFormat)
+    return math.prod(shape) // format.block_size * format.struct.itemsize
 
 
 class GgufMatrix(Matrix):
@@ -134,24 +155,34 @@ class GgufMatrix(Matrix):
         return self.format, storage, self.format.default_group_size
 
 
-def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Mapping[str, Any]]:
+def open_gguf(
+    path: Path, read_header: Callable[[MappedFile], Header]
+) -> tuple[list[MappedFile], dict[str, Entry], Metadata]:
     """The file, or all files of a split one, and the entries in them."""
-    files, stored, metadata = [], dict[str, tuple[str, tuple[int, ...], Stored]](), None
+    files, infos, metadata = [], dict[str, tuple[Info, Stored]](), None
     for part in _parts(path):
-        reader = checked_reader(part)
         file = MappedFile(part)
         files.append(file)
-        metadata = metadata or Metadata(reader)
-        for tensor in reader.tensors:
-            if tensor.name in stored:
-                raise damaged(part, f"{tensor.name} a second time", "each tensor once")
-            kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
-            # The library gives BF16, like blocks, as bytes.
-            dtype, held = (bfloat16, shape) if kind == "BF16" else (tensor.data.dtype, tensor.data.shape)
-            array = Stored(tensor.name, file, kind, dtype, held, int(tensor.data_offset), int(tensor.n_bytes))
-            stored[tensor.name] = kind, shape, array
+        fields, tensors = read_header(file)
+        metadata = metadata or Metadata(fields)
+        for info in tensors:
+            if info.name in infos:
+                raise damaged(part, f"{info.name} a second time", "each tensor once")
+            if info.offset + info.nbytes > file.size:
+                raise damaged(part, f"a file of {file.size} bytes that ends before {info.name} does", "a whole file")
+            infos[info.name] = info, _stored(file, info)
     assert metadata is not None
-    return files, _entries(stored), metadata
+    return files, _entries(infos), metadata
+
+
+def _stored(file: MappedFile, info: Info) -> Stored:
+    """Numbers as they are, blocks as rows of bytes."""
+    if info.kind in PLAIN:
+        dtype, shape = np.dtype(TYPES[info.kind][1]), info.shape
+    else:
+        rows = info.shape[:-1]
+        dtype, shape = np.dtype(np.uint8), (*rows, info.nbytes // max(1, math.prod(rows)))
+    return Stored(info.name, file, info.kind, dtype, shape, info.offset, info.nbytes)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -166,23 +197,23 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _entries(stored: dict[str, tuple[str, tuple[int, ...], Stored]]) -> dict[str, Entry]:
+def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     taken = set()
-    for name, (kind, shape, held) in stored.items():
-        format = QUANTIZED.get(kind)
-        if kind in PLAIN:
+    for name, (info, held) in infos.items():
+        format = QUANTIZED.get(info.kind)
+        if info.kind in PLAIN:
             entries[name] = Plain(held, "gguf")
-        elif format is None:
-            entries[name] = Unsupported(name, "gguf", f"ggml's {kind}", [held], shape)
+        elif format is None or not info.shape:
+            entries[name] = Unsupported(name, "gguf", f"ggml's {info.kind}", [held], info.shape)
         else:
             scale = None
             if format == "nvfp4_gguf":
                 candidates = (f"{name.removesuffix('.weight')}.scale", f"{name}.scale")
-                scale = next((stored[n][2] for n in candidates if n in stored and stored[n][0] == "F32"), None)
+                scale = next((infos[n][1] for n in candidates if n in infos and infos[n][0].kind == "F32"), None)
                 if scale is not None and scale.nbytes == 4:
                     taken.add(scale.name)
                 else:
                     scale = None
-            entries[name] = GgufMatrix(format, held, shape, scale)
+            entries[name] = GgufMatrix(format, held, info.shape, scale)
     return {name: entry for name, entry in entries.items() if name not in taken}

@@ -127,7 +127,7 @@ def gather_words(words: Array, order: NDArray[np.int64], bits: int) -> NDArray[n
     sources = order.reshape(-1, per_word)
     from_bits, to_bits = (sources % per_word * bits).astype(np.uint32), np.arange(0, 32, bits, dtype=np.uint32)
     gathered = np.empty((len(sources), words.shape[1]), np.uint32)
-    for r in range(0, len(sources), 4):  # a few words at a time, each of which takes a whole word for each of its fields
+    for r in range(0, len(sources), 4):  # a few words at a time: each takes a whole word for each of its fields
         some = slice(r, r + 4)
         fields = words[sources[some] // per_word]
         fields >>= from_bits[some, :, None]

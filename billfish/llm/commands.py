@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import sys
@@ -12,7 +13,6 @@ from typing import TextIO
 
 from billfish.backends.cpu import _cpu
 from billfish.errors import DataError, ModelError, ShapeError, complaint
-from billfish.explain import Style
 from billfish.llm.chat import Message
 from billfish.llm.decoder import Cache
 from billfish.llm.evaluation import evaluate
@@ -28,11 +28,21 @@ def set_threads(count: int | None) -> None:
         _cpu.set_threads(count)
 
 
+def _load(path: str | None) -> Model:
+    """A vocabulary is a hundred thousand objects, and none of them garbage: nobody need look for some among them."""
+    gc.disable()
+    try:
+        return load(path)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
     set_threads(arguments.threads)
-    model = load(arguments.model)
+    model = _load(arguments.model)
     if arguments.prompt is None and sys.stdin.isatty():
         Chat(model, arguments).talk()
         return
@@ -101,6 +111,8 @@ def print_rates(answer: Generation, model: Model, out: TextIO, first_token: floa
     facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
     if answer.finished == "context":
         facts.append(f"stopped: the context of {model.config.context} tokens is full")
+    from billfish.explain import Style  # here, because the first word should not wait for it
+
     print(Style(out)(" · ".join(facts), "dim"), file=out)
 
 
@@ -156,8 +168,8 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = load(arguments.model)
-    against = None if arguments.against is None else load(arguments.against)
+    model = _load(arguments.model)
+    against = None if arguments.against is None else _load(arguments.against)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
     found = evaluate(
         model,

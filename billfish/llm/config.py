@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.gguf import Metadata
 from billfish.errors import ModelError, complaint
 
 CALL = "llm.load"
@@ -65,7 +65,7 @@ class Config:
         return frequencies if factors is None else frequencies / factors
 
 
-def read_config(metadata: Mapping[str, Any]) -> Config:
+def read_config(metadata: Metadata) -> Config:
     """The configuration that GGUF metadata describes; raises if it is of a kind we do not run."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -95,7 +95,7 @@ def read_config(metadata: Mapping[str, Any]) -> Config:
         kv_heads=int(field("attention.head_count_kv", heads)),
         head_size=head_size,
         feed_forward=int(field("feed_forward_length")),
-        vocabulary=len(metadata.get("tokenizer.ggml.tokens", ())),
+        vocabulary=metadata.length("tokenizer.ggml.tokens"),
         context=int(field("context_length")),
         norm_epsilon=float(field("attention.layer_norm_rms_epsilon")),
         rope_base=float(field("rope.freq_base", 10000.0)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,14 +10,17 @@ from numpy.typing import NDArray
 from billfish.activations import ACTIVATIONS
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu, storage_of
+from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import FormatError, ModelError, complaint
+from billfish.format import Array
 from billfish.llm.config import Config, embedding_scale
-from billfish.llm.gguf_file import GgufFile, Tensor
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
 Floats = NDArray[np.float32]
+Tensor = QuantizedTensor | Array
 Convert = Callable[[str, Tensor], Tensor]
 
 
@@ -61,10 +64,10 @@ MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "
 class Decoder:
     """All layers of a model. Making one checks the file's tensors; `pack` puts them into the order of the kernels."""
 
-    def __init__(self, file: GgufFile, config: Config, convert: Convert | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Entry], config: Config, convert: Convert | None = None) -> None:
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
-        self._backend, self._file, self._convert, self.config = backend, file, convert, config
+        self._backend, self._tensors, self._convert, self.config = backend, tensors, convert, config
         c = config
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         sizes = (
@@ -81,19 +84,24 @@ class Decoder:
             for name, shape in zip(MATRICES, sizes, strict=True):
                 self._matrices[f"blk.{i}.{name}"] = self._matrix(f"blk.{i}.{name}.weight", shape)
         # Many models use the embedding as the last matrix too.
-        head = "output" if "output.weight" in file else "token_embd"
+        head = "output" if "output.weight" in tensors else "token_embd"
         self._matrices["head"] = self._matrix(f"{head}.weight", (c.vocabulary, c.hidden))
         self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
         self.formats = sorted({tensor.format.name for tensor in self._matrices.values()})
 
-    def pack(self) -> None:
-        """Make it ready to run. Most of this happens in native threads, beside which Python goes on."""
-        c, family, file = self.config, self.config.family, self._file
-        packed = dict(zip(self._matrices, self._backend.prepack_all(list(self._matrices.values())), strict=True))
+    def pack(self, under_way: Callable[[], object]) -> None:
+        """Make it ready to run. When native threads begin to pack, beside which Python can go on, calls `under_way`."""
+        c, family = self.config, self.config.family
+
+        def matrices() -> Iterator[QuantizedTensor]:
+            yield from self._matrices.values()
+            under_way()  # earlier, two threads would wait for each other to let go of the interpreter
+
+        packed = dict(zip(self._matrices, self._backend.prepack_all(matrices()), strict=True))  # type: ignore[arg-type]
         self._matrices.clear()
         self.nbytes = sum(weights.nbytes for weights in packed.values())
-        factors = self._vector("rope_freqs.weight", c.rope_size // 2) if "rope_freqs.weight" in file else None
+        factors = self._vector(ROTARY_FACTORS, c.rope_size // 2) if ROTARY_FACTORS in self._tensors else None
         self._native = _cpu.Decoder(
             self._backend.level,
             c.hidden,
@@ -132,9 +140,11 @@ class Decoder:
     # ---- tensors of the file ------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._file:
+        if name not in self._tensors:
             raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
-        tensor = self._file[name] if self._convert is None else self._convert(name, self._file[name])
+        tensor = self._tensors[name].read(None, None)
+        if self._convert is not None:
+            tensor = self._convert(name, tensor)
         if tensor.shape != shape:
             raise ModelError(complaint(CALL, name, f"shape {tensor.shape}", f"{shape}, as the metadata says"))
         return tensor

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.gguf import open_gguf
+from billfish.checkpoints.gguf_header import read_header
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
 from billfish.llm.decoder import Cache, Convert, Decoder, planes_of
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
-from billfish.llm.gguf_file import GgufFile
 from billfish.llm.sampling import Sampling
 from billfish.llm.tokenizer import Tokenizer
 
@@ -29,14 +31,21 @@ class Model:
     """Make one with :func:`load`."""
 
     def __init__(self, path: Path, convert: Convert | None = None) -> None:
-        file = GgufFile(path)
         self.path = path
-        self.config = read_config(file.metadata)
-        self.decoder = Decoder(file, self.config, convert)
+        _, tensors, metadata = open_gguf(path, read_header)
+        self.config = read_config(metadata)
+        self.decoder = Decoder(tensors, self.config, convert)
+        self._metadata = metadata
         with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
-            language = pool.submit(_language, file.metadata)
-            self.decoder.pack()
-            self.tokenizer, self.template = language.result()
+            tokenizer: list[Future[Tokenizer]] = []
+            self.decoder.pack(lambda: tokenizer.append(pool.submit(Tokenizer, metadata)))
+            self.tokenizer = tokenizer[0].result()
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """What makes a conversation a text, if the file has that. Compiled at first use: not every prompt is a chat."""
+        source = self._metadata.get("tokenizer.chat_template")
+        return None if source is None else ChatTemplate(source, **_token_names(self._metadata, self.tokenizer))
 
     def generate(
         self,
@@ -151,11 +160,6 @@ def default_model() -> Path:
 def _check_count(max_tokens: int) -> None:
     if max_tokens < 0:
         raise DataError(complaint("llm.generate", "max_tokens", max_tokens, "a whole number from 0 on"))
-
-
-def _language(metadata: Mapping[str, Any]) -> tuple[Tokenizer, ChatTemplate | None]:
-    tokenizer, source = Tokenizer(metadata), metadata.get("tokenizer.chat_template")
-    return tokenizer, None if source is None else ChatTemplate(source, **_token_names(metadata, tokenizer))
 
 
 def _token_names(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:

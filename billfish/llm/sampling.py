@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,10 @@ class Sampler:
 
     def __init__(self, how: Sampling) -> None:
         self._how = how
-        self._random = np.random.default_rng(how.seed)
+
+    @cached_property
+    def _random(self) -> np.random.Generator:
+        return np.random.default_rng(self._how.seed)  # when it is first needed: NumPy takes a while to import that
 
     def choose(self, logits: NDArray[np.float32]) -> int:
         """The next token, from the scores [vocabulary]."""

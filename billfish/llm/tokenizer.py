@@ -48,7 +48,7 @@ class Tokenizer:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.model = metadata.get("tokenizer.ggml.model")
         self.pieces: list[str] = metadata.get("tokenizer.ggml.tokens", [])
-        self.kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))]
+        self.kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))
         pre = metadata.get("tokenizer.ggml.pre", "default")
         if self.model == "gpt2" and pre in CUTS:
             self._bytes = byte_characters()
@@ -111,7 +111,7 @@ def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str
     tokenizers = require("tokenizers")
     parts = tokenizers.pre_tokenizers
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 and Qwen have pieces that no merges lead to: a word that is one is taken whole.
     model = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pattern is not None)
     encoder = tokenizers.Tokenizer(model)

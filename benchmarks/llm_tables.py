@@ -1,0 +1,133 @@
+"""What docs/llm.md and docs/inside-a-token.md take from benchmarks/results: run this to write it anew.
+
+    python benchmarks/llm_tables.py
+
+tests/test_llm_docs.py fails where a page says something else than the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+Results = dict[str, Any]
+
+
+class Passage(NamedTuple):
+    """Part of a page that is made from results."""
+
+    page: str
+    results: str
+    pattern: str  # what it looks like there
+    write: Callable[[Results], str]
+
+    def rewritten(self, text: str) -> str:
+        """The page with this passage as the results have it."""
+        results = json.loads((ROOT / "benchmarks" / "results" / self.results).read_text())
+        again, count = re.subn(self.pattern, lambda _: self.write(results), text, flags=re.DOTALL)
+        assert count == 1, f"{count} passages like {self.pattern!r} in {self.page}"
+        return again
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown; the first row is the head."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n\n"
+
+
+def speed(results: Results) -> str:
+    """How fast, beside llama.cpp."""
+    about, records = results["about"], {(r["what"], r["who"]): r for r in results["records"]}
+    names = {"generation": "128 tokens, empty context", "prompt": "prompt of 512 tokens"}
+    counts = {"generation": 128, "prompt": 512}
+    who = ["llama.cpp", *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
+    rows = [[f"{about['cpu']}, {about['threads']} threads", "llama.cpp", "q8", "q16", "exact"]]
+    for what in ("generation", "prompt", "cold start"):
+        cells = []
+        for name in who:
+            record = records.get((what, name))
+            if record is None:
+                cells.append("")
+                continue
+            seconds = record["seconds"]
+            cell = f"{counts[what] / seconds:.0f} tok/s" if what in counts else f"{seconds:.2f} s"
+            cells.append(cell if name == "llama.cpp" else f"{cell} ({record['ratio']:.2f})")
+        rows.append([names.get(what, "cold start to the first token, prompt of 20 tokens"), *cells])
+    return table(rows)
+
+
+def formats(results: Results) -> str:
+    """What a format costs."""
+    by_case: dict[tuple[str, int], dict[str, Results]] = {}
+    for record in results["records"]:
+        by_case.setdefault((record["format"], record["group_size"]), {})[record["method"]] = record
+    head = ["format", "bits per weight", "plain: KL divergence", "same best token", "`mse`: KL divergence"]
+    rows = [[*head, "same best token"]]
+    chosen = [name for name, _ in by_case]
+    for (name, group_size), methods in by_case.items():
+        label = name if chosen.count(name) == 1 else f"{name}, groups of {group_size}"
+        cells = [f"{methods[m][what]:{kind}}" for m in ("rtn", "mse") for what, kind in COLUMNS.items()]
+        rows.append([label, f"{methods['rtn']['bits_per_weight']:.2f}", *cells])
+    return table(rows)
+
+
+COLUMNS = {"divergence": ".3f", "same_best": ".1%"}
+
+
+def tokens(results: Results) -> str:
+    about = results["about"]
+    return f"{about['tokens']} tokens; perplexity of the file as it is: {about['perplexity']:.1f}."
+
+
+def token(results: Results) -> str:
+    """Milliseconds of one token, by part."""
+    records = results["records"]
+    rows = [["ms", *(f"{r['activations']}, after {r['context']}" for r in records)]]
+    parts = [part for part in PARTS if part in records[0]["milliseconds"]]
+    rows += [[part, *(f"{r['milliseconds'][part]:.2f}" for r in records)] for part in parts]
+    return table([*rows, ["all", *(f"{sum(r['milliseconds'].values()):.2f}" for r in records)]])
+
+
+# Products first, then what lies between them.
+PARTS = (
+    "q, k, v",
+    "attention output",
+    "gate and up",
+    "down",
+    "head",
+    "norms",
+    "rotation and cache",
+    "attention",
+    "gate",
+    "Python",
+)
+
+
+def least(results: Results) -> str:
+    about = results["about"]
+    size, milliseconds = about["weight_bytes"] / 1e6, about["least_milliseconds"]
+    return f"Reading {size:.0f} MB of weights takes at least {milliseconds:.2f} ms."
+
+
+LLM, INSIDE = "docs/llm.md", "docs/inside-a-token.md"
+PASSAGES = (
+    Passage(LLM, "llm_neoverse_n1.json", r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n", speed),
+    Passage(LLM, "llm_formats.json", r"\| format \| bits per weight \|.*?\n\n", formats),
+    Passage(LLM, "llm_formats.json", r"\d+ tokens; perplexity of the file as it is: [\d.]+\d\.", tokens),
+    Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
+    Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
+)
+
+
+def main() -> None:
+    for passage in PASSAGES:
+        path = ROOT / passage.page
+        path.write_text(passage.rewritten(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
