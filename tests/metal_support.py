@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import numpy as np
 from support import gaussian
 
 import billfish as bf
-from billfish.backends.metal import Kernels, MetalWeights, emulator, lay_out
+from billfish.backends.metal import Kernels, emulator, lay_out
 
 KERNELS = Kernels(emulator.metal_kernel)
 
@@ -50,8 +51,10 @@ PRODUCTS = [
     for dtype in (FLOAT16, BFLOAT16, FLOAT32)
     if dtype != FLOAT32 or kernel in ("gemv", "fused")
 ]
+MORE_PRODUCTS = [("gemv", FLOAT16), ("gemm", BFLOAT16), ("fused", FLOAT32), ("striped", FLOAT16)]
 
 
+@lru_cache(maxsize=256)
 def quantized(name: str, n: int, k: int, group_size: int | None = None, seed: int = 0) -> bf.QuantizedTensor:
     return bf.quantize(gaussian((n, k), seed), name.split()[0], group_size=group_size, **(FORMATS | MORE_FORMATS)[name])
 
@@ -61,19 +64,24 @@ def sizes_of_k(name: str) -> list[tuple[int, int | None]]:
     format = bf.FORMATS[name.split()[0]]
     block = format.block_size
     if not format.whole_row_groups:  # whole blocks only
-        return [(block * -(-size // block), None) for size in (32, 96, 304)]
+        return sorted({(block * -(-size // block), None) for size in (32, 96, 304)})
     sizes = [(40, 32), (72, 64), (128 + block, 128), (304, -1)]
     return [*sizes, (80, 16)] if 16 in format.group_sizes else sizes
 
 
+@lru_cache(maxsize=256)
+def dequantized(q: bf.QuantizedTensor, dtype: np.dtype = FLOAT32) -> np.ndarray:
+    return bf.dequantize(q, dtype, backend="reference")
+
+
 def exact_product(x: np.ndarray, q: bf.QuantizedTensor, bias: np.ndarray | None) -> np.ndarray:
-    y = x.astype(np.float64) @ bf.dequantize(q, backend="reference").astype(np.float64).T
+    y = x.astype(np.float64) @ dequantized(q).astype(np.float64).T
     return y if bias is None else y + bias.astype(np.float64)
 
 
 def dense_product(x: np.ndarray, q: bf.QuantizedTensor, bias: np.ndarray | None) -> np.ndarray:
     """What a library without our formats does: weights in x's type, float32 sums, one rounding."""
-    w = bf.dequantize(q, x.dtype, backend="reference").astype(np.float32)
+    w = dequantized(q, x.dtype).astype(np.float32)
     y = x.astype(np.float32) @ w.T
     return (y if bias is None else y + bias.astype(np.float32)).astype(x.dtype)
 
@@ -87,7 +95,7 @@ def assert_within_contract(y: np.ndarray, x: np.ndarray, q: bf.QuantizedTensor, 
     expected = exact_product(x, q, bias)
     error = np.abs(y.astype(np.float64) - expected)
     dense = np.abs(dense_product(x, q, bias).astype(np.float64) - expected)
-    size = np.abs(x.astype(np.float64)) @ np.abs(bf.dequantize(q, backend="reference").astype(np.float64)).T
+    size = np.abs(x.astype(np.float64)) @ np.abs(dequantized(q).astype(np.float64)).T
     float32 = float(np.finfo(np.float32).eps)
     roundings = float(ml_dtypes.finfo(y.dtype).eps) / 2 * np.abs(expected).max() + 16 * float32 * size.max()
     assert np.sqrt((error**2).mean()) <= 2 * np.sqrt((dense**2).mean()) + float32 * size.mean()
@@ -95,9 +103,8 @@ def assert_within_contract(y: np.ndarray, x: np.ndarray, q: bf.QuantizedTensor, 
 
 
 def multiply(
-    kernel: str, x: np.ndarray, q: bf.QuantizedTensor | MetalWeights, bias: np.ndarray | None = None, **options: Any
+    kernel: str, x: np.ndarray, q: bf.QuantizedTensor, bias: np.ndarray | None = None, **options: Any
 ) -> np.ndarray:
     """One product in the emulator."""
-    weights = lay_out(q) if isinstance(q, bf.QuantizedTensor) else q
     with emulator.options(**options):
-        return KERNELS.multiply(x, weights, bias, kernel)
+        return KERNELS.multiply(x, q.prepacked_for("metal-emulator", lay_out), bias, kernel)

@@ -44,6 +44,7 @@ METAL_FUNC void sum_columns(const device T* x, int m, W w, int column, int k_beg
         float products[ROWS * COLUMNS] = {0};
         #pragma unroll
         for (int i = run / word_k; i < (run + run_k) / word_k; i++) {
+          if (W::has_offset && k0 + i * word_k >= k_end) break;  // there an infinite scale times a zero of x would be NaN
           float4 values[COLUMNS * quads];
           #pragma unroll
           for (int c = 0; c < COLUMNS; c++) {
