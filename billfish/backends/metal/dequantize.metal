@@ -11,17 +11,14 @@ threadgroup T* tile = tiles + part * 32 * stride;
 
 const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
 using W = decltype(weights<GROUP>(codes, high, scales, offsets, factor, n, k));
-const int column = column0 + lane;
-if (column < n) {
-  WeightRun<W> run;
-  for (int at = k0; at < k0 + 32; at += RUN_K) {
-    run.fetch(w, column, at, true);
-    half4 numbers[W::word_k / 4];
-    for (int i = 0; i < RUN_K / W::word_k; i++) {
-      W::Element::decode(run.words[i], run.high >> (i * W::word_k), numbers);
-      for (int j = 0; j < W::word_k; j++) {
-        tile[lane * stride + at - k0 + i * W::word_k + j] = T(W::apply(float4(numbers[j / 4]), run.group)[j % 4]);
-      }
+WeightRun<W> run;
+for (int at = k0; at < k0 + 32; at += RUN_K) {
+  run.fetch(w, column0 + lane, at, true);
+  half4 numbers[W::word_k / 4];
+  for (int i = 0; i < RUN_K / W::word_k; i++) {
+    W::Element::decode(run.words[i], run.high >> (i * W::word_k), numbers);
+    for (int j = 0; j < W::word_k; j++) {
+      tile[lane * stride + at - k0 + i * W::word_k + j] = T(W::apply(float4(numbers[j / 4]), run.group)[j % 4]);
     }
   }
 }
