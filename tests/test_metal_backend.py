@@ -296,11 +296,22 @@ def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
     assert printed_by_mlx(tmp_path, call) == recorder.texts
 
 
+def test_the_text_of_zero_reduction(tmp_path):
+    recorder = Recorder()
+    Kernels(recorder).zero_reduction(100, mx)
+    assert printed_by_mlx(tmp_path, lambda kernels: kernels.zero_reduction(100, mx)) == recorder.texts
+    assert check_text(*recorder.texts) == []
+
+
+# Every kind of element, scale and offset is in one of them.
+LINTED = ["fp4", "u4", "q5_1", "q8_0", "nvfp4", "mxfp4", "iq4_nl", "mxfp4_gguf", "nvfp4_gguf"]
+
+
 @pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize"])
 def test_the_lint_finds_nothing(kernel):
     """Address spaces, vector casts, arrays of matrices, names that MLX takes: what only a Mac would show."""
     recorder = Recorder()
-    for name in ("fp4", "u4", "q5_1", "q8_0", "nvfp4", "mxfp4", "iq4_nl"):
+    for name in LINTED:
         w = in_mlx(quantized(name, 96, 512))
         if kernel == "dequantize":
             Kernels(recorder).dequantize(w, mx.float16)
