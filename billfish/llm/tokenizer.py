@@ -14,6 +14,7 @@ from typing import Any
 from billfish.errors import ModelError, complaint
 from billfish.llm.extras import require
 
+CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 
@@ -49,29 +50,41 @@ class Tokenizer:
         self.model = metadata.get("tokenizer.ggml.model")
         self.pieces: list[str] = metadata.get("tokenizer.ggml.tokens", [])
         self.kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))
-        pre = metadata.get("tokenizer.ggml.pre", "default")
-        if self.model == "gpt2" and pre in CUTS:
-            self._bytes = byte_characters()
-            self._encoder = _gpt2(self.pieces, metadata["tokenizer.ggml.merges"], *CUTS[pre])
-        elif self.model == "llama":
-            self._bytes = {}
-            space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-            self._encoder = _sentencepiece(self.pieces, metadata["tokenizer.ggml.scores"], space)
-        else:
+        pre = str(metadata.get("tokenizer.ggml.pre", "default"))
+        if self.model != "llama" and (self.model != "gpt2" or pre not in CUTS):
             got = f"{self.model!r} cut as {pre!r}"
             takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
-            raise ModelError(complaint("llm.load", "tokenizer.ggml.model", got, takes))
+            raise ModelError(complaint(CALL, "tokenizer.ggml.model", got, takes))
+        if not isinstance(self.pieces, list) or not isinstance(self.kinds, list) or len(self.kinds) != len(self.pieces):
+            raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
+        self._bytes = byte_characters() if self.model == "gpt2" else {}
+        self._space_first = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
         added = require("tokenizers").AddedToken
+        try:
+            if self.model == "gpt2":
+                self._encoder = _gpt2(self.pieces, metadata["tokenizer.ggml.merges"], *CUTS[pre])
+            else:
+                self._encoder = _sentencepiece(self.pieces, metadata["tokenizer.ggml.scores"], self._space_first)
+        except Exception as error:  # the library has no class of its own for merges that do not fit the vocabulary
+            got = f"a vocabulary that does not fit together ({type(error).__name__}: {error})"
+            raise ModelError(complaint(CALL, "tokenizer.ggml", got, "a whole file")) from None
         whole = [i for i, kind in enumerate(self.kinds) if kind in (CONTROL, USER_DEFINED)]
         self._encoder.add_tokens(
             [added(self.pieces[i], special=self.kinds[i] == CONTROL, normalized=False) for i in whole]
         )
         with_bos = self.model == "llama" or pre in ("llama-bpe", "llama3")
-        self.bos = int(metadata["tokenizer.ggml.bos_token_id"]) if "tokenizer.ggml.bos_token_id" in metadata else None
+        self.bos = self.named(metadata, "bos")
         self.starts_with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and self.bos is not None
-        named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        self.ends = {int(metadata[name]) for name in named if name in metadata}
+        self.ends = {end for name in ("eos", "eot", "eom") if (end := self.named(metadata, name)) is not None}
         self.ends |= {i for i in whole if self.kinds[i] == CONTROL and self.pieces[i] in ENDS}
+
+    def named(self, metadata: Mapping[str, Any], name: str) -> int | None:
+        """The token that the metadata give a role, such as "bos"."""
+        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and (not isinstance(token, int) or not 0 <= token < len(self.pieces)):
+            takes = f"a token from 0 to {len(self.pieces) - 1}"
+            raise ModelError(complaint(CALL, f"tokenizer.ggml.{name}_token_id", repr(token), takes))
+        return token
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
@@ -94,6 +107,23 @@ class Tokenizer:
         if self.model == "llama":
             return piece.replace("▁", " ").encode()
         return bytes(self._bytes[c] for c in piece)
+
+    def to_json(self) -> str:
+        """What the `tokenizers` library keeps in a tokenizer.json: this one, with its way back from tokens to text."""
+        tokenizers = require("tokenizers")
+        encoder = tokenizers.Tokenizer.from_str(self._encoder.to_str())
+        if self.model == "gpt2":
+            encoder.decoder = tokenizers.decoders.ByteLevel()
+        else:
+            steps = tokenizers.decoders
+            first = [steps.Strip(" ", 1, 0)] if self._space_first else []
+            encoder.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), *first])
+        if self.starts_with_bos and self.bos is not None:
+            start = self.pieces[self.bos]
+            encoder.post_processor = tokenizers.processors.TemplateProcessing(
+                single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, self.bos)]
+            )
+        return str(encoder.to_str(pretty=True))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""

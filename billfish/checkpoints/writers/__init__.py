@@ -16,6 +16,7 @@ from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.gguf import Metadata
+from billfish.checkpoints.names import is_gguf
 from billfish.checkpoints.writers import compressed_tensors, mlx, native
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
@@ -25,7 +26,8 @@ from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
 from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
-from billfish.errors import CheckpointError, complaint
+from billfish.checkpoints.writers.tokenizer import tokenizer_files
+from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
@@ -62,15 +64,21 @@ def export(
     if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
         takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
         raise CheckpointError(complaint(call, "OUT", path.name, takes))
-    output = _output(checkpoint, path, items, settings)
+    output = _output(checkpoint, path, items, settings, notes)
     write(call, path, output, start)
     return Report(items, notes, output.nbytes)
 
 
-def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Settings) -> Output:
+def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Settings, notes: list[Problem]) -> Output:
+    """What is to be written; `notes` gets what is left out."""
     target, identity = settings.target, _identity(checkpoint, settings)
     if isinstance(target, GgufTarget):
-        file = gguf_file(target, path.name, items, _gguf_metadata(checkpoint), checkpoint.release)
+        fields = _gguf_metadata(checkpoint)
+        lost = [name for name in _companions(checkpoint) if name in ("tokenizer.json", "tokenizer.model")]
+        if lost and "tokenizer.ggml.model" not in fields:
+            takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
+            notes.append(Problem(lost[0], f"left out: {takes}"))
+        file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, identity)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
     config.pop("quantization_config", None)
@@ -86,7 +94,7 @@ def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Set
         config["quantization_config"] = native.quantization_config(items)
         metadata["billfish"] = json.dumps(config["quantization_config"])
     files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_companions(checkpoint), **index, "config.json": json_bytes(config)}
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint), **index, "config.json": json_bytes(config)}
     return Output(files, small, True, identity)
 
 
@@ -102,6 +110,17 @@ def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
         "method": quantization.method if quantization else "",
         "requantize": settings.requantize,
     }
+
+
+def _tokenizer(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]:
+    """The tokenizer that a GGUF file holds, in files of its own."""
+    if not is_gguf(checkpoint) or "tokenizer.ggml.model" not in checkpoint.metadata:
+        return {}
+    try:
+        return tokenizer_files(checkpoint.metadata)
+    except (ModelError, BackendUnavailable) as error:
+        notes.append(Problem("tokenizer", f"left out: {error}"))
+        return {}
 
 
 def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:

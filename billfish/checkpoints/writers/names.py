@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.container import extra, section
+from billfish.checkpoints.container import extra, read_json, section
 from billfish.checkpoints.entry import Entry, Span
 from billfish.checkpoints.names import (
     LAYER,
@@ -161,12 +161,15 @@ def _derived(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _add_tokenizer(gguf: Any, writer: Any, folder: Path, architecture: str, config: Mapping[str, Any]) -> None:
-    """Byte-level BPE, as nearly all models of these architectures have; others are left out."""
+    """Byte-level BPE, as nearly all models of these architectures have; others are left out, which the caller tells."""
     try:
-        vocabulary = gguf.vocab.BpeVocab(folder)
-    except (OSError, ValueError, KeyError, TypeError):
+        columns = zip(*gguf.vocab.BpeVocab(folder).all_tokens(), strict=True)
+        tokens, _, kinds = (list(column) for column in columns)
+        for token in read_json(folder / "tokenizer.json").get("added_tokens", []):
+            # The library takes all of these for control tokens, but those that are in the vocabulary as well for none.
+            kinds[token["id"]] = gguf.TokenType.CONTROL if token.get("special") else gguf.TokenType.USER_DEFINED
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return
-    tokens, _, kinds = (list(column) for column in zip(*vocabulary.all_tokens(), strict=True))
     missing = int(config.get("vocab_size", 0)) - len(tokens)  # rows of the embedding that no token uses
     tokens += [f"[PAD{len(tokens) + i}]" for i in range(missing)]
     kinds += [gguf.TokenType.UNUSED] * missing
