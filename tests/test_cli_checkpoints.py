@@ -171,6 +171,17 @@ def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, caps
     assert os.listdir() == ["IN"]
 
 
+@pytest.mark.parametrize(("package", "suffix"), [("gguf", ".gguf"), ("safetensors", ".safetensors")])
+def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch, capsys, package, suffix):
+    path = tmp_path / f"m{suffix}"
+    samples.gguf_file(path, ("Q4_0",)) if suffix == ".gguf" else save_file({"a": np.ones(2)}, path)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    assert main(["inspect", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert f"the package {package}: got none" in error
+    assert "pip install 'billfish[checkpoints]'" in error
+
+
 def test_ctrl_c_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
     from billfish.checkpoints.writers import engine
 

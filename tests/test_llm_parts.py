@@ -353,6 +353,15 @@ def test_eval_command(path, tmp_path, capsys):
     assert "--text: got" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("package", ["tokenizers", "jinja2.sandbox"])
+def test_a_missing_package_is_named_with_the_command_that_brings_it(path, monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    assert main(["run", str(path), "-p", "ab"]) == 2
+    error = capsys.readouterr().err
+    assert f"the package {package}: got none" in error
+    assert "pip install 'billfish[llm]'" in error
+
+
 def test_run_command_reads_standard_input(path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert main(["run", str(path), "-n", "4", "--raw", "--threads", "1"]) == 0

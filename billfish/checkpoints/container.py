@@ -6,7 +6,6 @@ that `offset_keys` gives. From this follows where each one begins, so its bytes 
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import mmap
@@ -18,7 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from billfish.errors import BackendUnavailable, CheckpointError, complaint
+from billfish.errors import CheckpointError, complaint
+from billfish.extras import require
 from billfish.format import Array
 
 CALL = "load"
@@ -54,15 +54,6 @@ TYPES: dict[str, tuple[int, Any]] = {
 def damaged(path: Path, got: object, takes: str) -> CheckpointError:
     """The error for a file that is not what it should be."""
     return CheckpointError(complaint(CALL, str(path), got, takes))
-
-
-def extra(module: str) -> Any:
-    """A module of the optional requirements."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        takes = "an installed one: pip install 'billfish[checkpoints]'"
-        raise BackendUnavailable(complaint(CALL, f"the package {module}", "none", takes)) from None
 
 
 class MappedFile:
@@ -117,7 +108,7 @@ class Stored:
 
 def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[str, str]]:
     """The file, its arrays by name, and its metadata."""
-    safetensors = extra("safetensors")
+    safetensors = require("safetensors", "checkpoints")
     file = MappedFile(path)
     stored: dict[str, Stored] = {}
     try:

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.container import MappedFile, damaged, extra
+from billfish.checkpoints.container import MappedFile, damaged
 from billfish.checkpoints.gguf import ARRAY, Field, Header, Info, list_bytes
+from billfish.extras import require
 from billfish.format import Array
 
 
 def read_header(file: MappedFile) -> Header:
     """Fields and tensors."""
-    gguf = extra("gguf")
+    gguf = require("gguf", "checkpoints")
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
         def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Array:

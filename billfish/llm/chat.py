@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from billfish.errors import ModelError, complaint
-from billfish.llm.extras import require
+from billfish.extras import require
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 
@@ -18,15 +18,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, **tokens: str) -> None:
         """tokens: what the template may want to write, such as bos_token="<s>"."""
-        require("jinja2")
-        sandbox = require("jinja2.sandbox")
+        sandbox = require("jinja2.sandbox", "llm")
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        self._error = require("jinja2.exceptions").TemplateError
+        self._error = require("jinja2.exceptions", "llm").TemplateError
         self._tokens = tokens
         try:
             self._template = environment.from_string(source)
@@ -47,7 +46,7 @@ class ChatTemplate:
 
 
 def _raise(message: str) -> None:
-    raise require("jinja2.exceptions").TemplateError(message)
+    raise require("jinja2.exceptions", "llm").TemplateError(message)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:

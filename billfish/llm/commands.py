@@ -29,12 +29,11 @@ def set_threads(count: int | None) -> None:
 
 
 def _load(path: str | None) -> Model:
-    """A vocabulary is a hundred thousand objects, and none of them garbage: nobody need look for some among them."""
+    """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
         return load(path)
     finally:
-        gc.freeze()
         gc.enable()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from billfish.errors import ModelError, complaint
-from billfish.llm.extras import require
+from billfish.extras import require
 
 CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
@@ -59,7 +59,7 @@ class Tokenizer:
             raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
         self._bytes = byte_characters() if self.model == "gpt2" else {}
         self._space_first = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-        added = require("tokenizers").AddedToken
+        added = require("tokenizers", "llm").AddedToken
         try:
             if self.model == "gpt2":
                 self._encoder = _gpt2(self.pieces, metadata["tokenizer.ggml.merges"], *CUTS[pre])
@@ -110,7 +110,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """What the `tokenizers` library keeps in a tokenizer.json: this one, with its way back from tokens to text."""
-        tokenizers = require("tokenizers")
+        tokenizers = require("tokenizers", "llm")
         encoder = tokenizers.Tokenizer.from_str(self._encoder.to_str())
         if self.model == "gpt2":
             encoder.decoder = tokenizers.decoders.ByteLevel()
@@ -138,7 +138,7 @@ class Tokenizer:
 
 
 def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str | None) -> Any:
-    tokenizers = require("tokenizers")
+    tokenizers = require("tokenizers", "llm")
     parts = tokenizers.pre_tokenizers
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -154,7 +154,7 @@ def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str
 
 
 def _sentencepiece(pieces: list[str], scores: Any, space_first: bool) -> Any:
-    tokenizers = require("tokenizers")
+    tokenizers = require("tokenizers", "llm")
     normalizers = tokenizers.normalizers
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     ranked = []

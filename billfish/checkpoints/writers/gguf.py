@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import bfloat16
-from billfish.checkpoints.container import extra
 from billfish.checkpoints.gguf import PLAIN, QUANTIZED
 from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
+from billfish.extras import require
 from billfish.format import Array, Format, Planes
 from billfish.tensor import QuantizedTensor
 
@@ -66,7 +66,7 @@ def gguf_file(
     release: Callable[[], None],
 ) -> OutputFile:
     """The file of these items. Metadata: value, type, and type of the items of a list, numbers as GGUF has them."""
-    gguf = extra("gguf")
+    gguf = require("gguf", "checkpoints")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "header"
         writer = gguf.GGUFWriter(path, str(metadata["general.architecture"][0]))

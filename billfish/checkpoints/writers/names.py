@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.container import extra, read_json, section
+from billfish.checkpoints.container import read_json, section
 from billfish.checkpoints.entry import Entry, Span
 from billfish.checkpoints.names import (
     LAYER,
@@ -30,6 +30,7 @@ from billfish.checkpoints.names import (
     row_order,
 )
 from billfish.errors import CheckpointError, complaint
+from billfish.extras import require
 from billfish.format import Array
 
 # Architectures of llama.cpp, with the model types and classes of transformers that have them.
@@ -131,7 +132,7 @@ def _config(architecture: str, fields: Mapping[str, Any], view: Checkpoint) -> d
 
 def _fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     """The fields of a GGUF file, gathered by the `gguf` library's own writer."""
-    gguf = extra("gguf")
+    gguf = require("gguf", "checkpoints")
     writer, config = gguf.GGUFWriter(None, architecture), checkpoint.config
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     writer.add_name(str(config.get("_name_or_path") or folder.name))
