@@ -24,7 +24,7 @@ from billfish.errors import BackendUnavailable
 
 HERE = Path(__file__).parent
 SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
-OLDEST_CLANG = 17
+OLDEST_CLANG = 19  # before, clang does not compute in bfloat on aarch64: LLVM ends itself
 
 _DARWIN = sys.platform == "darwin"
 _COMMON_FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-nostdinc", "-nostdinc++", "-fno-exceptions", "-fno-rtti"]

@@ -27,9 +27,10 @@ def _function(type_: str) -> str:
     return f"@emulator_flush_{width[0] if width else 1}"
 
 
-def _splat(type_: str, value: int) -> str:
+def _constant(type_: str, value: int) -> str:
+    """The same number in every part; spelled out, because before LLVM 18 there was no `splat`."""
     width = re.search(r"\d+", type_)
-    return f"splat (i16 {value})" if width else str(value)
+    return f"<{', '.join([f'i16 {value}'] * int(width[0]))}>" if width else str(value)
 
 
 def _definition(type_: str) -> str:
@@ -38,9 +39,9 @@ def _definition(type_: str) -> str:
     return f"""
 define internal {type_} {_function(type_)}({type_} %x) alwaysinline {{
   %bits = bitcast {type_} %x to {i16}
-  %exponent = and {i16} %bits, {_splat(type_, 0x7C00)}
-  %small = icmp eq {i16} %exponent, {_splat(type_, 0)}
-  %sign = and {i16} %bits, {_splat(type_, -0x8000)}
+  %exponent = and {i16} %bits, {_constant(type_, 0x7C00)}
+  %small = icmp eq {i16} %exponent, {_constant(type_, 0)}
+  %sign = and {i16} %bits, {_constant(type_, -0x8000)}
   %flushed = select {i1} %small, {i16} %sign, {i16} %bits
   %y = bitcast {i16} %flushed to {type_}
   ret {type_} %y
