@@ -147,5 +147,25 @@ def test_make_demo_answers_paris():
     assert "threads" in ran.stderr
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux does")
+def test_memory_is_the_packed_weights_and_little_else():
+    code = r"""
+import re
+import billfish as bf
+
+def held():
+    status = open("/proc/self/status").read()
+    return [1024 * int(re.search(kind + r":\s+(\d+)", status)[1]) for kind in ("RssAnon", "RssFile")]
+
+before = held()
+model = bf.llm.load()
+print(*(b - a for a, b in zip(before, held())), model.decoder.nbytes)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    own, mapped, weights = map(int, ran.stdout.split())
+    assert weights <= own <= 1.5 * weights  # a vocabulary of 49152 words is most of the rest
+    assert mapped <= 0.25 * weights  # libraries; of the file hardly a page
+
+
 def test_default_model_is_the_package():
     assert default_model().name == RECORDED["model"]

@@ -39,9 +39,9 @@ class Model:
         with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
             tokenizer: list[Future[Tokenizer]] = []
             self.decoder.pack(lambda: tokenizer.append(pool.submit(Tokenizer, metadata)))
+            for file in files:
+                file.release()  # what is still needed of it, rows of the embedding, is read when it is
             self.tokenizer = tokenizer[0].result()
-        for file in files:
-            file.release()  # what is still needed of it, rows of the embedding, is read when it is
 
     @cached_property
     def template(self) -> ChatTemplate | None:
