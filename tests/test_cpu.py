@@ -254,6 +254,48 @@ def test_what_is_not_finite_in_x_spoils_only_its_row(activations):
     assert_same_bits(y[[0, 2]], clean[[0, 2]])
 
 
+@LEVELS
+@pytest.mark.parametrize("m", [1, 3, 9])
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "fp4", "q8_0"])
+def test_exact_products_keep_infinities_and_nans(level, name, m):
+    """As a dense product has them: inf times a weight has its sign, and inf times 0 is NaN."""
+    q = bf.quantize(gaussian((24, 512)), name)
+    x = gaussian((m, 512))
+    x[0, 7], x[-1, 300] = np.inf, -np.inf if m > 1 else 1
+    backend = backend_at(level)
+    y = backend.matmul(x, backend.prepack(q), None)
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(np.float64) @ bf.dequantize(q, backend="reference").astype(np.float64).T
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@LEVELS
+@pytest.mark.parametrize("m", [1, 4, 9])
+def test_exact_rows_of_any_size(level, m):
+    """A row near the end of the range, above or below, keeps its precision."""
+    q = bf.quantize(gaussian((24, 512)), "q4_0")
+    w = bf.dequantize(q).astype(np.float64)
+    backend = backend_at(level)
+    for factor in (1e-40, 1e-36, 1.0, 1e34):
+        x = (gaussian((m, 512)) * np.float64(factor)).astype(np.float32)
+        y = backend.matmul(x, backend.prepack(q), None)
+        size = np.abs(x).astype(np.float64) @ np.abs(w).T
+        assert (np.abs(y - x.astype(np.float64) @ w.T) <= 1e-6 * size + 1e-44).all()
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["u4b8", "mxfp4", "q8_0", "u8b128"])
+def test_codes_of_zero_give_exact_zeros(level, name):
+    """Kernels add up unsigned codes and take their bias off: for zeros nothing may be left over."""
+    planes = bf.quantize(gaussian((16, 512)), name).planes
+    zero = {"u4b8": 8, "u8b128": 128}.get(name, 0)
+    q = bf.QuantizedTensor.from_planes(name, {**planes, "codes": np.full_like(planes["codes"], zero)})
+    backend = backend_at(level)
+    for m in (1, 4, 9):
+        assert not backend.matmul(gaussian((m, 512)), backend.prepack(q), None).any()
+
+
 def test_q16_is_closer_than_float16_activations():
     q = bf.quantize(gaussian((64, 1024)), "q4_0")
     x = gaussian((16, 1024))

@@ -49,23 +49,38 @@ inline void quantize_row(const float* x, int64_t k, const Activations8& out, int
   (out.planes == 2 ? quantize_row_to<2> : quantize_row_to<1>)(x, k, out, row);
 }
 
-// One row of x [k] as it is, padded, with the sum of each 16.
-inline void copy_row(const float* x, int64_t k, float* out, float* sums) {
-  const int64_t blocks = billfish::blocks_of(k);
-  std::copy(x, x + k, out);
-  std::fill(out + k, out + blocks * 32, 0.0f);
-  for (int64_t h = 0; h < 2 * blocks; h++) {
-    float sum = 0;
-    for (int i = 0; i < 16; i++) sum += out[h * 16 + i];
-    sums[h] = sum;
-  }
+// 2^exponent, for -149 .. 127.
+inline float power_of_two(int exponent) {
+  return bits_to_float(exponent >= -126 ? uint32_t(exponent + 127) << 23 : 1u << (exponent + 149));
 }
 
-// Up to eight rows of x [rows, k] to [k padded, 8].
-inline void transpose_rows(const float* x, int64_t k, int64_t rows, float* out) {
-  for (int64_t i = 0; i < k; i++)
-    for (int64_t r = 0; r < 8; r++) out[i * 8 + r] = r < rows ? x[r * k + i] : 0.0f;
-  std::fill(out + k * 8, out + billfish::blocks_of(k) * 32 * 8, 0.0f);
+// One row of x [k]. False: it was to be divided, and is not finite.
+inline bool lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row) {
+  const int64_t lanes = out.lanes, group = row / lanes * out.blocks, lane = row % lanes;
+  float once = 1, again = 1, factors[4] = {1, 1, 1, 1};
+  if (out.power) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < k; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7fffffff);
+    if (largest >= 0x7f800000) return false;
+    // 2^exponent <= largest < 2^(exponent + 1). It is taken off in two steps, because 2^149 is no float.
+    const int exponent = largest ? std::ilogb(bits_to_float(largest)) : 0;
+    once = power_of_two(-exponent / 2), again = power_of_two(-exponent + exponent / 2);
+    out.power[row] = power_of_two(exponent);
+    std::copy(BYTE_FACTORS, BYTE_FACTORS + 4, factors);
+  }
+  for (int64_t b = 0; b < out.blocks; b++) {
+    float block[32] = {}, halves[2] = {}, all = 0;
+    const int64_t count = std::min<int64_t>(32, k - b * 32);
+    for (int64_t i = 0; i < count; i++) block[i] = x[b * 32 + i] * once * again;
+    // Sums are taken in the order of the kernels.
+    for (int i = 0; i < 16; i++) halves[0] += block[i], halves[1] += block[16 + i];
+    for (int i = 0; i < 32; i++) all += block[i];
+    float* sums = out.sums + (group + b) * 3 * lanes + lane;
+    sums[0] = halves[0], sums[lanes] = halves[1], sums[2 * lanes] = all;
+    float* to = out.x + (group + b) * 32 * lanes + lane;
+    for (int i = 0; i < 32; i++) to[i * lanes] = block[i] * factors[i % 4];
+  }
+  return true;
 }
 
 }  // namespace BILLFISH_ISA

@@ -17,6 +17,7 @@
 #include "bind.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
 #include "prepack.h"
+#include "prepared.h"
 #include "problem.h"
 #include "threads.h"
 
@@ -160,54 +161,38 @@ void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& mat
   });
 }
 
-// Room for x in integers. Vectors of four may be read at the last row, so there is room behind the end as well.
-// Each thread that calls keeps its own from call to call: fresh memory would cost more than filling it.
-struct ActivationBuffers {
-  std::vector<int8_t> codes;
-  std::vector<float> scale, totals;
-  std::vector<int32_t> sums, starts;
-  Activations8 activations;
+// Room for x, kept by each thread that calls.
+Prepared& prepared_of_thread() {
+  static thread_local Prepared prepared;
+  return prepared;
+}
 
-  void prepare(const Level& level, const Weights& w, int64_t m, int planes) {
-    activations = {nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks_of(w.k), planes, level.lanes(w, m, planes)};
-    Activations8& a = activations;
-    a.start_stride = level.start_stride(w, a);
-    const size_t all = size_t(a.groups() * a.blocks), rows = all * a.lanes;
-    codes.resize(rows * planes * 32 + 64), scale.resize(rows * 2 + 4), totals.resize(rows * 3 + 4), sums.resize(rows * 3 + 4);
-    starts.resize(all * a.start_stride + 128);
-    a.codes = codes.data(), a.scale = scale.data(), a.totals = totals.data(), a.sums = sums.data(), a.starts = starts.data();
-  }
-};
-
-// Quantizes rows by fill_row(x, row), then multiplies.
-template <class F> void multiply_integers(const Level& level, const Weights& w, int64_t m, int planes, const float* bias, float* y, F fill_row) {
-  static thread_local ActivationBuffers x_of_thread;
-  ActivationBuffers& x = x_of_thread;  // a name that other threads can use
-  x.prepare(level, w, m, planes);
-  const int64_t lanes = x.activations.lanes;
-  parallel_for(x.activations.groups(), [&](int64_t first, int64_t last) {
-    for (int64_t row = first * lanes; row < std::min(m, last * lanes); row++) fill_row(x.activations, row);
-    level.fill_starts(w, x.activations, first, last);
-  });
-  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows,
-               [&](int64_t first, int64_t last) { level.multiply8(w, x.activations, bias, y, first, last); });
+void multiply_tiles(const Level& level, const Weights& w, const Prepared& x, const float* bias, float* y) {
+  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, bias, y, first, last); });
 }
 
 // x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
 void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
                     Contiguous<const float> scale, Contiguous<float> y) {
   const Level& level = find_level(name);
+  const Weights w = d.weights(level, stream.data());
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
   nb::gil_scoped_release unlocked;
-  multiply_integers(level, d.weights(level, stream.data()), m, 1, nullptr, y.data(), [&](const Activations8& x, int64_t row) {
-    for (int64_t b = 0; b < blocks; b++) {
-      const int8_t* from = codes.data() + row * d.k + b * 32;
-      int32_t whole[32];
-      std::copy(from, from + 32, whole);
-      std::copy(from, from + 32, x.codes_of(row, b, 0));
-      finish_block(x, row, b, scale.data()[row * blocks + b], whole);
-    }
+  Prepared& x = prepared_of_thread();
+  x.begin(level, w, m, 1);
+  for_each_eight(m, [&](int64_t begin, int64_t count) {
+    for (int64_t row = begin; row < begin + count; row++)
+      for (int64_t b = 0; b < blocks; b++) {
+        const int8_t* from = codes.data() + row * d.k + b * 32;
+        int32_t whole[32];
+        std::copy(from, from + 32, whole);
+        std::copy(from, from + 32, x.integers.codes_of(row, b, 0));
+        finish_block(x.integers, row, b, scale.data()[row * blocks + b], whole);
+      }
+    x.finish(begin, count);
+    return true;
   });
+  multiply_tiles(level, w, x, nullptr, y.data());
 }
 
 // planes: 0 for exact, 1 for q8, 2 for q16.
@@ -215,31 +200,16 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
               std::optional<Contiguous<const float>> bias, Contiguous<float> y) {
   const Level& level = find_level(name);
   const Weights w = d.weights(level, stream.data());
-  const int64_t m = int64_t(x.shape(0)), blocks = blocks_of(d.k), tiles = (d.n + level.tile_rows - 1) / level.tile_rows;
-  const float* added = bias ? bias->data() : nullptr;
+  const int64_t m = int64_t(x.shape(0));
   nb::gil_scoped_release unlocked;
-  if (planes == 0 && level.wants_transposed(w, m)) {
-    std::vector<float> transposed(size_t(m + 7) / 8 * blocks * 32 * 8);
-    parallel_for((m + 7) / 8, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++)
-        level.transpose_rows(x.data() + i * 8 * d.k, d.k, std::min<int64_t>(8, m - i * 8), transposed.data() + i * blocks * 32 * 8);
-    });
-    const ActivationsExact activations{nullptr, nullptr, transposed.data(), m};
-    parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
-    return;
+  Prepared& prepared = prepared_of_thread();
+  auto put = [&](int64_t begin, int64_t count) { return prepared.put(x.data() + begin * d.k, begin, count); };
+  prepared.begin(level, w, m, planes);
+  if (!for_each_eight(m, put)) {
+    prepared.begin(level, w, m, planes, true);
+    for_each_eight(m, put);
   }
-  if (planes == 0) {
-    std::vector<float> padded(size_t(m) * blocks * 32), sums(size_t(m) * blocks * 2);
-    parallel_for(m, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++)
-        level.copy_row(x.data() + i * d.k, d.k, padded.data() + i * blocks * 32, sums.data() + i * blocks * 2);
-    });
-    const ActivationsExact activations{padded.data(), sums.data(), nullptr, m};
-    parallel_for(tiles, [&](int64_t first, int64_t last) { level.multiply_exact(w, activations, added, y.data(), first, last); });
-    return;
-  }
-  multiply_integers(level, w, m, planes, added, y.data(),
-                    [&](const Activations8& out, int64_t row) { level.quantize_row(x.data() + row * d.k, d.k, out, row); });
+  multiply_tiles(level, w, prepared, bias ? bias->data() : nullptr, y.data());
 }
 
 // What the Python side says about storage; scales is empty where a block holds float16 ones at the offsets.

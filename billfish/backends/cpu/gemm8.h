@@ -245,11 +245,14 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-inline void write_tile(const float* sums, float factor, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
+// power: what rows of x were divided by, or null.
+inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
   const int64_t column = tile * TILE_ROWS;
   const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
-  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS)
-    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor + (bias ? bias[column + i] : 0.0f);
+  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS) {
+    const float times = power ? power[row] : 1.0f;
+    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor * times + (bias ? bias[column + i] : 0.0f);
+  }
 }
 
 // Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
@@ -274,7 +277,7 @@ template <class F> void each_slice(const TileShape& shape, int64_t most, F&& f) 
 // Scales of `count` chunks, one after the other.
 inline void read_slice(const Weights& w, const TileShape& shape, const uint8_t* chunk, int64_t count, int64_t blocks, GroupScales out) {
   const int groups = shape.groups_in(int(std::min<int64_t>(blocks, 8)));
-  for (int64_t c = 0; c < count; c++) read_scales(w, chunk + c * shape.full_chunk_bytes, groups, out.from(c * groups));
+  for (int64_t c = 0; c < count; c++) read_scales<true>(w, chunk + c * shape.full_chunk_bytes, groups, out.from(c * groups));
 }
 
 inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
@@ -290,7 +293,7 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
     for (int64_t tile = first; tile < last; tile++) {
       alignas(64) float sums[ONE_BY_ONE * TILE_ROWS] = {};
       each_slice(shape, shape.chunks, [&](int64_t number, int64_t, int64_t blocks) { add(tile, number, blocks, sums); });
-      write_tile(sums, w.factor, bias, w.n, tile, 0, x.m, y);
+      write_tile(sums, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
     }
     return;
   }
@@ -300,7 +303,7 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   each_slice(shape, SLICE, [&](int64_t number, int64_t, int64_t blocks) {
     for (int64_t tile = first; tile < last; tile++) add(tile, number, blocks, sums.data() + (tile - first) * each);
   });
-  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, bias, w.n, tile, 0, x.m, y);
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
 }
 
 template <class Decoder>
@@ -335,7 +338,7 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
         for (int64_t row = first_row; row < last_row; row += X_ROWS)
           add_blocks_to_rows(w, run, scales.all(), x, row, sums.data() + (row - first_row) * TILE_ROWS);
       });
-      write_tile(sums.data(), w.factor, bias, w.n, tile, first_row, last_row, y);
+      write_tile(sums.data(), w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
     }
   }
 }

@@ -59,11 +59,16 @@ inline void finish_block(const Activations8& out, int64_t row, int64_t block, fl
   }
 }
 
+// x in float32, rows side by side in groups of `lanes` as in Activations8. For decoding in registers, each row is divided by a
+// power of two, so that its largest value is near 1, and values are multiplied by BYTE_FACTORS.
 struct ActivationsExact {
-  const float* x;           // [m, blocks * 32]
-  const float* sums;        // [m, blocks * 2]: of x, for each 16
-  const float* transposed;  // or, for many rows, only this: [ceil(m / 8), blocks * 32, 8]
-  int64_t m;
+  float* x;      // [groups, blocks * 32, lanes]
+  float* sums;   // [groups, blocks, 3, lanes]: of each half of a block, and of all 32
+  float* power;  // [m]: what each row was divided by; or null, and x is as it is
+  int64_t m, blocks;
+  int32_t lanes;
+
+  int64_t groups() const { return (m + lanes - 1) / lanes; }
 };
 
 // Codes as a file holds them: `bytes` bytes of a block from `offset` on, in runs of `width`, `bits` wide; see
@@ -97,9 +102,9 @@ struct Level {
   int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
   int64_t (*start_stride)(const Weights&, const Activations8&);
   void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last);
-  bool (*wants_transposed)(const Weights&, int64_t m);  // of x, for multiply_exact
-  void (*copy_row)(const float* x, int64_t k, float* out, float* sums);
-  void (*transpose_rows)(const float* x, int64_t k, int64_t rows, float* out);
+  bool (*wants_plain)(const Weights&, int64_t m);  // x as it is, for multiply_exact
+  // False: this row cannot be divided, because it is not finite.
+  bool (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.

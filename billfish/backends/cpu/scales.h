@@ -82,8 +82,8 @@ struct ChunkScales {
   operator GroupScales() { return {scale, offset, minimum}; }
 };
 
-// Decodes the scales of `groups` groups at p, times `factor`; returns where the codes begin.
-inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out, float factor = 1) {
+// Decodes the scales of `groups` groups at p, times `factor`; returns where the codes begin. OFFSETS: whether scale_sum is used.
+template <bool OFFSETS> const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out, float factor = 1) {
   const Floats times = splat(factor), offset = splat(-SUM_OFFSET);
   with_reader(w.scales, p, [&](auto reader) {
     for (int g = 0; g < groups; g++)
@@ -91,7 +91,7 @@ inline const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups
         const int i = g * TILE_ROWS + r * LANES;
         const Floats scale = multiply(reader.scale(g, r * LANES), times);
         store_floats(out.scale + i, scale);
-        if (SUM_OFFSET != 0) store_floats(out.offset + i, multiply(scale, offset));
+        if (OFFSETS && SUM_OFFSET != 0) store_floats(out.offset + i, multiply(scale, offset));
         if (has_minimum(w.scales)) store_floats(out.minimum + i, reader.minimum(g, r * LANES));
       });
   });

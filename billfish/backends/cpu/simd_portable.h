@@ -69,9 +69,16 @@ inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-// Byte K of each 32-bit lane, less byte_offset(bias).
-inline Floats byte_offset(int bias) { return splat(float(bias)); }
-template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return to_floats(signed_bytes<K>(v) & 255) - offset; }
+// Byte K of each 32-bit lane. Elsewhere a float of this is BYTE_FACTORS[K] too small, and sums SUM_FACTOR.
+constexpr float SUM_FACTOR = 1;
+constexpr float BYTE_FACTORS[4] = {1, 1, 1, 1};
+template <int K> Floats byte_as_floats(Bytes v) { return to_floats(signed_bytes<K>(v) & 255); }
+// The same less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(-bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return add(byte_as_floats<K>(v), offset); }
+// For gemm_exact.h: whether codes of few rows are decoded in registers, and vectors of sums that there are registers for, a quarter.
+constexpr bool IN_REGISTERS = false;
+constexpr int SUM_VECTORS = 2;
 
 // Integer sums start at zero and are converted; see simd_neon.h for the other way.
 constexpr int32_t SUM_START = 0;

@@ -1,0 +1,87 @@
+// Rows of x as the kernels of a level want them for one kind of weights, and room for them.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "problem.h"
+#include "threads.h"
+
+namespace billfish {
+
+// Kernels may read a group of rows, and a vector, past the end. Whoever keeps one of these keeps its memory, which would cost
+// more to get afresh than to fill.
+class Prepared {
+ public:
+  // For m rows; planes: 0 for exact, 1 for q8, 2 for q16. plain: x as it is for exact, whatever the level prefers.
+  void begin(const Level& level, const Weights& w, int64_t m, int planes, bool plain = false) {
+    level_ = &level, kind_ = w, planes_ = planes;
+    const int64_t blocks = blocks_of(w.k);
+    if (planes > 0) {
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, planes, level.lanes(w, m, planes)};
+      integers.start_stride = level.start_stride(w, integers);
+      const size_t all = size_t(integers.groups() * blocks), rows = all * size_t(integers.lanes);
+      codes_.resize(rows * size_t(planes) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), sums_.resize(rows * 3 + 4);
+      starts_.resize(all * size_t(integers.start_stride) + 128);
+      integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
+      integers.sums = sums_.data(), integers.starts = starts_.data();
+    } else {
+      plain = plain || level.wants_plain(w, m);
+      exact = {nullptr, nullptr, nullptr, m, blocks, plain || m > 2 ? 4 : 1};
+      const size_t rows = size_t(exact.groups() * exact.lanes), all = rows * size_t(blocks);
+      values_.resize(all * BLOCK), totals_.resize(all * 3 + 4), scale_.resize(rows);
+      exact.x = values_.data(), exact.sums = totals_.data(), exact.power = plain ? nullptr : scale_.data();
+    }
+  }
+
+  // `count` rows of x [count, k] from row `begin` on, up to eight; begin is a multiple of eight. False: these must
+  // be plain, because they are not finite.
+  bool put(const float* x, int64_t begin, int64_t count) {
+    const int64_t k = kind_.k;
+    bool finite = true;
+    if (planes_ > 0) {
+      for (int64_t i = 0; i < count; i++) level_->quantize_row(x + i * k, k, integers, begin + i);
+      finish(begin, count);
+    } else {
+      for (int64_t i = 0; i < count; i++) finite = level_->lay_out_row(x + i * k, k, exact, begin + i) && finite;
+    }
+    return finite;
+  }
+
+  // Where rows have been put into `integers` by somebody else.
+  void finish(int64_t begin, int64_t count) {
+    level_->fill_starts(kind_, integers, begin / integers.lanes, (begin + count + integers.lanes - 1) / integers.lanes);
+  }
+
+  // Tiles [first, last) of w, which is of the kind that this was made for.
+  void multiply(const Weights& w, const float* bias, float* y, int64_t first, int64_t last) const {
+    if (planes_ > 0) level_->multiply8(w, integers, bias, y, first, last);
+    else level_->multiply_exact(w, exact, bias, y, first, last);
+  }
+
+  bool is_for(const Weights& w) const { return kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias; }
+  const Weights& kind() const { return kind_; }
+
+  Activations8 integers{};
+  ActivationsExact exact{};
+
+ private:
+  const Level* level_ = nullptr;
+  Weights kind_{};
+  int planes_ = 0;
+  std::vector<int8_t> codes_;
+  std::vector<float> scale_, totals_, values_;
+  std::vector<int32_t> sums_, starts_;
+};
+
+// f(begin, count) for rows eight by eight, on several threads; whether it was true for all.
+template <class F> bool for_each_eight(int64_t m, F f) {
+  std::atomic<bool> good{true};
+  parallel_for((m + 7) / 8, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++)
+      if (!f(i * 8, std::min<int64_t>(8, m - i * 8))) good = false;
+  });
+  return good;
+}
+
+}  // namespace billfish
