@@ -7,6 +7,7 @@ possible, which is every buffer once. For the decode functions, operations are c
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TextIO
 import numpy as np
 
 from billfish.backends.metal import Kernels, emulator
+from billfish.backends.metal.emulator.compiler import find_compiler
 from billfish.backends.metal.layout import element_axis
 from billfish.errors import DataError, FormatError, ShapeError, complaint
 from billfish.explain import Style
@@ -80,11 +82,20 @@ def run(settings: Settings, out: TextIO | None = None) -> tuple[list[Count], lis
     print(file=out)
     print_operations(operations, out)
     if settings.json is not None:
-        content = {"launches": [count.as_json() for count in counts], "decode": [asdict(o) for o in operations]}
+        content = {
+            "compiler": counted_with(),
+            "launches": [count.as_json() for count in counts],
+            "decode": [asdict(each) for each in operations],
+        }
         write_atomically(settings.json, (json.dumps(content, indent=1) + "\n").encode())
     if settings.plot is not None:
         write_atomically(settings.plot, plot.picture(counts, operations))
     return counts, operations
+
+
+def counted_with() -> str:
+    """What the counts depend on beside the kernels: the compiler, and the machine that it compiles for."""
+    return f"{find_compiler().version} for {platform.machine()}"
 
 
 def count_all(settings: Settings) -> list[Count]:
