@@ -13,9 +13,9 @@ demo: $(VENV)/demo.stamp
 test: lint
 	$(BIN)/pytest -n auto
 
-# Every Metal kernel, format and size in the emulator: hours instead of minutes.
+# Every Metal kernel, format and size in the emulator. Each test has a core of its own, without threads of BLAS beside it.
 test-metal-full: $(VENV)/test.stamp
-	$(BIN)/pytest -n auto -m metal_full
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxschedchunk 1 -m metal_full
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .

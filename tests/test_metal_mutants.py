@@ -39,6 +39,7 @@ BOUNDS = [
     ("gemm", "tiles.metal", "inside && at + i * W::word_k < w.k", "inside"),
     ("gemm", "tiles.metal", "row < m && column < n", "column < n"),
     ("gemm", "tiles.metal", "row < m && column < n", "row < m"),
+    ("striped", "reduce.metal", "if (i < count)", ""),
     ("dequantize", "tiles.metal", "column < w.n && at < w.k", "at < w.k"),
     ("dequantize", "tiles.metal", "column < w.n && at < w.k", "column < w.n"),
     ("dequantize", "dequantize.metal", "k0 + lane < k", "true"),
@@ -54,6 +55,8 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
     """What checked launches in the three orders report when `file` has this text."""
     whole = bridge.source
     monkeypatch.setattr(bridge, "source", lambda name: text if name == file else whole(name))
+    if file == "reduce.metal":
+        monkeypatch.setitem(bridge.REDUCE, "source", text)
     if kernel == "striped":  # one threadgroup for the whole list
         monkeypatch.setattr(bridge, "launch", lambda *problem: replace(choose.launch(*problem), grid=(128, 1, 1)))
     kernels = Kernels(emulator.metal_kernel)
