@@ -156,3 +156,21 @@ def test_info_says_what_was_found_and_chosen(capsys):
     assert lines["ISA"].removeprefix("levels").split(", ")[-1] == "portable"
     assert lines["chosen"].split()[0] in lines["ISA"]
     assert int(lines["threads"]) >= 1
+
+
+def test_nobody_waits_for_what_others_need():
+    """Importing billfish, or the command line, leaves frameworks, other machines' backends and containers alone."""
+    code = "import sys, billfish.cli; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    parts = {f"billfish.{part}" for part in ("nn", "llm", "checkpoints", "backends.cuda", "backends.metal", "bench")}
+    others = {"torch", "mlx", "transformers", "gguf", "safetensors", "tokenizers", "jinja2", "concurrent.futures"}
+    assert not (parts | others).intersection(modules)
+
+
+def test_names_that_are_imported_when_used_are_there():
+    assert set(bf.__all__) <= set(dir(bf))
+    for name in bf.__all__:
+        assert getattr(bf, name) is not None
+    assert bf.load is bf.checkpoints.load
+    with pytest.raises(AttributeError, match="module 'billfish' has no attribute 'nothing'"):
+        bf.nothing  # noqa: B018
