@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "decode.h"
 #include "halves.h"
-#include "problem.h"
 
 namespace BILLFISH_ISA {
 
@@ -35,52 +35,78 @@ template <int PLANES> __attribute__((always_inline)) inline void quantize_block(
   }
 }
 
-// One row of x [k], padded with zeros to whole blocks.
-template <int PLANES> inline void quantize_row_to(const float* x, int64_t k, const Activations8& out, int64_t row) {
-  for (int64_t b = 0; b < k / 32; b++) quantize_block<PLANES>(x + b * 32, out, row, b);
-  if (k % 32) {
-    float padded[32] = {};
-    std::copy(x + k / 32 * 32, x + k, padded);
-    quantize_block<PLANES>(padded, out, row, k / 32);
-  }
-}
-
-inline void quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
-  (out.planes == 2 ? quantize_row_to<2> : quantize_row_to<1>)(x, k, out, row);
-}
-
 // 2^exponent, for -149 .. 127.
 inline float power_of_two(int exponent) {
   return bits_to_float(exponent >= -126 ? uint32_t(exponent + 127) << 23 : 1u << (exponent + 149));
 }
 
-// One row of x [k]. False: it was to be divided, and is not finite.
-inline bool lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row) {
-  const int64_t lanes = out.lanes, group = row / lanes * out.blocks, lane = row % lanes;
-  float once = 1, again = 1, factors[4] = {1, 1, 1, 1};
-  if (out.power) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < k; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7fffffff);
-    if (largest >= 0x7f800000) return false;
-    // 2^exponent <= largest < 2^(exponent + 1). It is taken off in two steps, because 2^149 is no float.
-    const int exponent = largest ? std::ilogb(bits_to_float(largest)) : 0;
-    once = power_of_two(-exponent / 2), again = power_of_two(-exponent + exponent / 2);
-    out.power[row] = power_of_two(exponent);
-    std::copy(BYTE_FACTORS, BYTE_FACTORS + 4, factors);
+// The exponent of the largest magnitude of x [count]: 2^exponent <= largest < 2^(exponent + 1), or 128 where one is not finite.
+inline int largest_exponent(const float* x, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7fffffff);
+  return largest >= 0x7f800000 ? 128 : largest >= 1 << 23 ? int(largest >> 23) - 127 : largest ? std::ilogb(bits_to_float(largest)) : -149;
+}
+
+// A block of 32 values of x, below 2 in magnitude, in four planes: digits to the base of 256, 30 bits of fixed point below the
+// largest of them. Values of at least 1/64 of it are exact, and what others lose is 1/256 of what a float32 sum with the
+// largest among its terms loses; the sums of products with codes are exact.
+inline void quantize_exactly(const float* x, const Activations8& out, int64_t row, int64_t b) {
+  const int exponent = std::max(-96, largest_exponent(x, 32));
+  const float inverse = power_of_two(29 - exponent), scale = power_of_two(exponent - 29);
+  int32_t rest[32], pair[2][32];
+  for (int i = 0; i < 32; i++) rest[i] = int32_t(std::nearbyint(x[i] * inverse));
+  for (int plane = 3; plane >= 0; plane--) {  // the last digit first: that with the same last 8 bits
+    int8_t* digits = out.codes_of(row, b, plane);
+    if (plane % 2) std::copy(rest, rest + 32, pair[plane / 2]);
+    for (int i = 0; i < 32; i++) digits[i] = int8_t(rest[i]);
+    for (int i = 0; i < 32; i++) rest[i] = (rest[i] - digits[i]) >> 8;
   }
-  for (int64_t b = 0; b < out.blocks; b++) {
-    float block[32] = {}, halves[2] = {}, all = 0;
-    const int64_t count = std::min<int64_t>(32, k - b * 32);
-    for (int64_t i = 0; i < count; i++) block[i] = x[b * 32 + i] * once * again;
-    // Sums are taken in the order of the kernels.
-    for (int i = 0; i < 16; i++) halves[0] += block[i], halves[1] += block[16 + i];
-    for (int i = 0; i < 32; i++) all += block[i];
-    float* sums = out.sums + (group + b) * 3 * lanes + lane;
-    sums[0] = halves[0], sums[lanes] = halves[1], sums[2 * lanes] = all;
-    float* to = out.x + (group + b) * 32 * lanes + lane;
-    for (int i = 0; i < 32; i++) to[i * lanes] = block[i] * factors[i % 4];
+  for (int i = 0; i < 32; i++) pair[1][i] -= pair[0][i] * 65536;
+  const int64_t at = out.block_of(row, b), lanes = out.lanes, lane = row % lanes;
+  out.scale[at * 2 * lanes + lane] = scale, out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
+  for (int part = 0; part < 3; part++) {  // each half, and all
+    const int from = part == 1 ? 16 : 0, to = part == 0 ? 16 : 32;
+    int32_t sums[2] = {};
+    for (int i = from; i < to; i++) sums[0] += pair[0][i], sums[1] += pair[1][i];
+    for (int p = 0; p < 2; p++) out.sums[((at * 2 + p) * 3 + part) * lanes + lane] = sums[p];
+    out.totals[(at * 3 + part) * lanes + lane] = scale * (float(sums[0]) * 65536.0f + float(sums[1]));
+  }
+}
+
+// One row of x [k], padded with zeros to whole blocks: quantize(block of 32, number of the block).
+template <class F> inline void each_block(const float* x, int64_t k, F quantize) {
+  for (int64_t b = 0; b < k / 32; b++) quantize(x + b * 32, b);
+  if (k % 32) {
+    float padded[32] = {};
+    std::copy(x + k / 32 * 32, x + k, padded);
+    quantize(padded, k / 32);
+  }
+}
+
+// False: it was to be exact, and is not finite.
+inline bool quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
+  if (out.planes == billfish::EXACT_PLANES) {
+    const int exponent = largest_exponent(x, k);
+    if (exponent == 128) return false;
+    out.power[row] = power_of_two(exponent);
+    const float once = power_of_two(-exponent / 2), again = power_of_two(-exponent + exponent / 2);  // 2^149 is no float
+    each_block(x, k, [&](const float* block, int64_t b) {
+      float divided[32];
+      for (int i = 0; i < 32; i++) divided[i] = block[i] * once * again;
+      quantize_exactly(divided, out, row, b);
+    });
+  } else if (out.planes == 2) {
+    each_block(x, k, [&](const float* block, int64_t b) INLINED { quantize_block<2>(block, out, row, b); });
+  } else {
+    each_block(x, k, [&](const float* block, int64_t b) INLINED { quantize_block<1>(block, out, row, b); });
   }
   return true;
+}
+
+// One row of x [k] as it is, padded with zeros to whole blocks.
+inline void lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row) {
+  float* to = out.x + row / 4 * out.blocks * 32 * 4 + row % 4;
+  for (int64_t i = 0; i < out.blocks * 32; i++) to[i * 4] = i < k ? x[i] : 0.0f;
 }
 
 }  // namespace BILLFISH_ISA

@@ -1,4 +1,4 @@
-// y = x W^T in integers (q8, q16), for any number of rows of x.
+// y = x W^T in integers: q8 and q16 for any number of rows of x, exact for few.
 //
 // Few rows: codes are decoded as they are read, every byte of the stream once; one row alone reads its scales there too.
 // Many rows: a part of a tile is decoded once into a buffer that stays in the first-level cache, then multiplied with all
@@ -13,6 +13,7 @@ namespace BILLFISH_ISA {
 
 using billfish::Activations8;
 using billfish::Codes;
+using billfish::EXACT_PLANES;
 using billfish::MANY_ROWS;
 using billfish::TileShape;
 
@@ -53,8 +54,11 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
       Ints sum[T][PLANES][COUNT];
       unroll<T>([&](auto t) INLINED {
         unroll<COUNT>([&](auto r) INLINED {
-          unroll<PLANES - 1>([&](auto p) INLINED { sum[t][p][r] = splat_int(0); });
-          sum[t][PLANES - 1][r] = load_start(starts + ((half * 2 + (FIRST + r) % 2) * lanes + t) * START_INTS);
+          unroll<PLANES>([&](auto p) INLINED {
+            constexpr bool last_of_pair = PLANES == 1 || decltype(p)::value % 2;
+            constexpr int pair = decltype(p)::value / 2, pairs = PLANES == 4 ? 2 : 1;
+            sum[t][p][r] = last_of_pair ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * pairs + pair) * lanes + t) * START_INTS) : splat_int(0);
+          });
         });
       });
       constexpr int pieces = 2 / HALVES;  // of 16 bytes of x
@@ -78,13 +82,18 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
       unroll<COUNT>([&](auto r) INLINED {
         constexpr bool in_place = Decoder::in_place && (FIRST + decltype(r)::value) % 2;
         constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
-        Ints whole[T];
+        Ints whole[T], higher[T];  // of the last pair of planes, and of the first where there are two
         unroll<T>([&](auto t) INLINED {
           if constexpr (in_place) unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = subtract(sum[t][p][r], sum[t][p][r - 1]); });
           whole[t] = sum[t][PLANES - 1][r];
-          if constexpr (PLANES == 2) whole[t] = add(whole[t], shift_left<8>(sum[t][0][r]));
+          if constexpr (PLANES > 1) whole[t] = add(whole[t], shift_left<8>(sum[t][PLANES - 2][r]));
+          if constexpr (PLANES == 4) higher[t] = add(sum[t][1][r], shift_left<8>(sum[t][0][r]));
         });
-        if constexpr (direct) {
+        if constexpr (PLANES == 4) {  // no product of two scales here: it might be too small for a float
+          const Floats value = multiply_add(to_floats(whole[0]), to_floats(higher[0]), splat(65536));
+          total[0][r] = multiply_add(total[0][r], multiply_x<0>(value, scales[in_place]), source.scale(group, row_at));
+          if constexpr (Source::minimums) total[0][r] = multiply_add_x<0>(total[0][r], source.minimum(group, row_at), totals);
+        } else if constexpr (direct) {
           const Floats scale = source.scale(group, row_at);
           Floats both[T];
           unroll<T>([&](auto t) INLINED { both[t] = multiply_x<decltype(t)::value>(scale, scales[in_place]); });
@@ -138,12 +147,14 @@ void add_chunks(const Weights& w, const uint8_t* chunk, Blocks run, const Activa
       add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {chunk}, x, row, sums);
     });
   else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
-  else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+  else if (x.planes == EXACT_PLANES) {
+    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
 }
 
 using FewKernel = void (*)(const Weights&, const uint8_t*, Blocks, const Activations8&, int64_t, float*);
 
-// The kernel for the combinations of codes and scales that formats have, each of which is three more to compile; or null.
+// The kernel for the combinations of codes and scales that formats have, each of which is four more to compile; or null.
 inline FewKernel few_kernel(const Weights& w) {
   const bool halves = w.group == 16;
   switch (w.codes) {
@@ -186,9 +197,12 @@ inline bool buffered(const Weights& w, int64_t m, int32_t planes) {
   return m >= MANY_ROWS || !few_kernel(w) || (planes == 2 && m > ONE_BY_ONE);
 }
 
+// Whether exact products of few rows are made here, in four planes.
+inline bool exact_in_planes(const Weights& w, int64_t m) { return EXACT_IN_PLANES && !buffered(w, m, EXACT_PLANES); }
+
 // How many rows of x go together, for this many of them.
 inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
-  return m <= ONE_BY_ONE && !buffered(w, m, planes) ? 1 : X_ROWS;
+  return planes == EXACT_PLANES || (m <= ONE_BY_ONE && !buffered(w, m, planes)) ? 1 : X_ROWS;
 }
 
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
@@ -218,28 +232,28 @@ inline void add_blocks_to_rows(const Weights& w, Blocks run, const GroupScales& 
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
-// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, lanes,
+// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, pairs, lanes,
 // START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
 inline int64_t start_stride(const Weights& w, const Activations8& x) {
-  return buffered(w, x.m, x.planes) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.lanes * START_INTS;
+  return buffered(w, x.m, x.planes) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.pairs() * x.lanes * START_INTS;
 }
 
 inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last) {
-  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes;
+  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, pairs = x.pairs();
   const bool is_unsigned = w.codes != Codes::s8 && w.codes != Codes::table && !buffered(w, x.m, x.planes);
   const bool in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   const int64_t begin = first * x.blocks, end = x.start_stride ? last * x.blocks : first == 0 ? 1 : begin;
   for (int64_t at = begin; at < end; at++)
     for (int half = 0; half < halves; half++)
-      for (int lane = 0; lane < lanes; lane++) {
-        const int32_t sum = x.sums[(at * 3 + (halves == 2 ? half : 2)) * lanes + lane];
+      for (int i = 0; i < pairs * lanes; i++) {  // of each pair of planes, the lanes
+        const int32_t sum = x.sums[((at * pairs + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes];
         const uint32_t even = uint32_t(zero - bias * sum);
         // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
         const uint32_t odd = in_place ? even + uint32_t(zero + 16 * (HIGH_FLIP - bias) * sum) : even;
-        int32_t* out = x.starts + at * x.start_stride + (half * 2 * lanes + lane) * START_INTS;
+        int32_t* out = x.starts + at * x.start_stride + (half * 2 * pairs * lanes + i) * START_INTS;
         std::fill(out, out + START_INTS, int32_t(even));
-        std::fill(out + lanes * START_INTS, out + (lanes + 1) * START_INTS, int32_t(odd));
+        std::fill(out + pairs * lanes * START_INTS, out + (pairs * lanes + 1) * START_INTS, int32_t(odd));
       }
 }
 
@@ -291,9 +305,9 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   };
   if (x.lanes == 1) {
     for (int64_t tile = first; tile < last; tile++) {
-      alignas(64) float sums[ONE_BY_ONE * TILE_ROWS] = {};
+      alignas(64) float sums[MANY_ROWS * TILE_ROWS] = {};
       each_slice(shape, shape.chunks, [&](int64_t number, int64_t, int64_t blocks) { add(tile, number, blocks, sums); });
-      write_tile(sums, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
+      write_tile(sums, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
     }
     return;
   }

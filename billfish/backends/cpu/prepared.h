@@ -13,39 +13,36 @@ namespace billfish {
 // more to get afresh than to fill.
 class Prepared {
  public:
-  // For m rows; planes: 0 for exact, 1 for q8, 2 for q16. plain: x as it is for exact, whatever the level prefers.
+  // For m rows; planes: 0 for exact, 1 for q8, 2 for q16. plain: exact ones are to be kept as they are.
   void begin(const Level& level, const Weights& w, int64_t m, int planes, bool plain = false) {
-    level_ = &level, kind_ = w, planes_ = planes;
+    level_ = &level, kind_ = w;
+    planes_ = planes > 0 ? planes : !plain && level.exact_in_planes(w, m) ? EXACT_PLANES : 0;
     const int64_t blocks = blocks_of(w.k);
-    if (planes > 0) {
-      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, planes, level.lanes(w, m, planes)};
+    if (planes_ > 0) {
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, planes_, level.lanes(w, m, planes_)};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.groups() * blocks), rows = all * size_t(integers.lanes);
-      codes_.resize(rows * size_t(planes) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), sums_.resize(rows * 3 + 4);
-      starts_.resize(all * size_t(integers.start_stride) + 128);
+      codes_.resize(rows * size_t(planes_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
+      sums_.resize(rows * 3 * size_t(integers.pairs()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
       integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
       integers.sums = sums_.data(), integers.starts = starts_.data();
+      if (planes_ == EXACT_PLANES) values_.resize(size_t(m)), integers.power = values_.data();
     } else {
-      plain = plain || level.wants_plain(w, m);
-      exact = {nullptr, nullptr, nullptr, m, blocks, plain || m > 2 ? 4 : 1};
-      const size_t rows = size_t(exact.groups() * exact.lanes), all = rows * size_t(blocks);
-      values_.resize(all * BLOCK), totals_.resize(all * 3 + 4), scale_.resize(rows);
-      exact.x = values_.data(), exact.sums = totals_.data(), exact.power = plain ? nullptr : scale_.data();
+      exact = {nullptr, m, blocks};
+      values_.resize(size_t(exact.groups() * 4 * blocks * BLOCK)), exact.x = values_.data();
     }
   }
 
-  // `count` rows of x [count, k] from row `begin` on, up to eight; begin is a multiple of eight. False: these must
-  // be plain, because they are not finite.
+  // `count` rows of x [count, k] from row `begin` on, up to eight; begin is a multiple of eight. False: these must be plain,
+  // because they are not finite.
   bool put(const float* x, int64_t begin, int64_t count) {
     const int64_t k = kind_.k;
-    bool finite = true;
-    if (planes_ > 0) {
-      for (int64_t i = 0; i < count; i++) level_->quantize_row(x + i * k, k, integers, begin + i);
-      finish(begin, count);
-    } else {
-      for (int64_t i = 0; i < count; i++) finite = level_->lay_out_row(x + i * k, k, exact, begin + i) && finite;
-    }
-    return finite;
+    bool good = true;
+    for (int64_t i = 0; i < count; i++)
+      if (planes_ > 0) good = level_->quantize_row(x + i * k, k, integers, begin + i) && good;
+      else level_->lay_out_row(x + i * k, k, exact, begin + i);
+    if (planes_ > 0) finish(begin, count);
+    return good;
   }
 
   // Where rows have been put into `integers` by somebody else.

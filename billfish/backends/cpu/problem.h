@@ -26,17 +26,24 @@ struct Weights {
   uint8_t table[16];      // for Codes::table
 };
 
-// x in integers: int8 codes in one plane, or in two for q16 (256 * first + second), with a scale for each block. Rows go
-// side by side in groups of `lanes`, as many as a kernel takes at a time: [groups, blocks, ..., lanes].
+// How many planes of int8 make x exact; see quantize_exactly.
+constexpr int EXACT_PLANES = 4;
+
+// x in integers: int8 codes in one plane, in two for q16 (256 * first + second), or in four for exact products with few rows,
+// with a scale for each block. Rows go side by side in groups of `lanes`, as many as a kernel takes at a time:
+// [groups, blocks, ..., lanes]. Sums of four planes do not fit into an integer, so there are two: of the first two planes
+// and of the last two.
 struct Activations8 {
   int8_t* codes;    // [groups, blocks, planes, lanes, 32]
   float* scale;     // [groups, blocks, 2, lanes]: the scale, and a sixteenth of it
-  int32_t* sums;    // [groups, blocks, 3, lanes]: of the codes of each half of a block, and of all 32
-  float* totals;    // the same times the scale
+  int32_t* sums;    // [groups, blocks, pairs, 3, lanes]: of the codes of each half of a block, and of all 32
+  float* totals;    // [groups, blocks, 3, lanes]: the same times the scale
+  float* power;     // [m], for exact products: what each row was divided by beforehand, a power of two
   int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
   int64_t start_stride, m, blocks;
   int32_t planes, lanes;
 
+  int pairs() const { return planes == EXACT_PLANES ? 2 : 1; }
   int64_t groups() const { return (m + lanes - 1) / lanes; }
   int64_t block_of(int64_t row, int64_t block) const { return row / lanes * blocks + block; }
   int8_t* codes_of(int64_t row, int64_t block, int plane) const {
@@ -59,16 +66,12 @@ inline void finish_block(const Activations8& out, int64_t row, int64_t block, fl
   }
 }
 
-// x in float32, rows side by side in groups of `lanes` as in Activations8. For decoding in registers, each row is divided by a
-// power of two, so that its largest value is near 1, and values are multiplied by BYTE_FACTORS.
+// x as it is, rows side by side in fours: for exact products with many rows.
 struct ActivationsExact {
-  float* x;      // [groups, blocks * 32, lanes]
-  float* sums;   // [groups, blocks, 3, lanes]: of each half of a block, and of all 32
-  float* power;  // [m]: what each row was divided by; or null, and x is as it is
+  float* x;  // [groups, blocks * 32, 4]
   int64_t m, blocks;
-  int32_t lanes;
 
-  int64_t groups() const { return (m + lanes - 1) / lanes; }
+  int64_t groups() const { return (m + 3) / 4; }
 };
 
 // Codes as a file holds them: `bytes` bytes of a block from `offset` on, in runs of `width`, `bits` wide; see
@@ -97,14 +100,14 @@ struct Storage {
 struct Level {
   const char* name;
   int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
-  void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row);
+  // False: x was to be exact, and is not finite.
+  bool (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row);
   // Of x for these weights, with so many rows and planes: how many rows go together, and the stride of the starts.
   int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
   int64_t (*start_stride)(const Weights&, const Activations8&);
   void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last);
-  bool (*wants_plain)(const Weights&, int64_t m);  // x as it is, for multiply_exact
-  // False: this row cannot be divided, because it is not finite.
-  bool (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row);
+  bool (*exact_in_planes)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
+  void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.

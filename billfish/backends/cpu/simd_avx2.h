@@ -82,19 +82,16 @@ inline Ints load_start(const int32_t* p) { return {_mm256_set1_epi32(*p)}; }
 template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
-// Byte K of each 32-bit lane. Elsewhere a float of this is BYTE_FACTORS[K] too small, and sums SUM_FACTOR.
-constexpr float SUM_FACTOR = 1;
-constexpr float BYTE_FACTORS[4] = {1, 1, 1, 1};
-template <int K> Floats byte_as_floats(Bytes v) {
+// Byte K of each 32-bit lane, less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   if constexpr (K > 0) v = _mm256_srli_epi32(v, 8 * K);
   if constexpr (K < 3) v = _mm256_and_si256(v, _mm256_set1_epi32(255));
-  return _mm256_cvtepi32_ps(v);
+  return _mm256_sub_ps(_mm256_cvtepi32_ps(v), offset);
 }
-// The same less byte_offset(bias).
-inline Floats byte_offset(int bias) { return splat(float(-bias)); }
-template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return add(byte_as_floats<K>(v), offset); }
-// For gemm_exact.h: whether codes of few rows are decoded in registers, and vectors of sums that there are registers for, a quarter.
-constexpr bool IN_REGISTERS = true;
+
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+constexpr bool EXACT_IN_PLANES = true;
 constexpr int SUM_VECTORS = 2;
 
 struct FloatActivations { const float* p; };

@@ -78,8 +78,8 @@ template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset
   else return vmulq_f32(vcvtq_f32_s32(v), scale);
 }
 
-// Byte K of each 32-bit lane, less byte_offset(bias). Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is
-// taken off is that much more. 2^23 comes from memory each time: loads are free here, and copies of registers are not.
+// Byte K of each 32-bit lane, less `bias`. Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is taken
+// off is byte_offset(bias). 2^23 comes from memory each time: loads are free here, and copies of registers are not.
 alignas(16) const uint32_t TWO_TO_23[4] = {0x4b000000, 0x4b000000, 0x4b000000, 0x4b000000};
 inline Floats byte_offset(int bias) { return vdupq_n_f32(8388608.0f + float(bias)); }
 template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
@@ -90,19 +90,8 @@ template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), offset);
 }
 
-// Byte K of each 32-bit lane as a float without any conversion: integers below 2^24 *are* floats, of 2^-149 times their
-// value, since subnormal numbers and the first normal ones are evenly spaced. Byte K alone is 2^(8K - 149) times its value,
-// and byte 3, moved down, 2^-149. x is multiplied by BYTE_FACTORS to make all products equal, and sums by SUM_FACTOR.
-// Cores with NEON multiply subnormal numbers as fast as others; x86 does not.
-constexpr float SUM_FACTOR = 0x1p24f;
-constexpr float BYTE_FACTORS[4] = {0x1p125f, 0x1p117f, 0x1p109f, 0x1p125f};
-template <int K> Floats byte_as_floats(Bytes v) {
-  const uint32x4_t words = vreinterpretq_u32_u8(v);
-  if constexpr (K == 3) return vreinterpretq_f32_u32(vshrq_n_u32(words, 24));
-  else return vreinterpretq_f32_u32(vandq_u32(words, vdupq_n_u32(255u << (8 * K))));
-}
-// For gemm_exact.h: whether codes of few rows are decoded in registers, and vectors of sums that there are registers for, a quarter.
-constexpr bool IN_REGISTERS = true;
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+constexpr bool EXACT_IN_PLANES = true;
 constexpr int SUM_VECTORS = 4;
 
 // Four values of x; multiply_add_x<L> multiplies with value L.

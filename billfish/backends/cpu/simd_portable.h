@@ -69,16 +69,9 @@ inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
-// Byte K of each 32-bit lane. Elsewhere a float of this is BYTE_FACTORS[K] too small, and sums SUM_FACTOR.
-constexpr float SUM_FACTOR = 1;
-constexpr float BYTE_FACTORS[4] = {1, 1, 1, 1};
-template <int K> Floats byte_as_floats(Bytes v) { return to_floats(signed_bytes<K>(v) & 255); }
-// The same less byte_offset(bias).
-inline Floats byte_offset(int bias) { return splat(float(-bias)); }
-template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return add(byte_as_floats<K>(v), offset); }
-// For gemm_exact.h: whether codes of few rows are decoded in registers, and vectors of sums that there are registers for, a quarter.
-constexpr bool IN_REGISTERS = false;
-constexpr int SUM_VECTORS = 2;
+// Byte K of each 32-bit lane, less byte_offset(bias).
+inline Floats byte_offset(int bias) { return splat(float(bias)); }
+template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return to_floats(signed_bytes<K>(v) & 255) - offset; }
 
 // Integer sums start at zero and are converted; see simd_neon.h for the other way.
 constexpr int32_t SUM_START = 0;
@@ -87,6 +80,10 @@ constexpr int START_INTS = 1;
 inline Ints load_start(const int32_t* p) { return splat_int(*p); }
 template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
+
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+constexpr bool EXACT_IN_PLANES = false;
+constexpr int SUM_VECTORS = 2;
 
 struct FloatActivations { const float* p; };
 inline FloatActivations load_x(const float* p) { return {p}; }
