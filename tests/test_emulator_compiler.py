@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,25 @@ def test_clang_must_be_new_enough(
     if good:
         assert compiler.find_compiler().command == (str(clang),)
     else:
-        with pytest.raises(BackendUnavailable, match="neither ziglang nor clang >= 19"):
+        with pytest.raises(BackendUnavailable, match=r"neither ziglang >= 0\.14 nor clang >= 19"):
+            compiler.find_compiler()
+
+
+@pytest.mark.parametrize(("version", "good"), [("0.13.0", False), ("0.14.1", True), ("1.0.0-dev.5", True)])
+def test_zig_must_be_new_enough(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, good: bool
+) -> None:
+    zig = tmp_path / "zig"
+    zig.write_text(f"#!/bin/sh\necho {version}\n")
+    zig.chmod(0o755)
+    package = ModuleSpec("ziglang", None, is_package=True)
+    package.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    if good:
+        assert compiler.find_compiler().command == (str(zig), "cc")
+    else:
+        with pytest.raises(BackendUnavailable, match="neither ziglang"):
             compiler.find_compiler()
 
 

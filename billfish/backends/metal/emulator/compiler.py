@@ -24,7 +24,8 @@ from billfish.errors import BackendUnavailable
 
 HERE = Path(__file__).parent
 SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
-OLDEST_CLANG = 19  # before, clang does not compute in bfloat on aarch64: LLVM ends itself
+# Before, clang does not compute in bfloat on aarch64: LLVM ends itself. Zig 0.14 is the first with that clang.
+OLDEST_CLANG, OLDEST_ZIG = 19, (0, 14)
 
 _DARWIN = sys.platform == "darwin"
 _COMMON_FLAGS = ["-x", "c++", "-std=c++17", "-O2", "-fPIC", "-nostdinc", "-nostdinc++", "-fno-exceptions", "-fno-rtti"]
@@ -68,14 +69,15 @@ class Compiler:
 
 @cache
 def find_compiler() -> Compiler:
-    """`zig cc` of the package ziglang, or a clang that is new enough."""
+    """`zig cc` of the package ziglang, or clang; either must be new enough."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     spec = importlib.util.find_spec("ziglang")
     if spec is not None and spec.submodule_search_locations:
         zig = str(Path(spec.submodule_search_locations[0]) / "zig")
         version = subprocess.run([zig, "version"], capture_output=True, text=True, check=True).stdout.strip()
-        # Not the machine's own processor: the cache may lie on a disk that other machines share.
-        return Compiler((zig, "cc"), f"zig {version}", ("-mcpu=x86_64_v3",) if x86 else ("-mcpu=generic",))
+        if tuple(map(int, version.split(".")[:2])) >= OLDEST_ZIG:
+            # Not the machine's own processor: the cache may lie on a disk that other machines share.
+            return Compiler((zig, "cc"), f"zig {version}", ("-mcpu=x86_64_v3",) if x86 else ("-mcpu=generic",))
     for name in ["clang", *(f"clang-{version}" for version in range(40, OLDEST_CLANG - 1, -1))]:
         path = shutil.which(name)
         if path is None:
@@ -85,8 +87,8 @@ def find_compiler() -> Compiler:
         if found and int(found[1]) >= OLDEST_CLANG:
             return Compiler((path,), version.splitlines()[0], ("-march=x86-64-v3",) if x86 else ())
     raise BackendUnavailable(
-        f"[metal_kernel] the Metal emulator compiles kernels with clang and found neither ziglang nor clang >= "
-        f"{OLDEST_CLANG}: pip install 'billfish[metal-emulator]'"
+        f"[metal_kernel] the Metal emulator compiles kernels with clang and found neither ziglang >= "
+        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: pip install 'billfish[metal-emulator]'"
     )
 
 
