@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import re
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +44,32 @@ SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+class Items(NamedTuple):
+    """The items of a list, as bytes: a vocabulary is only decoded when it is asked for."""
+
+    kind: int
+    length: int
+    data: memoryview
+    ends: array[int]  # of strings, where each ends
+
+    def decode(self) -> list[Any]:
+        if self.kind != STRING:
+            return np.frombuffer(self.data, SCALARS[self.kind], self.length).tolist()
+        data = bytes(self.data)
+        try:
+            return [data[start + 8 : end].decode() for start, end in self._spans()]  # each behind its length
+        except UnicodeDecodeError:
+            return [data[start + 8 : end].decode("utf-8", "replace") for start, end in self._spans()]
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return pairwise(chain((0,), self.ends))
+
+
 class Field(NamedTuple):
     """One field of the metadata."""
 
-    kind: int  # as a number, as in the file
-    item: int | None  # of a list, the kind of its items
-    content: Any  # of a list, (how many, their bytes): a vocabulary is only decoded when it is asked for
+    kind: int  # a number, as in the file
+    content: Any  # of a list, Items
 
 
 class Info(NamedTuple):
@@ -70,12 +92,8 @@ class Metadata(Mapping[str, Any]):
         self._fields = fields
 
     def __getitem__(self, name: str) -> Any:
-        kind, item, content = self._fields[name]
-        if kind != ARRAY:
-            return content
-        assert item is not None
-        count, data = content
-        return strings(data, count) if item == STRING else np.frombuffer(data, SCALARS[item], count).tolist()
+        content = self._fields[name].content
+        return content.decode() if isinstance(content, Items) else content
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -86,46 +104,29 @@ class Metadata(Mapping[str, Any]):
     def length(self, name: str) -> int:
         """How many items a list has, without decoding them; 0 if there is none."""
         field = self._fields.get(name)
-        return int(field.content[0]) if field is not None and field.kind == ARRAY else 0
+        return field.content.length if field is not None and isinstance(field.content, Items) else 0
 
     def types(self, name: str) -> tuple[int, int | None]:
         """The type of a field, and of its items if it is a list; numbers as in the file."""
-        return self._fields[name][:2]
+        kind, content = self._fields[name]
+        return kind, content.kind if isinstance(content, Items) else None
 
 
-def strings(buffer: memoryview, count: int) -> list[str]:
-    """A list of strings, each behind its length in 8 bytes."""
-    data, found, at, length_at = bytes(buffer), [], 0, struct.Struct("<Q").unpack_from
-    for _ in range(count):  # a vocabulary has hundreds of thousands: nothing but the least in here
-        end = at + 8 + length_at(data, at)[0]
-        found.append(data[at + 8 : end].decode("utf-8", "replace"))
-        at = end
-    return found
-
-
-def end_of_strings(data: memoryview, at: int, count: int) -> int:
-    """Where such a list ends that begins at `at`."""
-    length_at = struct.Struct("<Q").unpack_from
-    for _ in range(count):
-        if at + 8 > len(data):
-            raise ValueError(f"a list of {count} strings, with room for fewer")
-        at += 8 + length_at(data, at)[0]
-    if at > len(data):
-        raise ValueError("a string that goes beyond the end")
-    return at
-
-
-def list_bytes(data: memoryview, at: int, item: int, count: int) -> memoryview:
-    """The bytes of a list that begins at `at`."""
-    if item == STRING:
-        end = end_of_strings(data, at, count)
-    elif item in SCALARS:
-        end = at + count * np.dtype(SCALARS[item]).itemsize
+def list_items(data: memoryview, at: int, kind: int, count: int) -> Items:
+    """A list that begins at `at`."""
+    ends = array("Q")  # a hostile file is full of empty strings, and may not take more memory than it is worth
+    if kind == STRING:
+        length_at, end = struct.Struct("<Q").unpack_from, at
+        for _ in range(count):  # a vocabulary has hundreds of thousands: nothing but the least in here
+            end += 8 + length_at(data, end)[0]
+            ends.append(end - at)
+    elif kind in SCALARS:
+        end = at + count * np.dtype(SCALARS[kind]).itemsize
     else:
-        raise ValueError(f"a list of items of type {item}")
+        raise ValueError(f"a list of items of type {kind}")
     if end > len(data):
         raise ValueError(f"a list of {count} items, with room for fewer")
-    return data[at:end]
+    return Items(kind, count, data[at:end], ends)
 
 
 def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.container import MappedFile, damaged
-from billfish.checkpoints.gguf import ARRAY, SCALARS, STRING, Field, Header, Info, list_bytes, nbytes_of
+from billfish.checkpoints.gguf import ARRAY, SCALARS, STRING, Field, Header, Info, list_items, nbytes_of
 
 # ggml's numbers for the types of tensors that we know.
 KINDS = {
@@ -49,7 +49,7 @@ def read_header(file: MappedFile) -> Header:
     cursor = Cursor(file)
     try:
         return cursor.read_header()
-    except (struct.error, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
+    except (struct.error, UnicodeDecodeError, KeyError, ValueError, TypeError, OverflowError) as error:
         got = f"a header that breaks off or is damaged at byte {cursor.at} ({error})"
         raise damaged(file.path, got, "a GGUF file") from None
 
@@ -89,15 +89,15 @@ class Cursor:
     def field(self) -> Field:
         (kind,) = self.numbers("I")
         if kind == STRING:
-            return Field(kind, None, self.string())
+            return Field(kind, self.string())
         if kind != ARRAY:
             value = np.frombuffer(self.data, SCALARS[kind], 1, self.at)
             self.at += value.nbytes
-            return Field(kind, None, value.item())
+            return Field(kind, value.item())
         item, count = self.numbers("IQ")
-        data = list_bytes(self.data, self.at, item, count)
-        self.at += len(data)
-        return Field(kind, item, (count, data))
+        items = list_items(self.data, self.at, item, count)
+        self.at += len(items.data)
+        return Field(kind, items)
 
     def info(self) -> Info:
         name = self.string()

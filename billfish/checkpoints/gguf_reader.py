@@ -6,14 +6,18 @@ million Python objects.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 
 from billfish.checkpoints.container import MappedFile, damaged
-from billfish.checkpoints.gguf import ARRAY, Field, Header, Info, list_bytes
+from billfish.checkpoints.gguf import ARRAY, Field, Header, Info, list_items
 from billfish.extras import require
 from billfish.format import Array
+
+# How the library, or a read that goes beyond the end, says no.
+REFUSALS = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)
 
 
 def read_header(file: MappedFile) -> Header:
@@ -30,8 +34,8 @@ def read_header(file: MappedFile) -> Header:
             if raw_type != ARRAY:
                 return super()._get_field_parts(orig_offs, raw_type)
             item, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-            data = list_bytes(memoryview(self.data), orig_offs + 12, item, count)
-            return 12 + len(data), [(item, count, data)], [0], [gguf.GGUFValueType.ARRAY]
+            items = list_items(memoryview(self.data), orig_offs + 12, item, count)
+            return 12 + len(items.data), [items], [0], [gguf.GGUFValueType.ARRAY]
 
     head = file.view(0, min(8, file.size), np.uint8, (-1,)).tobytes()
     if len(head) == 8 and head[4:6] == b"\0\0":
@@ -39,17 +43,14 @@ def read_header(file: MappedFile) -> Header:
     try:
         reader = Reader(file.path)
         fields = {name: _field(field) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:  # how the library says no
+    except REFUSALS as error:
         raise damaged(file.path, f"a damaged header ({error})", "a GGUF file") from None
     return fields, [_info(tensor) for tensor in reader.tensors]
 
 
 def _field(field: Any) -> Field:
     kind = int(field.types[0])
-    if kind != ARRAY:
-        return Field(kind, None, field.contents())
-    item, count, data = field.parts[-1]
-    return Field(kind, item, (count, data))
+    return Field(kind, field.parts[-1] if kind == ARRAY else field.contents())
 
 
 def _info(tensor: Any) -> Info:

@@ -140,7 +140,7 @@ class Tokenizer:
 def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str | None) -> Any:
     tokenizers = require("tokenizers", "llm")
     parts = tokenizers.pre_tokenizers
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    vocabulary = dict(zip(pieces, range(len(pieces)), strict=True))
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     # Llama 3 and Qwen have pieces that no merges lead to: a word that is one is taken whole.
     model = tokenizers.models.BPE(vocabulary, pairs, ignore_merges=pattern is not None)
