@@ -23,10 +23,11 @@ constexpr int PREFETCH = 8192;  // bytes ahead
 // Blocks to groups: 0 where each block has its own, 2 where four share one.
 inline int scale_shift(int group) { return group <= 32 ? 0 : group == 64 ? 1 : group == 128 ? 2 : 3; }
 
-// Consecutive blocks of a tile. After each chunk of eight, `gap` bytes of something else come before the next codes.
+// Consecutive blocks of a tile. After each chunk of eight, `gap` bytes of something else come before the next codes, or
+// `last_gap` where those are a last chunk that is not full.
 struct Blocks {
   const uint8_t* codes;
-  size_t gap;
+  size_t gap, last_gap;
   int64_t first, count;
 };
 
@@ -112,7 +113,7 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
     });
     const bool chunk_ends = (b & 7) == 7;
     if constexpr (direct) source.p += chunk_ends ? 8 * Decoder::block_bytes + run.gap : 0;
-    codes += Decoder::block_bytes + (chunk_ends ? run.gap : 0);
+    codes += Decoder::block_bytes + (!chunk_ends ? 0 : run.count - b > 8 ? run.gap : run.last_gap);
     x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
   }
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
@@ -299,14 +300,14 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   const FewKernel kernel = few_kernel(w);
   auto add = [&](int64_t tile, int64_t number, int64_t blocks, float* sums) {
     const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
-    const size_t header = billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(std::min<int64_t>(blocks, 8))));
-    for (int64_t row = 0; row < x.m; row += x.lanes)
-      kernel(w, chunk, {chunk + header, header, number * 8, blocks}, x, row, sums + row * TILE_ROWS);
+    auto header = [&](int64_t some) { return billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(some))); };
+    const Blocks run{chunk + header(std::min<int64_t>(blocks, 8)), header(8), header(blocks % 8), number * 8, blocks};
+    for (int64_t row = 0; row < x.m; row += x.lanes) kernel(w, chunk, run, x, row, sums + row * TILE_ROWS);
   };
   if (x.lanes == 1) {
     for (int64_t tile = first; tile < last; tile++) {
       alignas(64) float sums[MANY_ROWS * TILE_ROWS] = {};
-      each_slice(shape, shape.chunks, [&](int64_t number, int64_t, int64_t blocks) { add(tile, number, blocks, sums); });
+      add(tile, 0, shape.blocks, sums);
       write_tile(sums, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
     }
     return;
@@ -348,7 +349,7 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
         for (int64_t c = 0; c < count; c++)
           decode_blocks<Decoder>(chunk + c * shape.full_chunk_bytes + header, w.table, each, w.bias, SLICE * shape.full_chunk_bytes,
                                  bytes + c * 8 * Whole::block_bytes);
-        const Blocks run{bytes, 0, number * 8, blocks};
+        const Blocks run{bytes, 0, 0, number * 8, blocks};
         for (int64_t row = first_row; row < last_row; row += X_ROWS)
           add_blocks_to_rows(w, run, scales.all(), x, row, sums.data() + (row - first_row) * TILE_ROWS);
       });
