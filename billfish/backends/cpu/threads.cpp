@@ -46,8 +46,8 @@ void leave_core(int) {}
 
 class Pool {
  public:
-  explicit Pool(int helpers) {
-    for (int i = 0; i < helpers; i++) workers_.emplace_back([this] { serve(); });
+  explicit Pool(int helpers) : lanes_(size_t(helpers) + 1) {
+    for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
   }
 
   ~Pool() {
@@ -58,14 +58,15 @@ class Pool {
 
   // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-    const int64_t all = int64_t(workers_.size()) + 1;
-    const uint64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
-    count_ = count;
+    const int64_t all = int64_t(lanes_.size());
+    const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
+    count_ = count, pieces_ = pieces;
     body_ = &body;
     done_.store(0, std::memory_order_relaxed);
-    ticket_.store(pieces, std::memory_order_release);
+    for (int64_t i = 0; i < all; i++)
+      lanes_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
     announce();
-    work();
+    work(0);
     while (done_.load(std::memory_order_acquire) != pieces) pause();
   }
 
@@ -82,24 +83,32 @@ class Pool {
     }
   }
 
-  // A ticket holds the number of the next piece and how many there are: (next << 32) | pieces. Whoever draws a valid
-  // one knows from it alone that its round is not over, so that count_ and body_ are still that round's.
-  void work() {
-    for (;;) {
-      const uint64_t ticket = ticket_.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
-      const int64_t piece = int64_t(ticket >> 32), pieces = int64_t(ticket & 0xffffffff);
-      if (piece >= pieces) return;
-      (*body_)(count_ * piece / pieces, count_ * (piece + 1) / pieces);
-      done_.fetch_add(1, std::memory_order_acq_rel);
+  // Each thread has a lane of pieces that lie one after the other, and when it is through with it, takes from the others'.
+  // A ticket holds the number of the lane's next piece and its end: (next << 32) | end. Whoever draws a valid one knows from
+  // it alone that its round is not over, so that count_, pieces_ and body_ are still that round's.
+  struct alignas(64) Lane {
+    std::atomic<uint64_t> ticket{0};
+  };
+
+  void work(size_t own) {
+    for (size_t i = 0; i < lanes_.size(); i++) {
+      Lane& lane = lanes_[(own + i) % lanes_.size()];
+      for (;;) {
+        const uint64_t ticket = lane.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
+        const int64_t piece = int64_t(ticket >> 32), end = int64_t(ticket & 0xffffffff);
+        if (piece >= end) break;
+        (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
+        done_.fetch_add(1, std::memory_order_acq_rel);
+      }
     }
   }
 
-  void serve() {
+  void serve(size_t own) {
     uint64_t seen = 0;
     for (;;) {
       seen = wait_for_round_after(seen);
       if (stop_.load()) return;
-      work();
+      work(own);
     }
   }
 
@@ -121,13 +130,15 @@ class Pool {
     return round_.load();
   }
 
+  std::vector<Lane> lanes_;
   std::vector<std::thread> workers_;
-  std::atomic<uint64_t> round_{0}, ticket_{0}, done_{0};
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int64_t> done_{0};
   std::atomic<int> sleepers_{0}, caller_core_{-1};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
-  int64_t count_ = 0;
+  int64_t count_ = 0, pieces_ = 0;
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };
 
