@@ -1,4 +1,4 @@
-"""The parts around the decoder: files, tokenizers, chat templates, sampling, commands. Small random models only."""
+"""The parts around the decoder: files, sampling, generation, evaluation, commands. Small random models only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import sys
 
 import numpy as np
 import pytest
-from llm_models import TEMPLATE, Small, vocabulary, write_model
+from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.checkpoints import gguf_header, gguf_reader
 from billfish.checkpoints.container import MappedFile
 from billfish.cli import main
 from billfish.llm import commands, default_model, evaluate, load
-from billfish.llm.chat import ChatTemplate
 from billfish.llm.sampling import Sampler, Sampling, best_of
-from billfish.llm.tokenizer import CUTS, Tokenizer, byte_characters
 
 
 @pytest.fixture(scope="module")
@@ -93,119 +91,6 @@ def test_models_that_cannot_run_say_why(tmp_path, small, message):
     write_model(tmp_path / "model.gguf", small)
     with pytest.raises(bf.ModelError, match=message):
         load(tmp_path / "model.gguf")
-
-
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
-
-
-def test_byte_characters_are_gpt2s():
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    assert byte_characters() == {character: byte for byte, character in bytes_to_unicode().items()}
-
-
-def metadata_of(architecture, **fields):
-    pieces, kinds = vocabulary(architecture)
-    about = {"model": "gpt2", "tokens": pieces, "token_type": kinds, "merges": ["a b"], "bos_token_id": 0}
-    return {f"tokenizer.ggml.{name}": value for name, value in (about | {"eos_token_id": 1} | fields).items()}
-
-
-@pytest.mark.parametrize("pre", CUTS)
-def test_every_cut_gives_the_text_back(pre):
-    tokenizer = Tokenizer(metadata_of("llama", pre=pre))
-    text = "ab's  ab12345 \n\n\té🎣<s>ab"
-    tokens = tokenizer.encode(text, special=False, start=False)
-    assert tokenizer.decode(tokens) == text
-    assert tokens[0] == tokenizer.pieces.index("ab")
-    assert 0 not in tokens
-
-
-def test_control_tokens_count_where_they_may():
-    tokenizer = Tokenizer(metadata_of("llama", add_bos_token=True))
-    ab = tokenizer.pieces.index("ab")
-    assert tokenizer.encode("<|user|>ab") == [0, 2, ab]
-    assert tokenizer.encode("<s>ab") == [0, ab]
-    assert tokenizer.encode("ab", start=False) == [ab]
-    assert tokenizer.decode([0, 2, ab, 1]) == "ab"
-    assert tokenizer.ends == {1}
-
-
-def test_sentencepiece_merges_by_score_and_spells_the_rest_in_bytes():
-    pieces, _ = vocabulary("gemma")
-    scores = [0.0] * 260 + [-1.0, -2.0, -3.0, -5.0, -4.0, -6.0]
-    tokenizer = Tokenizer(metadata_of("gemma", model="llama", scores=scores))
-    names = [pieces[token] for token in tokenizer.encode("ab a é", start=False)]
-    # "ab" scores above "▁a", so it is made first, and then "▁ab".
-    assert names == ["▁ab", "▁a", "▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(tokenizer.encode("ab a é")) == " ab a é"
-    assert tokenizer.encode("ab")[0] == 0
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma"])
-def test_a_tokenizer_as_json_does_the_same(architecture):
-    from tokenizers import Tokenizer as Fast
-
-    model, more = ("llama", {"scores": [-float(i) for i in range(266)]}) if architecture == "gemma" else ("gpt2", {})
-    tokenizer = Tokenizer(metadata_of(architecture, model=model, add_bos_token=True, **more))
-    again = Fast.from_str(tokenizer.to_json())
-    for text in ("ab's  ab12 \n\té🎣", " a", "ab</s>", ""):
-        tokens = tokenizer.encode(text)
-        assert again.encode(text).ids == tokens
-        assert again.decode(tokens) == tokenizer.decode(tokens).removeprefix(" " if model == "llama" else "")
-
-
-def test_characters_spread_over_tokens_wait_for_their_last_byte():
-    tokenizer = Tokenizer(metadata_of("llama"))
-    tokens = tokenizer.encode("é🎣", start=False)
-    assert list(tokenizer.stream(tokens)) == ["", "é", "", "", "", "🎣", ""]
-    assert list(tokenizer.stream(tokens[:-1]))[-1] == "�"
-
-
-def test_unknown_tokenizers_are_refused():
-    for fields in ({"model": "rwkv"}, {"pre": "tekken"}):
-        with pytest.raises(bf.ModelError, match=r"tokenizer.ggml.model: got '"):
-            Tokenizer(metadata_of("llama", **fields))
-
-
-# ---- chat templates -------------------------------------------------------------------------------------------------
-
-TEMPLATES = {
-    "small": TEMPLATE,
-    "smollm": "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are helpful<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "blocks": "{{ bos_token }}\n  {%- for m in messages %}\n    {% if m.role == 'system' %}\n{% continue %}\n"
-    "{% endif %}\n[{{ loop.index0 }}] {{ m.content | trim | tojson }}{{ eos_token }}\n{%- endfor %}\n",
-}
-
-
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
-def test_templates_render_as_transformers_renders_them(source):
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Fast(BPE()), bos_token="<s>", eos_token="</s>")
-    theirs.chat_template = source
-    messages = [
-        {"role": "system", "content": "Be <brief> & kind."},
-        {"role": "user", "content": " 1 < 2, isn't it? é🎣 "},
-        {"role": "assistant", "content": 'Yes "it" is.'},
-        {"role": "user", "content": "Why?"},
-    ]
-    for conversation in (messages, messages[1:2]):
-        expected = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        assert ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(conversation) == expected
-
-
-def test_templates_are_kept_in_a_sandbox():
-    with pytest.raises(bf.ModelError, match="messages"):
-        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render([{"role": "user"}])
-    with pytest.raises(bf.ModelError, match="roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}").render([{"role": "user"}])
-    with pytest.raises(bf.ModelError, match="chat_template"):
-        ChatTemplate("{% for %}")
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ best score first, and what no piece covers is spelled in bytes.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -48,15 +49,12 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.model = metadata.get("tokenizer.ggml.model")
-        self.pieces: list[str] = metadata.get("tokenizer.ggml.tokens", [])
-        self.kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(self.pieces))
         pre = str(metadata.get("tokenizer.ggml.pre", "default"))
         if self.model != "llama" and (self.model != "gpt2" or pre not in CUTS):
             got = f"{self.model!r} cut as {pre!r}"
             takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
             raise ModelError(complaint(CALL, "tokenizer.ggml.model", got, takes))
-        if not isinstance(self.pieces, list) or not isinstance(self.kinds, list) or len(self.kinds) != len(self.pieces):
-            raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
+        self.pieces, self.kinds = _pieces(metadata)
         self._bytes = byte_characters() if self.model == "gpt2" else {}
         self._space_first = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
         added = require("tokenizers", "llm").AddedToken
@@ -106,7 +104,7 @@ class Tokenizer:
             return piece.encode()
         if self.model == "llama":
             return piece.replace("▁", " ").encode()
-        return bytes(self._bytes[c] for c in piece)
+        return b"".join(bytes([self._bytes[c]]) if c in self._bytes else c.encode() for c in piece)
 
     def to_json(self) -> str:
         """What the `tokenizers` library keeps in a tokenizer.json: this one, with its way back from tokens to text."""
@@ -135,6 +133,22 @@ class Tokenizer:
         for token in tokens:
             yield decoder.decode(self.piece_bytes(token))
         yield decoder.decode(b"", final=True)
+
+
+def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """The vocabulary, and the kind of each of its pieces."""
+    pieces = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(pieces, list):
+        raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", repr(pieces), "a vocabulary"))
+    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces))
+    if not isinstance(kinds, list) or len(kinds) != len(pieces):
+        raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
+    if BYTE in kinds:  # of byte-level BPE, none
+        spelled = (piece for piece, kind in zip(pieces, kinds, strict=True) if kind == BYTE)
+        odd = next((piece for piece in spelled if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)), None)
+        if odd is not None:
+            raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", f"{odd!r} for a byte", "such as '<0x0A>'"))
+    return pieces, kinds
 
 
 def _gpt2(pieces: list[str], merges: list[str], digits_alone: bool, pattern: str | None) -> Any:
