@@ -27,6 +27,7 @@ import numpy as np
 
 import billfish
 from billfish.backends.cpu import _cpu
+from billfish.bench.limits import cpu_name
 from billfish.files import write_atomically
 from billfish.llm import Cache, Model, default_model, load
 from billfish.llm.generation import feed
@@ -118,7 +119,6 @@ def main() -> None:
         choices=("generation", "prompt", "cold start"),
         help="measure one of them, and keep the others' records",
     )
-    parser.add_argument("--cpu", default=platform.machine(), help="what the machine is called in the records")
     parser.add_argument("--json", metavar="FILE", help="write the records there")
     arguments = parser.parse_args()
     threads, path = arguments.threads, default_model()
@@ -162,7 +162,7 @@ def main() -> None:
     if arguments.json:
         about = {
             "machine": platform.machine(),
-            "cpu": arguments.cpu,
+            "cpu": f"{platform.machine()} {cpu_name()}",
             "threads": threads,
             "kernels": model.decoder.kernels,
             "billfish": billfish.__version__,
