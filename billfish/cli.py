@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
 
     bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
-    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu or metal (cpu)")
+    bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu, cuda or metal (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
     bench.add_argument("--m", default="1,16,256", metavar="LIST", help="rows of x (1,16,256)")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,6 +180,21 @@ def test_scales_stay_as_small_as_the_file_has_them():
     assert kinds["iq4_nl"].table
 
 
+@pytest.mark.parametrize(("factor", "center"), [(2.0**15, 8), (2.0**11, 8), (2.0**15, 128)])
+def test_codes_are_decoded_and_scaled_with_one_rounding(factor, center):
+    """decode.cuh's fma(code * 2^-24, scale * factor, -center * scale * 2^-9): its factors are float16s, for scales from
+    2^-6 to 2, so the result is (code - center) * scale * 2^-9 rounded once."""
+    bits = np.arange(np.float16(2.0**-6).view(np.uint16), np.float16(2).view(np.uint16), dtype=np.uint16)
+    scale = bits.view(np.float16).astype(np.float64)
+    for number in (scale * factor, -center * scale * 2.0**-9):
+        assert (number.astype(np.float16) == number).all()
+    shift = 2.0**15 / factor  # a code that lies a nibble higher is as much larger
+    code = np.arange(2 * center) * shift
+    assert (code.astype(np.uint16).view(np.float16) == code * 2.0**-24).all()
+    exact = (code * 2.0**-24)[:, None] * (scale * factor) - center * scale * 2.0**-9
+    assert (exact == (np.arange(2 * center) - center)[:, None] * scale * 2.0**-9).all()
+
+
 # ---- compiling, for GPUs that are not there -------------------------------------------------------------------------
 
 
@@ -235,7 +252,7 @@ def test_what_the_h200_runs_compiles_without_spills(m, n):
 
 @pytest.mark.parametrize("element", ["Int8", "E2M1"])
 @pytest.mark.parametrize(("groups", "offset"), [(8, "NONE"), (4, "MINIMUM")])
-@pytest.mark.parametrize("shape", [Shape(256, stages=3), Shape(128, tall=2, steps=2, share=2)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(256, stages=3), Shape(128, tall=2, batch=1)], ids=str)
 def test_the_largest_tiles_do_not_spill_either(element, groups, offset, shape):
     kind = Kind(element, "ScaleF16", offset, groups)
     launch = launch_large(product(kind, 512), H200, shape).launch
@@ -287,7 +304,7 @@ def test_plans_fit_the_device(kind, device):
                 if launch.source == "gemm_large.cu":
                     assert int(macros["STAGES"]) >= 2
                     assert int(macros["STAGES"]) % int(macros["TEAMS"]) == 0
-                    assert int(macros["SPLIT"]) <= -(-k // 128)
+                    assert int(macros["SPLIT"]) * int(macros["TEAMS"]) <= -(-k // 128)
                     assert device is H200
 
 
@@ -335,3 +352,30 @@ def test_torch_knows_the_shape_without_computing():
     assert y.dtype == torch.bfloat16
     with pytest.raises(bf.DataError, match="still held"):
         torch_op.cuda_linear(torch.empty((1, 128)), None, 0, 77, False, None)
+
+
+# ---- the documentation ----------------------------------------------------------------------------------------------
+
+
+def microseconds(seconds: float) -> str:
+    us = 1e6 * seconds
+    return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
+
+
+def test_the_documentation_has_the_measured_figures():
+    root = Path(__file__).parent.parent
+    records = json.loads((root / "benchmarks" / "results" / "cuda_h200.json").read_text())["records"]
+    by_rows: dict[int, list[str]] = {}
+    ahead: dict[str, list[str]] = {}
+    for record in records:
+        if record["format"] == "u4b8:128":
+            ours, peers = record["seconds"], [record["peers"][name] for name in ("cublas:f16", "humming")]
+            by_rows.setdefault(record["m"], []).append(" / ".join(map(microseconds, (ours, *peers))))
+            if record["m"] in (1, 16, 32, 64, 128, 256, 1024):
+                ahead.setdefault(f"{record['k']} x {record['n']}", []).append(f"{min(peers) / ours:.2f}")
+    details, readme = (root / "docs" / "cuda.md").read_text(), (root / "README.md").read_text()
+    assert (len(by_rows), len(ahead)) == (10, 5)
+    for m, cells in by_rows.items():
+        assert f"| {m} | {' | '.join(cells)} |" in details
+    for shape, cells in ahead.items():
+        assert f"| {shape} | {' | '.join(cells)} |" in readme

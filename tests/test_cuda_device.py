@@ -104,14 +104,16 @@ def test_every_fp4_code_times_the_identity(dtype, rows):
 
 SHAPES = [
     Shape(256, stages=3),
-    Shape(256, stages=3, steps=2, share=2),
-    Shape(128, tall=2, steps=2, share=2),
-    Shape(160, tall=2, stages=3, steps=1, share=2),
-    Shape(128),
-    Shape(64, stages=6),
-    Shape(32, stages=8),
+    Shape(128, tall=2, batch=1),
+    Shape(128, buffers=2, batch=1),
+    Shape(64, stages=8, batch=4),
+    Shape(32, 4, 2, stages=8),
+    Shape(16, tall=2, stages=6),
+    Shape(128, split=3),
     Shape(64, stages=6, split=2),
-    Shape(128, teams=2, split=2),
+    Shape(32, teams=2, stages=10, split=3, batch=4),
+    Shape(16, 4, 2, stages=8, split=2),
+    Shape(16, teams=2, stages=10, split=3),
 ]
 
 

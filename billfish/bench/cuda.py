@@ -1,4 +1,4 @@
-"""`billfish bench --backend cuda`: beside cuBLAS, tinygemm and humming, x in float16, everything in CUDA graphs."""
+"""`billfish bench --backend cuda`: beside cuBLAS, tinygemm, humming and gemlite, x in float16, all in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -10,6 +10,11 @@
 // An element decodes one tile: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
 // goes 16 bits higher, or one byte for Int8, whose second word has pairs 2 and 3.
+//
+// Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
+// code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
+// is (code - 8) * scale * `fused`, 2^-9, and rounded only once, since the factors are exact: scales are below 2.
+// `factors` makes them of a pair of equal scales.
 #pragma once
 #include "device.cuh"
 
@@ -17,7 +22,25 @@
 template <class T> struct Int4 {
   static constexpr int words = 1;
   static constexpr float raw = 1;
+  static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
+  DEVICE void factors(u32 scale, u32 (&f)[3]) {
+    f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
+    f[1] = T::mul2(scale, 0x68006800);                            // 2^11, for codes that are a nibble higher
+    f[2] = T::mul2(scale, T::is_half ? 0xa400a400 : 0xbd80bd80);  // -8 * fused
+  }
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[2][3], u32 (&a)[4]) {
+    if constexpr (T::is_half) {
+      const u32 next = q[0] >> 8;
+      a[0] = T::fma2(q[0] & 0x000f000f, f[0][0], f[0][2]);
+      a[1] = T::fma2(q[0] & 0x00f000f0, f[1][1], f[1][2]);
+      a[2] = T::fma2(next & 0x000f000f, f[0][0], f[0][2]);
+      a[3] = T::fma2(next & 0x00f000f0, f[1][1], f[1][2]);
+    } else {
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = T::fma2(q[0] >> (4 * p) & 0x000f000f, f[p & 1][0], f[p & 1][2]);
+    }
+  }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     if constexpr (T::is_half) {
       // 0x6400 is 1024, and its last bit counts 1: or-ing a nibble into it adds the code. One nibble higher, it adds 16
@@ -47,7 +70,16 @@ template <class T> DEVICE u32 bytes_to_pair(u32 pair) {  // 0x00BB00AA to (A - 1
 template <class T> struct Int8 {
   static constexpr int words = 2;
   static constexpr float raw = 1;
+  static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
+  DEVICE void factors(u32 scale, u32 (&f)[3]) {
+    f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
+    f[2] = T::mul2(scale, T::is_half ? 0xb400b400 : 0xbf80bf80);  // -128 * fused
+  }
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[2][3], u32 (&a)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = T::fma2(permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140), f[p & 1][0], f[p & 1][2]);
+  }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
 #pragma unroll
     for (int w = 0; w < 2; w++) {
@@ -65,6 +97,7 @@ template <class T> struct Int8 {
 template <class T> struct E2M1 {
   static constexpr int words = 1;
   static constexpr float raw = T::is_half ? 0x1p-14f : 1;
+  static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     const u32 w = q[0], sign = 0x80008000;
@@ -91,6 +124,7 @@ template <class T> struct E2M1 {
 template <class T> struct Table4 {
   static constexpr int words = 1;
   static constexpr float raw = 1;
+  static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
   // Four nibbles to their bytes. A permute looks up 8 bytes with 3 bits; bit 3 chooses between two of them.
   DEVICE u32 lookup(u32 nibbles) {
@@ -159,19 +193,24 @@ struct Brick {
   // A lane's codes: 16 bytes of each 512, which is 64 k, or 32 of Int8.
   DEVICE uint4 codes(u32 brick, int chunk, int lane) { return load_shared16(brick + chunk * 512 + lane * 16); }
   // The scales of a group, for the rows g and g + 8; the brick is in shared memory.
-  DEVICE float2 scale(u32 brick, int g, int group) { return pair<SCALE>(brick + code_bytes + g * 4 * group_words, group); }
-  DEVICE float2 stored_offset(u32 brick, int g, int group) {
-    return pair<OffsetOf<SCALE>::type>(brick + code_bytes + scale_bytes + g * 4 * group_words, group);
+  DEVICE float2 scale(u32 brick, int g, int group) {
+    const uint2 s = stored_scale(brick, g, group);
+    return SCALE::decode(s.x, s.y);
   }
+  DEVICE uint2 stored_scale(u32 brick, int g, int group) { return load<SCALE>(brick + code_bytes + g * 4 * group_words, group); }
+  DEVICE uint2 stored_offset(u32 brick, int g, int group) {
+    return load<SCALE>(brick + code_bytes + scale_bytes + g * 4 * group_words, group);
+  }
+  DEVICE float2 decode_offset(uint2 stored) { return OffsetOf<SCALE>::type::decode(stored.x, stored.y); }
   // What is added to each element of the group, times its scale.
-  DEVICE float2 offset(u32 brick, int g, int group, float2 scale) {
-    const float2 o = stored_offset(brick, g, group);
+  DEVICE float2 offset(uint2 stored, float2 scale) {
+    const float2 o = decode_offset(stored);
     if constexpr (OFFSET == ZERO) return {(MIDDLE - o.x) * scale.x, (MIDDLE - o.y) * scale.y};
     else return {o.x + MIDDLE * scale.x, o.y + MIDDLE * scale.y};
   }
-  template <class S> DEVICE float2 pair(u32 words, int group) {
+  template <class S> DEVICE uint2 load(u32 words, int group) {
     const u32 at = words + group * 2 * S::bytes;
-    if constexpr (S::bytes == 4) return S::decode(load_shared4(at), load_shared4(at + 4));
-    else return S::decode(load_shared4(at & ~3u) >> (S::bytes == 1 ? group % 2 * 16 : 0), 0);
+    if constexpr (S::bytes == 4) return make_uint2(load_shared4(at), load_shared4(at + 4));
+    else return make_uint2(load_shared4(at - (S::bytes == 1 ? group % 2 * 2 : 0)) >> (S::bytes == 1 ? group % 2 * 16 : 0), 0);
   }
 };

@@ -26,7 +26,7 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
     const float scale[2] = {__fmul_rn(s.x, of_row[0]), __fmul_rn(s.y, of_row[1])};
     float offset[2] = {};
     if constexpr (OFFSET != NONE) {
-      const float2 o = Brick::stored_offset(p, g, group);
+      const float2 o = Brick::decode_offset(Brick::stored_offset(p, g, group));
       offset[0] = o.x, offset[1] = o.y;
     }
     const uint4 chunk = Brick::codes(p, kt * Element::words / 4, lane);
@@ -37,7 +37,7 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
     for (int i = 0; i < 8; i++) {
       const int upper = i / 2 % 2;
       float v = F16::to_float((u16)(a[i / 2] >> (i % 2 * 16))) * (1 / Element::raw);
-      v += MIDDLE;  // exact
+      if constexpr (MIDDLE != 0) v += MIDDLE;  // exact; but adding 0 would lose the sign of -0
       if constexpr (OFFSET == ZERO) v = __fsub_rn(v, offset[upper]);
       v = __fmul_rn(v, scale[upper]);
       if constexpr (OFFSET == MINIMUM) v = __fadd_rn(v, __fmul_rn(offset[upper], of_row[upper]));

@@ -16,6 +16,9 @@ DEVICE u32 andnot_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3,
 // Nibble i of `select` says which of the 8 bytes of (b, a) becomes byte i.
 DEVICE u32 permute(u32 a, u32 b, u32 select) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select)); return r; }
 
+// A value that the compiler keeps in a register, rather than working it out again wherever it is used.
+DEVICE u32 opaque(u32 v) { asm volatile("" : "+r"(v)); return v; }
+
 // ---- the two types of x, as pairs in a register ---------------------------------------------------------------------
 
 struct F16 {
@@ -61,6 +64,7 @@ DEVICE uint4 load_shared16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
   return r;
 }
+DEVICE void store_shared16(u32 address, float4 v) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory"); }
 DEVICE u32 load_shared4(u32 address) { u32 r; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
 // 16 bytes, of which those from `valid` on become zero.
 DEVICE void copy_async(u32 to, const void* from, int valid) {
@@ -83,12 +87,16 @@ DEVICE void wait_for_previous() {}
 
 // ---- what is done to a sum before it is rounded and stored -----------------------------------------------------------
 
-// The bias is of x's type, or float32 (BIAS_F32), or not there.
-template <class T> DEVICE float load_bias_of(const void* bias, int i) { return bias ? T::to_float(__ldg((const u16*)bias + i)) : 0.0f; }
+// The bias is of x's type, or float32 (BIAS_F32), or not there. Loaded first and converted later, it is waited for later.
 #ifdef BIAS_F32
-DEVICE float load_bias(const void* bias, int i) { return __ldg((const float*)bias + i); }
+typedef float Bias;
+DEVICE float bias_value(Bias b) { return b; }
 #elif defined(TYPE)
-DEVICE float load_bias(const void* bias, int i) { return load_bias_of<TYPE>(bias, i); }
+typedef u16 Bias;
+DEVICE float bias_value(Bias b) { return TYPE::to_float(b); }
+#endif
+#ifdef TYPE
+DEVICE Bias load_bias(const void* bias, int i) { return bias ? __ldg((const Bias*)bias + i) : (Bias)0; }
 #endif
 
 enum Activation { IDENTITY, RELU, SILU, GELU };

@@ -166,6 +166,7 @@ class Buffer:
 
 @cache
 def _primary_context(ordinal: int) -> Any:
+    device(ordinal)  # initializes the driver, or says that there is none
     d = driver()
     return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
 

@@ -133,7 +133,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           sum[t][mt][2] += part[t][mt][2] * high, sum[t][mt][3] += part[t][mt][3] * high;
         }
         if constexpr (OFFSET != NONE) {
-          const float2 o = Brick::offset(bricks_here + t * Brick::bytes, g, group, s);
+          const float2 o = Brick::offset(Brick::stored_offset(bricks_here + t * Brick::bytes, g, group), s);
 #pragma unroll
           for (int mt = 0; mt < COLUMNS; mt++) {
             sum[t][mt][0] += x_sum[mt][0] * o.x, sum[t][mt][1] += x_sum[mt][1] * o.x;
@@ -170,6 +170,6 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     float v = 0;
 #pragma unroll
     for (int s = 0; s < WARPS; s++) v += sums[(s * ROWS + row) * LINE + column];
-    y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * scales[column] + load_bias(bias, out)), 0);
+    y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * scales[column] + bias_value(load_bias(bias, out))), 0);
   }
 }

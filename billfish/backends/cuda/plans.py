@@ -7,13 +7,12 @@ whose arrays came in multiplies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from billfish.backends.cuda.driver import Device, Launch, Macros
 from billfish.backends.cuda.layout import Kind
 
-SMALL_ROWS = 32  # of x, that one CTA of gemm_small can take
 MANY_ROWS = 64  # above this, a GPU without wgmma decodes the weights once for all rows
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
 
@@ -52,13 +51,12 @@ class Plan:
 @lru_cache(maxsize=4096)
 def plan(product: Product, device: Device) -> Plan | None:
     """The way to run a product on a device, or None: decode the weights and let a library multiply."""
-    if product.batch_invariant or product.m <= 16:
+    m, hopper = product.m, device.capability == (9, 0)
+    if product.batch_invariant or m <= 8 or (m <= 16 and product.n < 6144):
         return small(product, device)
-    if device.capability == (9, 0):
-        if product.m <= SMALL_ROWS and product.n >= 12288:
-            return small(product, device)
+    if hopper:
         return large(product, device)
-    return small(product, device) if product.m <= MANY_ROWS else None
+    return small(product, device) if m <= MANY_ROWS else None
 
 
 # ---- few rows -------------------------------------------------------------------------------------------------------
@@ -74,10 +72,10 @@ def small(product: Product, device: Device) -> Plan:
         warps, tiles, depth = (4, 4, 2) if n >= 12288 else (8, 1, 2)
     elif n >= 12288:
         warps, tiles, depth = 8, 4, 3 - columns
-    elif columns == 2:
-        warps, tiles, depth = 8, 2, 2
+    elif n >= 6144:
+        warps, tiles, depth = (16, 2, 1) if columns == 1 else (8, 2, 2)
     else:
-        warps, tiles, depth = (16, 2, 1) if n >= 6144 else (8, 2, 4)
+        warps, tiles, depth = (16, 2, 2) if columns == 1 or product.k >= 8192 else (8, 2, 3)
     rows = 8 * columns
 
     def shared_bytes() -> int:
@@ -95,81 +93,119 @@ def small(product: Product, device: Device) -> Plan:
 
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
 
+# Nanoseconds of a multiprocessor for a brick of K, by the height (columns of y) and width (rows of x) of a tile; what
+# a tile costs besides; and sums that meet. Measured on an H200, roughly: for weighing shapes against each other.
+BRICK_NS = {
+    64: {16: 150, 32: 170, 64: 230, 128: 540},
+    128: {16: 255, 32: 290, 64: 390, 128: 620, 256: 1190},
+    256: {16: 480, 32: 560, 64: 770, 128: 1190},
+}
+TILE_NS, MEETING_NS = 2500, 1000
+
 
 @dataclass(frozen=True)
 class Shape:
     """A shape of gemm_large; the names are those of its macros."""
 
     width: int
+    warpgroups: int = 2
     teams: int = 1
     tall: int = 1
     stages: int = 4
     split: int = 1
-    steps: int = 4
-    share: int = 1
-    cost: float = 1.0  # of one tile, where all multiprocessors have one, for all of K
+    buffers: int = 4
+    batch: int = 2
 
     @property
     def height(self) -> int:
-        return 64 * self.tall * (2 // self.teams)
+        return 64 * self.tall * self.warpgroups // self.teams
+
+    @property
+    def partners(self) -> int:
+        return self.split * self.teams
 
     def ctas(self, m: int, n: int) -> int:
-        blocks = -(-n // (self.height * self.share)) * -(-m // self.width)
-        return blocks * self.share * self.split
+        return -(-n // self.height) * -(-m // self.width) * self.split
+
+    def cost(self, m: int, n: int, bricks: int, multiprocessors: int) -> float:
+        """Of a product, in nanoseconds, roughly. Clusters of more than two do not find room everywhere."""
+        room = multiprocessors if self.split <= 2 else multiprocessors * 9 // 10
+        rounds = -(-self.ctas(m, n) // (room // self.split * self.split))
+        tile = BRICK_NS[self.height][self.width] * bricks / self.split + TILE_NS
+        return rounds * (tile + (MEETING_NS if self.split > 1 else 0))
+
+
+def shapes(m: int) -> list[Shape]:
+    """That are worth weighing. Decoding takes more warps where there is little to multiply."""
+    if m <= 32:
+        width = 16 if m <= 16 else 32
+        four = Shape(width, 4, 2, stages=8)
+        return [
+            four,
+            replace(four, split=2),
+            replace(four, split=3),
+            Shape(width, teams=2, stages=10, split=2, batch=4),
+            Shape(width, teams=2, stages=10, split=3, batch=4),
+            Shape(width, tall=2, stages=6),
+        ]
+    if m <= 64:
+        two, team = Shape(64, stages=8), Shape(64, teams=2, stages=8)
+        return [
+            two,
+            *(replace(two, split=split) for split in (2, 3)),
+            *(replace(team, split=split) for split in (2, 3)),
+            Shape(64, tall=2, stages=6),
+        ]
+    one = Shape(128)
+    if m <= 128:
+        return [one, replace(one, split=2), replace(one, split=3), replace(one, teams=2, split=2), replace(one, tall=2)]
+    twice = replace(one, tall=2, batch=1) if m > 2048 else Shape(256, stages=3)
+    return [one, replace(one, split=2), twice]
 
 
 def large(product: Product, device: Device) -> Plan:
-    m, n, bricks = product.m, product.n, -(-product.k // 128)
-    if m <= 128:
-        width = 32 if m <= 32 else 64 if m <= 64 else 128
-        stages = {32: 8, 64: 6, 128: 4}[width]
-        # The smallest tiles that all multiprocessors can take at once.
-        shapes = [Shape(width, stages=stages), Shape(width, stages=stages, split=2)]
-        shapes.append(Shape(width, teams=2, stages=stages, split=2))
-        if width == 128:
-            shapes.insert(0, Shape(width, tall=2, steps=2, share=2))
-        fitting = [s for s in shapes if s.ctas(m, n) <= device.multiprocessors and s.split <= bricks]
-        return launch_large(product, device, (fitting or shapes[:1])[-1])
-    shapes = [
-        Shape(256, stages=3) if m < 2048 else Shape(256, stages=3, steps=2, share=2),
-        Shape(128, cost=0.58),
-        Shape(128, split=2, cost=0.36),
-        Shape(160, tall=2, stages=3, steps=1, share=2, cost=1.28),
-    ]
+    m, n, bricks, kind = product.m, product.n, -(-product.k // 128), product.kind
+    # With eight offsets for each row of a brick, the tallest tiles have no registers left.
+    many = kind.groups == 8 and kind.offset != "NONE"
+    fitting = [s for s in shapes(m) if s.partners <= bricks and not (many and s.tall > 1 and s.width > 64)]
+    # Two stages are too few to copy while something is multiplied.
+    flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
+    return launch_large(product, device, min(flowing, key=lambda s: s.cost(m, n, bricks, device.multiprocessors)))
 
-    def cost(shape: Shape) -> float:
-        return -(-shape.ctas(m, n) // device.multiprocessors) * shape.cost
 
-    return launch_large(product, device, min((s for s in shapes if s.split <= bricks), key=cost))
+def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
+    """Stages of the ring, and bytes of shared memory with what else is in it, as in gemm_large.cu: y on its way out,
+    and the sums that partners send."""
+    stage = shape.width * 256 + shape.height // 16 * kind.brick_bytes
+    owned = -(-shape.width // 8 // shape.partners)
+    letters = shape.teams * (shape.partners - 1) * shape.tall * owned * (shape.warpgroups // shape.teams) * 2048
+    rest = shape.warpgroups * 4096 + letters
+    stages = min(shape.stages, (device.shared_bytes - rest) // stage) // shape.teams * shape.teams
+    return stages, stages * stage + rest
 
 
 def launch_large(product: Product, device: Device, shape: Shape) -> Plan:
     kind = product.kind
-    meets = shape.split * shape.teams > 1
-    stage = shape.width * 256 + shape.height // 16 * kind.brick_bytes
-    sums = shape.teams * shape.width * (shape.height + 4) * 4
-    stages = min(shape.stages, (device.shared_bytes - (0 if meets else 8192)) // stage) // shape.teams * shape.teams
-    # Scales of several groups, and wider codes, take registers that the widest tiles do not have.
-    plain = kind.groups == 1 and kind.words == 1 and kind.offset == "NONE"
-    steps = shape.steps if plain or shape.width * shape.tall <= 128 else min(shape.steps, 2 if kind.groups < 8 else 1)
+    stages, shared_bytes = ring(shape, kind, device)
+    # With bytes, ptxas is sure that wgmmas may overlap only if there are two buffers.
+    buffers, batch = (shape.buffers, shape.batch) if kind.words == 1 else (2, 1)
     macros = product.macros(
-        WARPGROUPS=2,
+        WARPGROUPS=shape.warpgroups,
         TEAMS=shape.teams,
         TALL=shape.tall,
         WIDTH=shape.width,
         STAGES=stages,
-        STEPS=steps,
         SPLIT=shape.split,
-        SHARE=shape.share,
+        BUFFERS=buffers,
+        BATCH=batch,
         **wgmma_macros(shape.width),
     )
     ctas = shape.ctas(product.m, product.n)
-    if not meets:
-        ctas = min(ctas, device.multiprocessors // shape.share * shape.share)
-    shared_bytes = max(stages * stage, sums) if meets else stages * stage + 8192
-    cluster = shape.split * shape.share
-    launch = Launch("gemm_large.cu", "marlin_gemm_large", macros, (ctas, 1), 384, shared_bytes, cluster, True)
-    return Plan(launch, shape.width // shape.share)
+    if shape.partners == 1:
+        ctas = min(ctas, device.multiprocessors)
+    threads = 128 * (shape.warpgroups + 1)
+    launch = Launch("gemm_large.cu", "marlin_gemm_large", macros, (ctas, 1), threads, shared_bytes, shape.split, True)
+    return Plan(launch, shape.width)
 
 
 def wgmma_macros(width: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: cuBLAS and tinygemm, which torch has in it, and humming-kernels."""
+"""On an NVIDIA GPU: cuBLAS and tinygemm, which torch has in it, humming-kernels and gemlite."""
 
 from __future__ import annotations
 
@@ -122,4 +122,32 @@ class Humming(CudaPeer):
         return Captured(torch, torch.float16, weights, lambda x, w: w(x))
 
 
-CUDA_PEERS: tuple[Peer, ...] = (Cublas(), Tinygemm(), Humming())
+class Gemlite(CudaPeer):
+    name = family = install = "gemlite"
+
+    def load(self) -> None:
+        super().load()
+        self.helper = load_package("gemlite.helper", self.install)
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        return version("gemlite")
+
+    def can_run(self, case: Case) -> tuple[bool, str]:
+        able = case.format.name == "u4b8" and case.group_size in (32, 64, 128)
+        return able, "" if able else "compared for u4b8 with groups of 32, 64 or 128"
+
+    def prepare(self, case: Case, cold_bytes: int, threads: int) -> Prepared:
+        torch = self.torch
+        codes = torch.from_numpy(case.repeated(case.planes["codes"])).cuda()
+        scales = torch.from_numpy(case.repeated(case.planes["scale"])).cuda().half()
+        layer = self.helper.A16Wn(device="cuda:0", dtype=torch.float16).from_weights(
+            codes, scales, torch.full_like(scales, 8), 4, case.group_size
+        )
+        count = copies_for(case.n * case.k // 2, cold_bytes)
+        weights = [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
+        return Captured(torch, torch.float16, weights, lambda x, w: w(x))
+
+
+CUDA_PEERS: tuple[Peer, ...] = (Cublas(), Tinygemm(), Humming(), Gemlite())
