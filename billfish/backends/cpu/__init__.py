@@ -284,8 +284,10 @@ class CpuBackend(Backend):
         if len(x):
             rows = np.ascontiguousarray(x, np.float32)
             _cpu.multiply(weights.level, weights.description, weights.data, rows, planes, added, y)
+        if x.dtype == np.float32:
+            return y
         with np.errstate(over="ignore", invalid="ignore"):
-            return y.astype(x.dtype, copy=False)
+            return y.astype(x.dtype)
 
     def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
         y = np.empty((len(codes), weights.shape[0]), np.float32)

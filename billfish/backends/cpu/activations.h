@@ -53,24 +53,27 @@ inline int largest_exponent(const float* x, int64_t count) {
 inline void quantize_exactly(const float* x, const Activations8& out, int64_t row, int64_t b) {
   const int exponent = std::max(-96, largest_exponent(x, 32));
   const float inverse = power_of_two(29 - exponent), scale = power_of_two(exponent - 29);
-  int32_t rest[32], pair[2][32];
-  for (int i = 0; i < 32; i++) rest[i] = int32_t(std::nearbyint(x[i] * inverse));
-  for (int plane = 3; plane >= 0; plane--) {  // the last digit first: that with the same last 8 bits
-    int8_t* digits = out.codes_of(row, b, plane);
-    if (plane % 2) std::copy(rest, rest + 32, pair[plane / 2]);
-    for (int i = 0; i < 32; i++) digits[i] = int8_t(rest[i]);
-    for (int i = 0; i < 32; i++) rest[i] = (rest[i] - digits[i]) >> 8;
+  // Digits from -128 to 127 are the bytes of the integer plus 0x80808080, less 128 each.
+  uint32_t bytes[32];
+  int32_t pair[2][32];
+  for (int i = 0; i < 32; i++) bytes[i] = uint32_t(int32_t(std::nearbyint(x[i] * inverse))) + 0x80808080u;
+  for (int i = 0; i < 32; i++) pair[0][i] = int32_t(bytes[i] >> 16) - 0x8080;
+  for (int i = 0; i < 32; i++) pair[1][i] = int32_t(bytes[i] & 0xffff) - 0x8080;
+  for (int plane = 0; plane < 4; plane++) {
+    int8_t digits[32];
+    for (int i = 0; i < 32; i++) digits[i] = int8_t(uint8_t(bytes[i] >> (24 - 8 * plane)) ^ 0x80);
+    std::copy(digits, digits + 32, out.codes_of(row, b, plane));
   }
-  for (int i = 0; i < 32; i++) pair[1][i] -= pair[0][i] * 65536;
   const int64_t at = out.block_of(row, b), lanes = out.lanes, lane = row % lanes;
   out.scale[at * 2 * lanes + lane] = scale, out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
-  for (int part = 0; part < 3; part++) {  // each half, and all
-    const int from = part == 1 ? 16 : 0, to = part == 0 ? 16 : 32;
-    int32_t sums[2] = {};
-    for (int i = from; i < to; i++) sums[0] += pair[0][i], sums[1] += pair[1][i];
-    for (int p = 0; p < 2; p++) out.sums[((at * 2 + p) * 3 + part) * lanes + lane] = sums[p];
-    out.totals[(at * 3 + part) * lanes + lane] = scale * (float(sums[0]) * 65536.0f + float(sums[1]));
+  int32_t sums[2][3] = {};  // of each half, and of all
+  for (int p = 0; p < 2; p++) {
+    for (int i = 0; i < 16; i++) sums[p][0] += pair[p][i];
+    for (int i = 16; i < 32; i++) sums[p][1] += pair[p][i];
+    sums[p][2] = sums[p][0] + sums[p][1];
+    for (int part = 0; part < 3; part++) out.sums[((at * 2 + p) * 3 + part) * lanes + lane] = sums[p][part];
   }
+  for (int part = 0; part < 3; part++) out.totals[(at * 3 + part) * lanes + lane] = scale * (float(sums[0][part]) * 65536.0f + float(sums[1][part]));
 }
 
 // One row of x [k], padded with zeros to whole blocks: quantize(block of 32, number of the block).
