@@ -37,7 +37,7 @@ def test_exact_logits_are_those_of_a_float32_forward_pass(model):
 def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
     """The exact logits, which the last test has checked, are the truth.
 
-    q8 rounds x as llama.cpp does, and the order of additions alone moves the divergence by a few percent.
+    q8 rounds x as llama.cpp does, but not before the head: that is worth a quarter of the divergence.
     """
     apart = {"q8": [], "q16": []}
     for text, recorded in zip(samples(), RECORDED["predictions"], strict=True):
@@ -48,7 +48,7 @@ def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
             rounded = model.logits(tokens, activations=activations)
             values.append(len(tokens) * divergence(exact, rounded))
     theirs = sum(recorded["tokens"] * recorded["divergence"] for recorded in RECORDED["predictions"])
-    assert sum(apart["q8"]) <= 1.05 * theirs
+    assert sum(apart["q8"]) <= 0.8 * theirs
     assert sum(apart["q16"]) <= theirs / 1000
 
 

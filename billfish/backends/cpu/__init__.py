@@ -8,6 +8,7 @@ This file says, for each format, which of the few kernel axes it is made of; the
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -254,7 +255,7 @@ class CpuBackend(Backend):
     def prepack(self, tensor: QuantizedTensor) -> PackedWeights:
         return self.prepack_all([tensor])[0]
 
-    def prepack_all(self, tensors: list[QuantizedTensor]) -> list[PackedWeights]:
+    def prepack_all(self, tensors: Iterable[QuantizedTensor]) -> list[PackedWeights]:
         """Many matrices at once, those that lie in blocks of 32 in one call that leaves Python to other threads."""
         packed, blocks = [], []
         for tensor in tensors:
