@@ -51,7 +51,11 @@ def test_the_error_table_is_the_recorded_one():
         assert f"| {record['format']} | {gaussian['mse'] / gaussian['rtn']:.3f} |" in table
 
 
-@pytest.mark.parametrize("name", ["cpu_neoverse_n1", "cpu_xeon_avx512_2_threads", "cpu_xeon_avx512_8_threads"])
+RECORDS = ["cpu_neoverse_n1", "cpu_neoverse_n1_exact"]
+RECORDS += [f"cpu_xeon_avx512_{kind}" for kind in ("2_threads", "exact", "8_threads")]
+
+
+@pytest.mark.parametrize("name", RECORDS)
 def test_the_ratios_of_the_cpu_page_are_the_recorded_ones(name):
     page = (ROOT / "docs" / "cpu.md").read_text()
     rows = page.split(f"{name}.json`):")[1].split("\n\n")[1].splitlines()[2:]
