@@ -1,4 +1,4 @@
-"""What docs/llm.md and docs/inside-a-token.md take from benchmarks/results: run this to write it anew.
+"""What README.md, docs/llm.md and docs/inside-a-token.md take from benchmarks/results: run this to write it anew.
 
     python benchmarks/llm_tables.py
 
@@ -114,8 +114,10 @@ def least(results: Results) -> str:
 
 
 LLM, INSIDE = "docs/llm.md", "docs/inside-a-token.md"
+SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 PASSAGES = (
-    Passage(LLM, "llm_neoverse_n1.json", r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n", speed),
+    Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
+    Passage("README.md", "llm_neoverse_n1.json", SPEED, speed),
     Passage(LLM, "llm_formats.json", r"\| format \| bits per weight \|.*?\n\n", formats),
     Passage(LLM, "llm_formats.json", r"\d+ tokens; perplexity of the file as it is: [\d.]+\d\.", tokens),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
