@@ -37,8 +37,9 @@ constexpr int HIGH_FLIP = 8;
 inline Bytes lookup(const uint8_t* table, Bytes index) { return vqtbl1q_u8(vld1q_u8(table), index); }
 
 inline Ints splat_int(int32_t x) { return vdupq_n_s32(x); }
-inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
-inline Ints subtract(Ints a, Ints b) { return vsubq_s32(a, b); }
+// Modulo 2^32, as the sums in place need it; gcc's vsubq_s32 is the subtraction of int, which may not overflow.
+inline Ints add(Ints a, Ints b) { return vreinterpretq_s32_u32(vaddq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b))); }
+inline Ints subtract(Ints a, Ints b) { return vreinterpretq_s32_u32(vsubq_u32(vreinterpretq_u32_s32(a), vreinterpretq_u32_s32(b))); }
 template <int N> Ints shift_left(Ints a) { return vshlq_n_s32(a, N); }
 
 // 16 bytes of x. dot<L> adds, in each lane, the products of that lane's four signed weights with bytes 4L..4L+3.
