@@ -285,6 +285,34 @@ def test_exact_rows_of_any_size(level, m):
 
 
 @LEVELS
+@pytest.mark.parametrize("m", [1, 7, 9])
+@pytest.mark.parametrize("outlier", [1, 300, 30000])
+def test_exact_is_hardly_further_off_than_a_dense_product(level, m, outlier):
+    """Of many rows in float32, by NumPy; also where one value in each 32 is much larger than the others."""
+    q = bf.quantize(gaussian((64, 1024)), "q4_0")
+    w = bf.dequantize(q)
+    x = gaussian((m, 1024), 3)
+    x[:, ::32] *= np.float32(outlier)
+    exact = x.astype(np.float64) @ w.T.astype(np.float64)
+    backend = backend_at(level)
+    ours = np.abs(backend.matmul(x, backend.prepack(q), None) - exact)
+    dense = np.abs((np.tile(x, (16, 1)) @ w.T)[:m] - exact)
+    assert np.sqrt((ours**2).mean()) <= 1.5 * np.sqrt((dense**2).mean())
+
+
+@LEVELS
+@pytest.mark.parametrize("m", [1, 7, 9])
+def test_exact_products_with_one_are_exact(level, m):
+    """Every bit of x comes through, down to a 64th of the largest value of its 32."""
+    codes = np.eye(256, dtype=np.uint8) + np.uint8(128)
+    q = bf.QuantizedTensor.from_planes("u8b128", {"codes": codes, "scale": np.ones((256, 8), np.float16)})
+    x = np.random.default_rng(5).uniform(1 / 64, 1, (m, 256)).astype(np.float32)
+    x[:, ::32] = np.nextafter(np.float32(1), np.float32(0))
+    backend = backend_at(level)
+    assert_same_bits(backend.matmul(x, backend.prepack(q), None), x)
+
+
+@LEVELS
 @pytest.mark.parametrize("name", ["u4b8", "mxfp4", "q8_0", "u8b128"])
 def test_codes_of_zero_give_exact_zeros(level, name):
     """Kernels add up unsigned codes and take their bias off: for zeros nothing may be left over."""

@@ -51,7 +51,7 @@ inline Bytes unsigned_bytes(Bytes v) {
 
 // A decoder has three views of a vector. `dotted` is what dot() takes: cheap, and perhaps with something in it that the
 // sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it. `code` is unsigned,
-// the value plus the bias of a CodeTable, and it takes that table.
+// the value plus code_bias(w.bias).
 //
 // Codes of LOW bits, with HIGH more bits in a second plane behind the first.
 template <int LOW, int HIGH> struct Packed {
@@ -66,6 +66,7 @@ template <int LOW, int HIGH> struct Packed {
     return subtract(dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
   }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return dotted<V>(block, table); }
+  static constexpr int code_bias(int bias) { return bias; }
 };
 
 // Nibbles. Vectors 2i and 2i+1 are two sets of rows at the same k, so they meet the same x: the dot product of the byte as
@@ -87,6 +88,7 @@ struct Nibbles {
     if constexpr (V % 2 && HIGH_FLIP) return bit_xor(field<4, V>(block), splat_byte(HIGH_FLIP));
     else return field<4, V>(block);
   }
+  static constexpr int code_bias(int bias) { return bias; }
 };
 
 // Nibbles that are indices into a table of 16 bytes, which has values plus SIGNED_BIAS.
@@ -95,7 +97,8 @@ struct Looked {
   static constexpr bool is_signed = true, in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t* table) { return lookup(table, field<4, V>(block)); }
   template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
-  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return dotted<V>(block, table); }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
+  static constexpr int code_bias(int) { return 128; }
 };
 
 // Bytes that are values plus SIGNED_BIAS.
@@ -105,26 +108,8 @@ struct Whole {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_bytes(block + V * VECTOR_BYTES); }
   template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
+  static constexpr int code_bias(int) { return 128; }
 };
-
-// What unsigned codes have more than the values, and the table in which Looked finds them. It is a power of two wherever a
-// format has one, so that sums of zeros cancel to nothing.
-struct CodeTable {
-  uint8_t codes[16];
-  int bias;
-};
-
-inline CodeTable code_table(const billfish::Weights& w) {
-  CodeTable out{{}, w.codes == billfish::Codes::s8 ? 128 : w.bias};
-  if (w.codes == billfish::Codes::table) {
-    auto value = [&](int i) { return int(int8_t(uint8_t(w.table[i] - SIGNED_BIAS))); };
-    out.bias = 1;
-    for (int i = 0; i < 16; i++)
-      while (value(i) + out.bias < 0) out.bias *= 2;
-    for (int i = 0; i < 16; i++) out.codes[i] = uint8_t(value(i) + out.bias);
-  }
-  return out;
-}
 
 // Calls f with the decoder for these codes.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {

@@ -11,12 +11,12 @@ using billfish::BLOCK;
 
 // The values of one block, [32][TILE_ROWS].
 template <class Decoder>
-__attribute__((flatten, noinline)) void decode_values(const Weights& w, const CodeTable& table, const uint8_t* codes, const GroupScales& s, float* out) {
+__attribute__((flatten, noinline)) void decode_values(const Weights& w, const uint8_t* codes, const GroupScales& s, float* out) {
   const bool minimum = has_minimum(w.scales);
-  const Floats offset = byte_offset(table.bias);
+  const Floats offset = byte_offset(Decoder::code_bias(w.bias));
   unroll<VECTORS>([&](auto v) INLINED {
     constexpr int quad = decltype(v)::value / ROW_VECTORS, r = decltype(v)::value % ROW_VECTORS;
-    const Bytes bytes = Decoder::template code<decltype(v)::value>(codes, table.codes);
+    const Bytes bytes = Decoder::template code<decltype(v)::value>(codes, w.table);
     const int at = (w.group == 16 ? quad / 4 * TILE_ROWS : 0) + r * LANES;
     const Floats scale = load_floats(s.scale + at);
     unroll<4>([&](auto k) INLINED {
@@ -28,9 +28,10 @@ __attribute__((flatten, noinline)) void decode_values(const Weights& w, const Co
 }
 
 // sums [X_ROWS][TILE_ROWS] += x W^T over `count` k, for row vectors from FIRST on: values [count][TILE_ROWS], x [count][X_ROWS].
+// Each chunk is added up on its own first, which loses less than one long sum.
 template <int FIRST> __attribute__((flatten, noinline)) void add_values(const float* values, const float* x, int64_t count, float* sums) {
   Floats total[X_ROWS][SUM_VECTORS];
-  unroll<X_ROWS>([&](auto t) { unroll<SUM_VECTORS>([&](auto r) { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
+  unroll<X_ROWS>([&](auto t) { unroll<SUM_VECTORS>([&](auto r) { total[t][r] = splat(0); }); });
   for (int64_t k = 0; k < count; k++, values += TILE_ROWS, x += X_ROWS) {
     const FloatActivations piece = load_x(x);
     unroll<SUM_VECTORS>([&](auto r) {
@@ -38,7 +39,12 @@ template <int FIRST> __attribute__((flatten, noinline)) void add_values(const fl
       unroll<X_ROWS>([&](auto t) { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], value, piece); });
     });
   }
-  unroll<X_ROWS>([&](auto t) { unroll<SUM_VECTORS>([&](auto r) { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
+  unroll<X_ROWS>([&](auto t) {
+    unroll<SUM_VECTORS>([&](auto r) {
+      float* to = sums + t * TILE_ROWS + (FIRST + r) * LANES;
+      store_floats(to, add(load_floats(to), total[t][r]));
+    });
+  });
 }
 
 template <class Decoder>
@@ -47,7 +53,6 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
   const int64_t padded = x.groups() * X_ROWS, panel = std::min<int64_t>(128, padded);
   const int shift = scale_shift(w.group), groups = w.group == 16 ? 2 : 1;
   const TileShape shape(w, TILE_ROWS);
-  const CodeTable table = code_table(w);
   alignas(64) float values[billfish::CHUNK * TILE_ROWS];
   ChunkScales scales;
   std::vector<float> sums(size_t((last - first) * panel * TILE_ROWS));
@@ -59,7 +64,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
         const int blocks = shape.blocks_in(chunk);
         const uint8_t* codes = read_scales<false>(w, w.stream + tile * shape.tile_bytes + chunk * shape.full_chunk_bytes, shape.groups_in(blocks), scales, w.factor);
         for (int b = 0; b < blocks; b++)
-          decode_values<Decoder>(w, table, codes + b * Decoder::block_bytes, GroupScales(scales).from((b >> shift) * groups), values + b * BLOCK * TILE_ROWS);
+          decode_values<Decoder>(w, codes + b * Decoder::block_bytes, GroupScales(scales).from((b >> shift) * groups), values + b * BLOCK * TILE_ROWS);
         float* to = sums.data() + (tile - first) * panel * TILE_ROWS;
         for (int64_t row = first_row; row < last_row; row += X_ROWS, to += X_ROWS * TILE_ROWS)
           unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) {

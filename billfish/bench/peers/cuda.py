@@ -92,22 +92,26 @@ class Tinygemm(CudaPeer):
         return Captured(torch, torch.bfloat16, weights, multiply)
 
 
-class Humming(CudaPeer):
+class Package(CudaPeer):
+    """A package of 4-bit kernels beside torch; `install` is its name."""
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        return version(self.install)
+
+    def can_run(self, case: Case) -> tuple[bool, str]:
+        able = case.format.name == "u4b8" and case.group_size in (32, 64, 128)
+        return able, "" if able else "compared for u4b8 with groups of 32, 64 or 128"
+
+
+class Humming(Package):
     name = family = "humming"
     install = "humming-kernels"
 
     def load(self) -> None:
         super().load()
         self.layer = load_package("humming.layer", self.install)
-
-    def version(self) -> str:
-        from importlib.metadata import version
-
-        return version("humming-kernels")
-
-    def can_run(self, case: Case) -> tuple[bool, str]:
-        able = case.format.name == "u4b8" and case.group_size in (32, 64, 128)
-        return able, "" if able else "compared for u4b8 with groups of 32, 64 or 128"
 
     def prepare(self, case: Case, cold_bytes: int, threads: int) -> Prepared:
         torch = self.torch
@@ -122,21 +126,12 @@ class Humming(CudaPeer):
         return Captured(torch, torch.float16, weights, lambda x, w: w(x))
 
 
-class Gemlite(CudaPeer):
+class Gemlite(Package):
     name = family = install = "gemlite"
 
     def load(self) -> None:
         super().load()
         self.helper = load_package("gemlite.helper", self.install)
-
-    def version(self) -> str:
-        from importlib.metadata import version
-
-        return version("gemlite")
-
-    def can_run(self, case: Case) -> tuple[bool, str]:
-        able = case.format.name == "u4b8" and case.group_size in (32, 64, 128)
-        return able, "" if able else "compared for u4b8 with groups of 32, 64 or 128"
 
     def prepare(self, case: Case, cold_bytes: int, threads: int) -> Prepared:
         torch = self.torch
