@@ -356,7 +356,7 @@ def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["packed.npz"]
 
 
-def test_packed_weights_say_what_is_wrong(tmp_path):
+def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     packed, x = bf.prepack(bf.quantize(gaussian((4, 64)), "q4_0")), gaussian((1, 64))
     with pytest.raises(bf.FormatError, match="group_size: got a value; takes none"):
         bf.quantized_linear(x, packed, group_size=32)
@@ -365,6 +365,11 @@ def test_packed_weights_say_what_is_wrong(tmp_path):
     with pytest.raises(bf.DTypeError, match=r"\[prepack\] q: got a ndarray; takes a QuantizedTensor"):
         bf.prepack(x)
     path = tmp_path / "packed.npz"
+    with monkeypatch.context() as patch:
+        patch.setattr("billfish.backends.cpu.packed.LAYOUT", 1)
+        packed.save(path)
+    with pytest.raises(bf.BackendUnavailable, match="another version"):
+        bf.PackedWeights.load(path)
     dataclasses.replace(packed, level="abacus").save(path)
     with pytest.raises(bf.BackendUnavailable, match="got weights packed for abacus; takes one of this machine"):
         bf.PackedWeights.load(path)

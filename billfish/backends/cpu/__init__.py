@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from billfish.activations import ACTIVATIONS
 from billfish.backends.base import Backend, Problem
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.packed import Axes, PackedWeights
+from billfish.backends.cpu.packed import GROUPS, Axes, PackedWeights
 from billfish.elements import E2M1, E2M1X2, Integer, Signed, Table
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.format import Format, GroupValues, Planes
@@ -68,7 +68,8 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
     format, planes = tensor.format, tensor.planes
     element, codes = format.element, planes["codes"]
-    layout = Layout("u4", codes, "f16", [], [], min(tensor.group_size, CHUNK))
+    group = min(tensor.group_size, CHUNK)
+    layout = Layout("u4", codes, "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     if isinstance(element, (E2M1, Table)):
         # E2M1 as twice its value, a small integer; the scale makes up for it.
         doubled = E2M1X2.values if isinstance(element, E2M1) else element.values
@@ -95,7 +96,9 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
     if "sub_scale" in planes and plain:
         layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
         bias = getattr(format, "sub_bias", 0)
-        sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.int8)
+        if layout.scales == "sub":  # signed; the kernels' bytes are not, and have 128 more
+            bias -= 128
+        sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.uint8)
         layout.chunk_fields = [planes["scale"]] + ([planes["minimum"]] if "minimum" in planes else [])
         layout.group_fields = [sub_scale] + ([planes["sub_minimum"]] if "sub_minimum" in planes else [])
         if getattr(format, "sub_limit", 0) == 15:  # both fit one byte, as in the file

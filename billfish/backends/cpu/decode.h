@@ -50,8 +50,8 @@ inline Bytes unsigned_bytes(Bytes v) {
 }
 
 // A decoder has three views of a vector. `dotted` is what dot() takes: cheap, and perhaps with something in it that the
-// sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it. `code` is unsigned,
-// the value plus code_bias(w.bias).
+// sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
+// bias is 8. `code` is unsigned, the value plus code_bias(w.bias).
 //
 // Codes of LOW bits, with HIGH more bits in a second plane behind the first.
 template <int LOW, int HIGH> struct Packed {
@@ -62,7 +62,7 @@ template <int LOW, int HIGH> struct Packed {
     if constexpr (HIGH == 0) return low;
     else return merge(low, field_at<HIGH, V, LOW>(block + VECTORS * VECTOR_BYTES * LOW / 8), ((1 << HIGH) - 1) << LOW);
   }
-  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int bias) {
+  template <int V, bool CENTRED> static Bytes byte(const uint8_t* block, const uint8_t* table, int bias) {
     return subtract(dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
   }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return dotted<V>(block, table); }
@@ -79,9 +79,10 @@ struct Nibbles {
     if constexpr (V % 2 && in_place) return load_bytes(block + V / 2 * VECTOR_BYTES);
     else return field<4, V>(block);
   }
-  template <int V> static Bytes byte(const uint8_t* block, const uint8_t*, int bias) {
+  template <int V, bool CENTRED> static Bytes byte(const uint8_t* block, const uint8_t*, int bias) {
     const int more = bias - SIGNED_BIAS;
-    if constexpr (V % 2) return subtract(high_nibbles(load_bytes(block + V / 2 * VECTOR_BYTES)), splat_byte(uint8_t(more - HIGH_FLIP)));
+    if constexpr (V % 2 && CENTRED && HIGH_FLIP == 8 && SIGNED_BIAS == 0) return high_nibbles(load_bytes(block + V / 2 * VECTOR_BYTES));
+    else if constexpr (V % 2) return subtract(high_nibbles(load_bytes(block + V / 2 * VECTOR_BYTES)), splat_byte(uint8_t(more - HIGH_FLIP)));
     else return subtract(field<4, V>(block), splat_byte(uint8_t(more)));
   }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t*) {
@@ -96,7 +97,7 @@ struct Looked {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
   static constexpr bool is_signed = true, in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t* table) { return lookup(table, field<4, V>(block)); }
-  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
+  template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }
 };
@@ -106,7 +107,7 @@ struct Whole {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES;
   static constexpr bool is_signed = true, in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_bytes(block + V * VECTOR_BYTES); }
-  template <int V> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
+  template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }
 };

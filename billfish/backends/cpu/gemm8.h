@@ -1,6 +1,6 @@
 // y = x W^T in integers: q8 and q16 for any number of rows of x, exact for few.
 //
-// Few rows: codes are decoded as they are read, every byte of the stream once; one row alone reads its scales there too.
+// Few rows: codes and scales are decoded as they are read, in the order in which they lie.
 // Many rows: a part of a tile is decoded once into a buffer that stays in the first-level cache, then multiplied with all
 // rows, four at a time. It is the same kernel, and reads the buffer as if the stream were packed in whole bytes.
 #pragma once
@@ -17,27 +17,30 @@ using billfish::EXACT_PLANES;
 using billfish::MANY_ROWS;
 using billfish::TileShape;
 
-constexpr int X_ROWS = 4;      // rows of x that a kernel takes at a time, unless it takes one
-constexpr int PREFETCH = 8192;  // bytes ahead
+constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
 
-// Blocks to groups: 0 where each block has its own, 2 where four share one.
-inline int scale_shift(int group) { return group <= 32 ? 0 : group == 64 ? 1 : group == 128 ? 2 : 3; }
-
-// Consecutive blocks of a tile. After each chunk of eight, `gap` bytes of something else come before the next codes, or
-// `last_gap` where those are a last chunk that is not full.
+// Consecutive blocks of a tile, from the beginning of a chunk on. Before each span and each chunk lie so many bytes that are no
+// codes: scales, or nothing in a buffer. `ahead` is what will be needed next.
 struct Blocks {
-  const uint8_t* codes;
-  size_t gap, last_gap;
+  const uint8_t* stream;
   int64_t first, count;
+  int span;
+  size_t span_header, chunk_header;
+  const uint8_t* ahead = nullptr;
+};
+
+// Scales in a buffer, as a source for add_blocks8.
+template <bool MINIMUMS> struct Buffered {
+  static constexpr bool minimums = MINIMUMS, direct = false;
+  GroupScales all;
 };
 
 // Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
-// Source: Reader for scales in the stream, or GroupScales. HALVES: 2 where a group of weights is half a block. MAGIC:
+// Source: Reader for scales in the stream, or Buffered. HALVES: 2 where a group of weights is half a block. MAGIC:
 // whether sums start at SUM_START.
 template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
 __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, Source source, const Activations8& x, int64_t row, float* sums) {
-  constexpr bool direct = !std::is_same_v<Source, GroupScales>;
-  const int shift = scale_shift(w.group);
+  constexpr bool direct = Source::direct;
   Floats total[T][COUNT];
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
   constexpr int lanes = T == 1 ? 1 : X_ROWS;  // of x; T may be less where there are two planes
@@ -46,11 +49,32 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
   const float* x_scale = x.scale + at * 2 * lanes + lane;
   const float* x_totals = x.totals + at * 3 * lanes + lane;
   const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
-  const uint8_t* codes = run.codes;
+  const uint8_t *p = run.stream, *ahead = run.ahead;
+  // The memory is to work while products are made, not only while codes are read: so many lines with each block.
+  constexpr int LINES = direct ? Decoder::block_bytes / 128 + 1 : 2;
+  const int shift = __builtin_ctz(unsigned(run.span));
+  Floats scale[HALVES][COUNT] = {}, minimum[HALVES][COUNT] = {};  // of this span
+  alignas(64) float offset[HALVES][COUNT][LANES];       // see scale_sum
   for (int64_t b = 0; b < run.count; b++) {
-    if constexpr (direct)  // the stream: ask for it before the hardware does
-      unroll<Decoder::block_bytes * COUNT / ROW_VECTORS / 64>(
-          [&](auto line) INLINED { __builtin_prefetch(codes + PREFETCH + FIRST * Decoder::block_bytes / ROW_VECTORS + line * 64); });
+    if constexpr (direct)
+      if constexpr (Source::two_levels)
+        if ((b & 7) == 0) source.template begin_chunk<FIRST, COUNT>(p), p += run.chunk_header;
+    if ((b & (run.span - 1)) == 0) {
+      if constexpr (direct) {
+        source.group = p;
+        unroll<HALVES>([&](auto half) INLINED {
+          unroll<COUNT>([&](auto r) INLINED {
+            constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
+            scale[half][r] = source.template scale<row_at>(half);
+            if constexpr (T > 1 && SUM_OFFSET != 0) store_floats(offset[half][r], multiply(scale[half][r], splat(-SUM_OFFSET)));
+            if constexpr (Source::minimums) minimum[half][r] = source.template minimum<row_at>(half);
+          });
+        });
+      }
+      p += run.span_header;
+    }
+    if constexpr (T > 1) unroll<LINES>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
+    const uint8_t* codes = p;
     unroll<HALVES>([&](auto half) INLINED {
       Ints sum[T][PLANES][COUNT];
       unroll<T>([&](auto t) INLINED {
@@ -78,11 +102,9 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           });
         });
       });
-      const int64_t group = ((direct ? b & 7 : b) >> shift) * HALVES + half;
-      const FloatActivations scales[2] = {load_x(x_scale), load_x(x_scale + lanes)}, totals = load_x(x_totals + (HALVES == 2 ? half : 2) * lanes);
+      const FloatActivations x_scales[2] = {load_x(x_scale), load_x(x_scale + lanes)}, totals = load_x(x_totals + (HALVES == 2 ? half : 2) * lanes);
       unroll<COUNT>([&](auto r) INLINED {
         constexpr bool in_place = Decoder::in_place && (FIRST + decltype(r)::value) % 2;
-        constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
         Ints whole[T], higher[T];  // of the last pair of planes, and of the first where there are two
         unroll<T>([&](auto t) INLINED {
           if constexpr (in_place) unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = subtract(sum[t][p][r], sum[t][p][r - 1]); });
@@ -90,70 +112,50 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           if constexpr (PLANES > 1) whole[t] = add(whole[t], shift_left<8>(sum[t][PLANES - 2][r]));
           if constexpr (PLANES == 4) higher[t] = add(sum[t][1][r], shift_left<8>(sum[t][0][r]));
         });
-        if constexpr (PLANES == 4) {  // no product of two scales here: it might be too small for a float
-          const Floats value = multiply_add(to_floats(whole[0]), to_floats(higher[0]), splat(65536));
-          total[0][r] = multiply_add(total[0][r], multiply_x<0>(value, scales[in_place]), source.scale(group, row_at));
-          if constexpr (Source::minimums) total[0][r] = multiply_add_x<0>(total[0][r], source.minimum(group, row_at), totals);
-        } else if constexpr (direct) {
-          const Floats scale = source.scale(group, row_at);
-          Floats both[T];
-          unroll<T>([&](auto t) INLINED { both[t] = multiply_x<decltype(t)::value>(scale, scales[in_place]); });
-          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add(total[t][r], sum_to_floats<MAGIC>(whole[t]), both[t]); });
-          if constexpr (Source::minimums) {
-            const Floats minimum = source.minimum(group, row_at);
-            unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum, totals); });
-          }
-        } else {
-          const Floats scale = load_floats(source.scale + group * TILE_ROWS + row_at);
-          Floats scaled[T];
-          unroll<T>([&](auto t) INLINED { scaled[t] = scale_sum<MAGIC>(whole[t], scale, source.offset + group * TILE_ROWS + row_at); });
-          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], scales[0]); });
+        const float* offset_at = offset[half][r];
+        if constexpr (!direct) {
+          const int64_t at = ((b >> shift) * HALVES + half) * TILE_ROWS + (FIRST + r) * LANES;
+          scale[half][r] = load_floats(source.all.scale + at), offset_at = source.all.offset + at;
+          if constexpr (Source::minimums) minimum[half][r] = load_floats(source.all.minimum + at);
         }
+        if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
+          Floats value;
+          if constexpr (PLANES == 4) value = multiply_add(to_floats(whole[0]), to_floats(higher[0]), splat(65536));
+          else value = sum_to_floats<MAGIC>(whole[0]);
+          total[0][r] = multiply_add(total[0][r], multiply_x<0>(value, x_scales[in_place]), scale[half][r]);
+        } else {
+          Floats scaled[T];
+          unroll<T>([&](auto t) INLINED { scaled[t] = scale_sum<MAGIC>(whole[t], scale[half][r], offset_at); });
+          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
+        }
+        if constexpr (Source::minimums)
+          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], totals); });
       });
     });
-    const bool chunk_ends = (b & 7) == 7;
-    if constexpr (direct) source.p += chunk_ends ? 8 * Decoder::block_bytes + run.gap : 0;
-    codes += Decoder::block_bytes + (!chunk_ends ? 0 : run.count - b > 8 ? run.gap : run.last_gap);
+    p += Decoder::block_bytes, ahead += LINES * 64;
     x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
   }
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
-}
-
-// The other part of weights with a minimum: adds it times the sum of x, for X_ROWS rows.
-template <int FIRST, int COUNT>
-__attribute__((flatten, noinline)) void add_minimums(const Weights& w, Blocks run, const GroupScales& source, const Activations8& x, int64_t row, float* sums) {
-  const int shift = scale_shift(w.group), halves = w.group == 16 ? 2 : 1;
-  Floats total[X_ROWS][COUNT];
-  unroll<X_ROWS>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
-  for (int64_t b = 0; b < run.count; b++)
-    for (int half = 0; half < halves; half++) {
-      const float* minimum = source.minimum + ((b >> shift) * halves + half) * TILE_ROWS + FIRST * LANES;
-      const FloatActivations totals = load_x(x.totals + (x.block_of(row, run.first + b) * 3 + (halves == 2 ? half : 2)) * X_ROWS);
-      unroll<COUNT>([&](auto r) INLINED {
-        const Floats values = load_floats(minimum + r * LANES);
-        unroll<X_ROWS>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], values, totals); });
-      });
-    }
-  unroll<X_ROWS>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
 }
 
 // ---- few rows, straight from the stream -----------------------------------------------------------------------------
 
 // Adds chunks of a tile times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]: there is room for so many.
 template <class Decoder, Scales S, int HALVES>
-void add_chunks(const Weights& w, const uint8_t* chunk, Blocks run, const Activations8& x, int64_t row, float* sums) {
+void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
   using Source = Reader<S>;
   if (x.lanes == X_ROWS)
     unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
-      add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {chunk}, x, row, sums);
+      add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {}, x, row, sums);
+      run.ahead += run.count * (Decoder::block_bytes / 128 + 1) * 64;
     });
-  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
   else if (x.planes == EXACT_PLANES) {
-    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
-  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {chunk}, x, row, sums);
+    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
+  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
 }
 
-using FewKernel = void (*)(const Weights&, const uint8_t*, Blocks, const Activations8&, int64_t, float*);
+using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t, float*);
 
 // The kernel for the combinations of codes and scales that formats have, each of which is four more to compile; or null.
 inline FewKernel few_kernel(const Weights& w) {
@@ -212,13 +214,17 @@ inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
 inline bool magic_sums(const Weights& w, int planes) { return planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum; }
 
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
-inline void add_blocks_to_rows(const Weights& w, Blocks run, const GroupScales& scales, const Activations8& x, int64_t row, float* sums) {
+template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales& scales, const Activations8& x, int64_t row, float* sums) {
+  using Source = Buffered<MINIMUMS>;
   auto call = [&](auto rows, auto planes, auto halves, auto magic) {
     constexpr int T = decltype(rows)::value;
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
-        add_blocks8<Whole, GroupScales, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
-            w, run, scales, x, row + part, sums + part * TILE_ROWS);
+        Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
+        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
+        else run.ahead += run.count * 128;
+        add_blocks8<Whole, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
+            w, now, {scales}, x, row + part, sums + part * TILE_ROWS);
       });
   };
   constexpr std::integral_constant<int, 1> one;
@@ -229,7 +235,6 @@ inline void add_blocks_to_rows(const Weights& w, Blocks run, const GroupScales& 
   if (x.planes == 2) w.group == 16 ? call(two, two, two, no) : call(two, two, one, no);
   else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
   else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
-  if (has_minimum(w.scales)) unroll<ROW_VECTORS / 2>([&](auto pair) { add_minimums<decltype(pair)::value * 2, 2>(w, run, scales, x, row, sums); });
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
@@ -273,36 +278,23 @@ inline void write_tile(const float* sums, float factor, const float* power, cons
 // Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
 constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
 
-// Room for the scales of a slice.
-struct SliceScales {
-  alignas(64) float scale[SLICE * 16 * TILE_ROWS];
-  alignas(64) float offset[SLICE * 16 * TILE_ROWS];
-  alignas(64) float minimum[SLICE * 16 * TILE_ROWS];
-  GroupScales all() { return {scale, offset, minimum}; }
-};
-
-// Runs of chunks, `most` at a time, all of the same size: a last chunk that is not full comes alone.
-// f(number of the first chunk, how many, blocks in all)
-template <class F> void each_slice(const TileShape& shape, int64_t most, F&& f) {
-  const int64_t full = shape.blocks / 8;
-  for (int64_t chunk = 0; chunk < full; chunk += most) f(chunk, std::min(most, full - chunk), std::min(most, full - chunk) * 8);
-  if (full < shape.chunks) f(full, int64_t(1), shape.blocks - full * 8);
+// Runs of chunks, SLICE at a time: f(number of the first chunk, blocks in all).
+template <class F> void each_slice(const TileShape& shape, F&& f) {
+  for (int64_t chunk = 0; chunk < shape.chunks; chunk += SLICE) f(chunk, std::min<int64_t>(SLICE * 8, shape.blocks - chunk * 8));
 }
 
-// Scales of `count` chunks, one after the other.
-inline void read_slice(const Weights& w, const TileShape& shape, const uint8_t* chunk, int64_t count, int64_t blocks, GroupScales out) {
-  const int groups = shape.groups_in(int(std::min<int64_t>(blocks, 8)));
-  for (int64_t c = 0; c < count; c++) read_scales<true>(w, chunk + c * shape.full_chunk_bytes, groups, out.from(c * groups));
+inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t tile, int64_t chunk, int64_t blocks) {
+  const uint8_t* at = w.stream + tile * shape.tile_bytes + chunk * shape.full_chunk_bytes;
+  return {at, chunk * 8, blocks, shape.span, shape.span_header, shape.chunk_header};
 }
 
 inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
   const FewKernel kernel = few_kernel(w);
-  auto add = [&](int64_t tile, int64_t number, int64_t blocks, float* sums) {
-    const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
-    auto header = [&](int64_t some) { return billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(some))); };
-    const Blocks run{chunk + header(std::min<int64_t>(blocks, 8)), header(8), header(blocks % 8), number * 8, blocks};
-    for (int64_t row = 0; row < x.m; row += x.lanes) kernel(w, chunk, run, x, row, sums + row * TILE_ROWS);
+  auto add = [&](int64_t tile, int64_t chunk, int64_t blocks, float* sums) {
+    Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+    run.ahead = run.stream + shape.tile_bytes;
+    for (int64_t row = 0; row < x.m; row += x.lanes) kernel(w, run, x, row, sums + row * TILE_ROWS);
   };
   if (x.lanes == 1) {
     for (int64_t tile = first; tile < last; tile++) {
@@ -315,17 +307,18 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
   const int64_t each = x.groups() * x.lanes * TILE_ROWS;
   std::vector<float> sums(size_t((last - first) * each));
-  each_slice(shape, SLICE, [&](int64_t number, int64_t, int64_t blocks) {
-    for (int64_t tile = first; tile < last; tile++) add(tile, number, blocks, sums.data() + (tile - first) * each);
+  each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+    for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums.data() + (tile - first) * each);
   });
   for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
 }
 
-template <class Decoder>
-__attribute__((flatten)) inline void decode_blocks(const uint8_t* codes, const uint8_t* table, int64_t blocks, int32_t bias, size_t ahead, uint8_t* out) {
-  for (int64_t b = 0; b < blocks; b++, codes += Decoder::block_bytes, out += Whole::block_bytes) {
-    unroll<(Decoder::block_bytes + 63) / 64>([&](auto line) { __builtin_prefetch(codes + ahead + line * 64); });
-    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value>(codes, table, bias)); });
+// Blocks of the stream to bytes, as Whole has them.
+template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
+  const uint8_t* p = run.stream;
+  for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
+    p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
+    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, w.table, w.bias)); });
   }
 }
 
@@ -335,23 +328,23 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
   const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
   const TileShape shape(w, TILE_ROWS);
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
-  SliceScales scales;
+  ScaleRoom<SLICE> room;
+  const GroupScales scales = room.all();
   std::vector<float> sums(size_t(panel) * TILE_ROWS);
   for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
     const int64_t last_row = std::min(x.m, first_row + panel);
     for (int64_t tile = first; tile < last; tile++) {
       std::fill(sums.begin(), sums.end(), 0.0f);
-      each_slice(shape, SLICE, [&](int64_t number, int64_t count, int64_t blocks) {
-        const uint8_t* chunk = w.stream + tile * shape.tile_bytes + number * shape.full_chunk_bytes;
-        const int64_t each = std::min<int64_t>(blocks, 8);
-        const size_t header = billfish::scale_bytes(w.scales, TILE_ROWS, shape.groups_in(int(each)));
-        read_slice(w, shape, chunk, count, blocks, scales.all());
-        for (int64_t c = 0; c < count; c++)
-          decode_blocks<Decoder>(chunk + c * shape.full_chunk_bytes + header, w.table, each, w.bias, SLICE * shape.full_chunk_bytes,
-                                 bytes + c * 8 * Whole::block_bytes);
-        const Blocks run{bytes, 0, 0, number * 8, blocks};
+      each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+        Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+        read_scales<true>(w, shape, run.stream, blocks, scales);
+        if (!std::is_same_v<Decoder, Whole>) {  // bytes are multiplied where they lie
+          (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
+          run.stream = bytes, run.span_header = run.chunk_header = 0;
+        }
+        run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
         for (int64_t row = first_row; row < last_row; row += X_ROWS)
-          add_blocks_to_rows(w, run, scales.all(), x, row, sums.data() + (row - first_row) * TILE_ROWS);
+          (has_minimum(w.scales) ? add_blocks_to_rows<true> : add_blocks_to_rows<false>)(w, run, scales, x, row, sums.data() + (row - first_row) * TILE_ROWS);
       });
       write_tile(sums.data(), w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
     }

@@ -51,10 +51,10 @@ template <class Decoder>
 void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   // Rows of x, of which a chunk stays in the second-level cache while all tiles pass over it.
   const int64_t padded = x.groups() * X_ROWS, panel = std::min<int64_t>(128, padded);
-  const int shift = scale_shift(w.group), groups = w.group == 16 ? 2 : 1;
   const TileShape shape(w, TILE_ROWS);
   alignas(64) float values[billfish::CHUNK * TILE_ROWS];
-  ChunkScales scales;
+  ScaleRoom<1> room;
+  const GroupScales scales = room.all();
   std::vector<float> sums(size_t((last - first) * panel * TILE_ROWS));
   for (int64_t first_row = 0; first_row < padded; first_row += panel) {
     const int64_t last_row = std::min(padded, first_row + panel);
@@ -62,9 +62,13 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
       for (int64_t tile = first; tile < last; tile++) {
         const int blocks = shape.blocks_in(chunk);
-        const uint8_t* codes = read_scales<false>(w, w.stream + tile * shape.tile_bytes + chunk * shape.full_chunk_bytes, shape.groups_in(blocks), scales, w.factor);
-        for (int b = 0; b < blocks; b++)
-          decode_values<Decoder>(w, codes + b * Decoder::block_bytes, GroupScales(scales).from((b >> shift) * groups), values + b * BLOCK * TILE_ROWS);
+        const Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+        read_scales<false>(w, shape, run.stream, blocks, scales, w.factor);
+        const uint8_t* codes = run.stream + run.chunk_header;
+        for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
+          if (b % run.span == 0) codes += run.span_header;
+          decode_values<Decoder>(w, codes, scales.from(b / run.span * shape.groups_in_span()), values + b * BLOCK * TILE_ROWS);
+        }
         float* to = sums.data() + (tile - first) * panel * TILE_ROWS;
         for (int64_t row = first_row; row < last_row; row += X_ROWS, to += X_ROWS * TILE_ROWS)
           unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) {

@@ -33,6 +33,7 @@ SCALES = (
     "f32_minimum",
 )
 GROUPS = (16, 32, 64, 128, 256)
+LAYOUT = 2  # changes with the order of bytes in the stream
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class PackedWeights:
         axes = self.axes.__dict__ | {"table": list(self.axes.table)}
         about = {"format": self.format.name, "shape": self.shape, "group_size": self.group_size, "level": self.level}
         with replacing(path) as file:
-            np.savez(file, about=np.array(json.dumps(about | {"axes": axes})), data=self.data)
+            np.savez(file, about=np.array(json.dumps(about | {"axes": axes, "layout": LAYOUT})), data=self.data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedWeights:
@@ -97,6 +98,8 @@ class PackedWeights:
             n, k = about["shape"]
             packed = cls(get_format(about["format"], call), (n, k), about["group_size"], about["level"], axes, data)
             usable = axes.group in GROUPS and min(n, k) > 0 and data.dtype == np.uint8 and data.ndim == 1
+            if about.get("layout") != LAYOUT:
+                raise BackendUnavailable(complaint(call, "path", "weights packed by another version", "prepack(q) again"))
             if packed.level not in _cpu.levels():
                 takes = f"one of this machine: {', '.join(_cpu.levels())}"
                 raise BackendUnavailable(complaint(call, "path", f"weights packed for {packed.level}", takes))

@@ -54,9 +54,10 @@ void pack_tile(const Weights& w, const Level& level, ReadCodes read_codes, uint8
   for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
     const int blocks = shape.blocks_in(chunk);
     for (const Field& field : chunk_fields) put_field(field, chunk);
-    for (int g = 0; g < shape.groups_in(blocks); g++)
-      for (const Field& field : group_fields) put_field(field, chunk * (CHUNK / w.group) + g);
     for (int b = 0; b < blocks; b++, out += shape.block_code_bytes) {
+      if (b % shape.span == 0)
+        for (int g = 0; g < shape.groups_in_span(); g++)
+          for (const Field& field : group_fields) put_field(field, (chunk * 8 + b) * BLOCK / w.group + g);
       for (int r = 0; r < rows && tile * rows + r < w.n; r++) {
         uint8_t* row = codes.data() + r * BLOCK;
         read_codes(tile * rows + r, chunk * 8 + b, row);

@@ -16,7 +16,7 @@ enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum };
 
 struct Weights {
-  const uint8_t* stream;  // tile after tile of rows; in a tile, chunk after chunk: scales, then codes
+  const uint8_t* stream;  // tile after tile of rows; see TileShape
   int64_t n, k;           // as the user has them; the stream is padded to whole tiles and blocks
   Codes codes;
   Scales scales;
@@ -135,40 +135,41 @@ inline int code_bits(Codes codes) {
   }
 }
 
-// Bytes of the scales of a chunk with so many groups.
-inline size_t scale_bytes(Scales scales, int rows, int groups) {
+// Bytes that the scales of a group take for each row, and those of a chunk, where scales have two levels.
+inline size_t group_scale_bytes(Scales scales) {
   switch (scales) {
-    case Scales::f16: return size_t(rows) * groups * 2;
-    case Scales::f16_minimum: case Scales::f16_zero16: case Scales::f32: return size_t(rows) * groups * 4;
-    case Scales::f16_zero8: return size_t(rows) * groups * 3;
-    case Scales::e8m0: case Scales::e4m3: return size_t(rows) * groups;
-    case Scales::sub: return size_t(rows) * (2 + groups);
-    case Scales::sub_minimum: return size_t(rows) * (4 + 2 * groups);
-    case Scales::sub_nibbles: return size_t(rows) * (4 + groups);
-    case Scales::f32_minimum: return size_t(rows) * groups * 8;
+    case Scales::e8m0: case Scales::e4m3: case Scales::sub: case Scales::sub_nibbles: return 1;
+    case Scales::f16: case Scales::sub_minimum: return 2;
+    case Scales::f16_zero8: return 3;
+    case Scales::f16_minimum: case Scales::f16_zero16: case Scales::f32: return 4;
+    case Scales::f32_minimum: return 8;
   }
   return 0;
 }
+inline size_t chunk_scale_bytes(Scales scales) {
+  return scales == Scales::sub ? 2 : scales == Scales::sub_minimum || scales == Scales::sub_nibbles ? 4 : 0;
+}
 
-// The shape of one tile's stream.
+// The shape of one tile's stream. A *span* is a block, or as many blocks as share a scale: first the scales of all rows, then
+// the codes, so that everything is read in the order in which it lies. Scales of chunks come before those of their first span.
 struct TileShape {
   int rows, group;
+  int span;  // blocks in one
   int64_t blocks, chunks;
-  size_t block_code_bytes, full_chunk_bytes, tile_bytes;
+  size_t chunk_header, span_header, block_code_bytes, full_chunk_bytes, tile_bytes;
 
-  TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group) {
+  TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group), span(w.group <= BLOCK ? 1 : w.group / BLOCK) {
     blocks = blocks_of(w.k);
     chunks = (blocks + 7) / 8;
-    block_code_bytes = size_t(tile_rows) * BLOCK * code_bits(w.codes) / 8;
-    full_chunk_bytes = chunk_bytes(w, 8);
-    int rest = int(blocks - (chunks - 1) * 8);
-    tile_bytes = full_chunk_bytes * (chunks - 1) + chunk_bytes(w, rest);
+    chunk_header = size_t(rows) * chunk_scale_bytes(w.scales);
+    span_header = size_t(rows) * group_scale_bytes(w.scales) * size_t(groups_in_span());
+    block_code_bytes = size_t(rows) * BLOCK * code_bits(w.codes) / 8;
+    full_chunk_bytes = chunk_header + span_header * size_t(8 / span) + block_code_bytes * 8;
+    tile_bytes = chunk_header * size_t(chunks) + span_header * size_t((blocks + span - 1) / span) + block_code_bytes * size_t(blocks);
   }
+  int groups_in_span() const { return group < BLOCK ? BLOCK / group : 1; }
   int groups_in(int blocks_in_chunk) const { return (blocks_in_chunk * BLOCK + group - 1) / group; }
   int blocks_in(int64_t chunk) const { return chunk + 1 < chunks ? 8 : int(blocks - chunk * 8); }
-  size_t chunk_bytes(const Weights& w, int blocks_in_chunk) const {
-    return scale_bytes(w.scales, rows, groups_in(blocks_in_chunk)) + block_code_bytes * blocks_in_chunk;
-  }
 };
 
 }  // namespace billfish

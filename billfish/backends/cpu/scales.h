@@ -14,55 +14,64 @@ constexpr bool has_minimum(Scales s) {
 
 inline Floats floats_at(const uint8_t* p) { return load_floats(reinterpret_cast<const float*>(p)); }
 
-// The scales of one chunk as they lie in the stream. value = code * scale + minimum, and all scales times Weights::factor.
-// `row` is the first of LANES rows of the tile.
+// Scales as they lie in the stream. value = code * scale + minimum, and all scales times Weights::factor.
+// ROW is the first of LANES rows of the tile.
 template <Scales S> struct Reader {
   static constexpr int R = TILE_ROWS;
-  static constexpr bool minimums = has_minimum(S);
-  const uint8_t* p;
+  static constexpr bool direct = true, minimums = has_minimum(S), two_levels = S == Scales::sub || S == Scales::sub_minimum || S == Scales::sub_nibbles;
+  static constexpr int bias = S == Scales::sub ? 128 : 0;  // of a group's small integer: one byte, signed for `sub` alone
+  const uint8_t* group = nullptr;  // where the scales of this span are
 
-  Floats scale(int64_t group, int row) const {
-    if constexpr (S == Scales::f16) return halves_to_floats(p + 2 * (group * R + row));
-    if constexpr (S == Scales::f16_minimum || S == Scales::f16_zero16) return halves_to_floats(p + 4 * group * R + 2 * row);
-    if constexpr (S == Scales::f16_zero8) return halves_to_floats(p + 3 * group * R + 2 * row);
-    if constexpr (S == Scales::e8m0) return exponents_to_floats(p + group * R + row);
-    if constexpr (S == Scales::e4m3) return e4m3_to_floats(p + group * R + row);
-    if constexpr (S == Scales::f32) return floats_at(p + 4 * (group * R + row));
-    if constexpr (S == Scales::f32_minimum) return floats_at(p + 8 * group * R + 4 * row);
-    // Two levels: one half for the chunk, times a small integer for the group.
-    const Floats d = S == Scales::sub || S == Scales::sub_minimum || S == Scales::sub_nibbles ? halves_to_floats(p + 2 * row) : splat(0);
-    if constexpr (S == Scales::sub) return multiply(d, signed_to_floats(p + (2 + group) * R + row));
-    if constexpr (S == Scales::sub_minimum) return multiply(d, unsigned_to_floats(p + (4 + 2 * group) * R + row));
-    if constexpr (S == Scales::sub_nibbles) return multiply(d, low_nibbles_to_floats(p + (4 + group) * R + row));
+  // Two levels: a float16 for each chunk, times the small integer. What is the same for the whole chunk is worked out here.
+  Floats d[ROW_VECTORS], d_offset[ROW_VECTORS], m[ROW_VECTORS], m_offset[ROW_VECTORS];
+  template <int FIRST, int COUNT> void begin_chunk(const uint8_t* chunk) {
+    unroll<COUNT>([&](auto i) INLINED {
+      constexpr int r = FIRST + decltype(i)::value;
+      d[r] = halves_to_floats(chunk + 2 * r * LANES), d_offset[r] = times_bytes_offset(d[r], bias);
+      if constexpr (minimums) m[r] = multiply(halves_to_floats(chunk + 2 * (R + r * LANES)), splat(-1)), m_offset[r] = times_bytes_offset(m[r], 0);
+    });
   }
-  Floats minimum(int64_t group, int row) const {
-    const Floats minus = splat(-1);
-    if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + (4 * group + 2) * R + 2 * row);
-    if constexpr (S == Scales::f16_zero8) return multiply(multiply(scale(group, row), unsigned_to_floats(p + (3 * group + 2) * R + row)), minus);
-    if constexpr (S == Scales::f16_zero16)
-      return multiply(multiply(scale(group, row), halves_to_floats(p + (4 * group + 2) * R + 2 * row)), minus);
-    if constexpr (S == Scales::f32_minimum) return floats_at(p + (8 * group + 4) * R + 4 * row);
-    const Floats m = S == Scales::sub_minimum || S == Scales::sub_nibbles ? multiply(halves_to_floats(p + 2 * R + 2 * row), minus) : splat(0);
-    if constexpr (S == Scales::sub_minimum) return multiply(m, unsigned_to_floats(p + (5 + 2 * group) * R + row));
-    if constexpr (S == Scales::sub_nibbles) return multiply(m, high_nibbles_to_floats(p + (4 + group) * R + row));
+
+  template <int ROW> Floats scale(int half) const {
+    const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
+    constexpr int r = ROW / LANES;
+    if constexpr (S == Scales::f16 || S == Scales::f16_minimum || S == Scales::f16_zero8 || S == Scales::f16_zero16) return halves_to_floats(p + 2 * ROW);
+    if constexpr (S == Scales::f32 || S == Scales::f32_minimum) return floats_at(p + 4 * ROW);
+    if constexpr (S == Scales::e8m0) return exponents_to_floats<ROW>(p);
+    if constexpr (S == Scales::e4m3) return e4m3_to_floats<ROW>(p);
+    if constexpr (S == Scales::sub || S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(d[r], d_offset[r], p);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(d[r], d_offset[r], p);
+  }
+  template <int ROW> Floats minimum(int half) const {
+    const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
+    constexpr int r = ROW / LANES;
+    if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + 2 * (R + ROW));
+    if constexpr (S == Scales::f32_minimum) return floats_at(p + 4 * (R + ROW));
+    if constexpr (S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(m[r], m_offset[r], p + R);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 4, 15>(m[r], m_offset[r], p);
+    if constexpr (S == Scales::f16_zero8 || S == Scales::f16_zero16) {
+      const Floats minus = multiply(scale<ROW>(half), splat(-1));
+      if constexpr (S == Scales::f16_zero8) return times_bytes<ROW, 0, 255>(minus, times_bytes_offset(minus, 0), p + 2 * R);
+      else return multiply(minus, halves_to_floats(p + 2 * (R + ROW)));
+    }
     return splat(0);
   }
 };
 
 // Calls f with the reader for these scales.
-template <class F> inline void with_reader(Scales scales, const uint8_t* p, F&& f) {
+template <class F> inline void with_reader(Scales scales, F&& f) {
   switch (scales) {
-    case Scales::f16: return f(Reader<Scales::f16>{p});
-    case Scales::f16_minimum: return f(Reader<Scales::f16_minimum>{p});
-    case Scales::f16_zero8: return f(Reader<Scales::f16_zero8>{p});
-    case Scales::f16_zero16: return f(Reader<Scales::f16_zero16>{p});
-    case Scales::e8m0: return f(Reader<Scales::e8m0>{p});
-    case Scales::e4m3: return f(Reader<Scales::e4m3>{p});
-    case Scales::sub: return f(Reader<Scales::sub>{p});
-    case Scales::sub_minimum: return f(Reader<Scales::sub_minimum>{p});
-    case Scales::sub_nibbles: return f(Reader<Scales::sub_nibbles>{p});
-    case Scales::f32: return f(Reader<Scales::f32>{p});
-    case Scales::f32_minimum: return f(Reader<Scales::f32_minimum>{p});
+    case Scales::f16: return f(Reader<Scales::f16>{});
+    case Scales::f16_minimum: return f(Reader<Scales::f16_minimum>{});
+    case Scales::f16_zero8: return f(Reader<Scales::f16_zero8>{});
+    case Scales::f16_zero16: return f(Reader<Scales::f16_zero16>{});
+    case Scales::e8m0: return f(Reader<Scales::e8m0>{});
+    case Scales::e4m3: return f(Reader<Scales::e4m3>{});
+    case Scales::sub: return f(Reader<Scales::sub>{});
+    case Scales::sub_minimum: return f(Reader<Scales::sub_minimum>{});
+    case Scales::sub_nibbles: return f(Reader<Scales::sub_nibbles>{});
+    case Scales::f32: return f(Reader<Scales::f32>{});
+    case Scales::f32_minimum: return f(Reader<Scales::f32_minimum>{});
   }
 }
 
@@ -74,28 +83,36 @@ struct GroupScales {
   }
 };
 
-// Room for those of one chunk.
-struct ChunkScales {
-  alignas(64) float scale[16 * TILE_ROWS];
-  alignas(64) float offset[16 * TILE_ROWS];
-  alignas(64) float minimum[16 * TILE_ROWS];
-  operator GroupScales() { return {scale, offset, minimum}; }
+// Room for those of CHUNKS chunks.
+template <int CHUNKS> struct ScaleRoom {
+  alignas(64) float scale[CHUNKS * 16 * TILE_ROWS];
+  alignas(64) float offset[CHUNKS * 16 * TILE_ROWS];
+  alignas(64) float minimum[CHUNKS * 16 * TILE_ROWS];
+  GroupScales all() { return {scale, offset, minimum}; }
 };
 
-// Decodes the scales of `groups` groups at p, times `factor`; returns where the codes begin. OFFSETS: whether scale_sum is used.
-template <bool OFFSETS> const uint8_t* read_scales(const Weights& w, const uint8_t* p, int groups, GroupScales out, float factor = 1) {
-  const Floats times = splat(factor), offset = splat(-SUM_OFFSET);
-  with_reader(w.scales, p, [&](auto reader) {
-    for (int g = 0; g < groups; g++)
-      unroll<ROW_VECTORS>([&](auto r) {
-        const int i = g * TILE_ROWS + r * LANES;
-        const Floats scale = multiply(reader.scale(g, r * LANES), times);
-        store_floats(out.scale + i, scale);
-        if (OFFSETS && SUM_OFFSET != 0) store_floats(out.offset + i, multiply(scale, offset));
-        if (has_minimum(w.scales)) store_floats(out.minimum + i, reader.minimum(g, r * LANES));
+// Decodes the scales of `blocks` blocks from the beginning of a chunk on, times `factor`. OFFSETS: whether scale_sum is used.
+template <bool OFFSETS, class Source>
+__attribute__((flatten)) void read_scales_of(Source reader, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales out, float factor) {
+  const Floats times = splat(factor), offset = splat(-SUM_OFFSET * factor);
+  const size_t chunk_header = shape.chunk_header, span_header = shape.span_header, codes = shape.block_code_bytes * size_t(shape.span);
+  const int halves = shape.groups_in_span(), span = shape.span;
+  for (int64_t b = 0; b < blocks; b += span, p += codes) {
+    if (reader.two_levels && b % 8 == 0) reader.template begin_chunk<0, ROW_VECTORS>(p), p += chunk_header;
+    reader.group = p, p += span_header;
+    for (int half = 0; half < halves; half++, out = out.from(1))
+      unroll<ROW_VECTORS>([&](auto r) INLINED {
+        constexpr int row = decltype(r)::value * LANES;
+        const Floats scale = reader.template scale<row>(half);
+        store_floats(out.scale + row, multiply(scale, times));
+        if (OFFSETS && SUM_OFFSET != 0) store_floats(out.offset + row, multiply(scale, offset));
+        if (reader.minimums) store_floats(out.minimum + row, reader.template minimum<row>(half));
       });
-  });
-  return p + billfish::scale_bytes(w.scales, TILE_ROWS, groups);
+  }
+}
+template <bool OFFSETS>
+void read_scales(const Weights& w, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales out, float factor = 1) {
+  with_reader(w.scales, [&](auto reader) { read_scales_of<OFFSETS>(reader, shape, p, blocks, out, factor); });
 }
 
 }  // namespace BILLFISH_ISA

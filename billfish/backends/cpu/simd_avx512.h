@@ -96,19 +96,16 @@ template <int L> Floats multiply_x(Floats w, FloatActivations x) { return _mm512
 
 inline Floats halves_to_floats(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline __m512i widen(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-inline Floats unsigned_to_floats(const uint8_t* p) { return _mm512_cvtepi32_ps(widen(p)); }
-inline Floats low_nibbles_to_floats(const uint8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_and_si512(widen(p), _mm512_set1_epi32(15)));
-}
-inline Floats high_nibbles_to_floats(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_srli_epi32(widen(p), 4)); }
-inline Floats signed_to_floats(const uint8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+// (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
+inline Floats times_bytes_offset(Floats d, int bias) { return multiply(d, splat(float(-bias))); }
+template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, Floats offset, const uint8_t* rows) {
+  return multiply_add(offset, _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(widen(rows + ROW), SHIFT), _mm512_set1_epi32(MASK))), d);
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
-inline Floats exponents_to_floats(const uint8_t* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(widen(p), 23)); }
+template <int ROW> Floats exponents_to_floats(const uint8_t* rows) { return _mm512_castsi512_ps(_mm512_slli_epi32(widen(rows + ROW), 23)); }
 // Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
-inline Floats e4m3_to_floats(const uint8_t* p) {
-  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 7));
+template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + ROW))), 7));
 }
 
 }  // namespace BILLFISH_ISA

@@ -46,7 +46,8 @@ template <int N> Ints shift_left(Ints a) { return vshlq_n_s32(a, N); }
 using Activations = int8x16_t;
 inline Activations load_activations(const int8_t* p) { return vld1q_s8(p); }
 template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
-  return vdotq_laneq_s32(sum, vreinterpretq_s8_u8(w), x, L);
+  asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
+  return sum;
 }
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
@@ -74,9 +75,13 @@ template <bool MAGIC> Floats sum_to_floats(Ints v) {
 }
 // sum * scale. offset, -SUM_OFFSET * scale, is exact for scales of up to 22 bits, so this is rounded once.
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset) {
-  asm volatile("" : "+r"(offset));  // so that each use loads it again instead of copying a register
-  if constexpr (MAGIC) return vfmaq_f32(vld1q_f32(offset), vreinterpretq_f32_s32(v), scale);
-  else return vmulq_f32(vcvtq_f32_s32(v), scale);
+  if constexpr (MAGIC) {
+    Floats sum;  // each use loads it again instead of copying a register
+    asm volatile("ldr %q0, %1" : "=w"(sum) : "m"(*reinterpret_cast<const float(*)[4]>(offset)));
+    return vfmaq_f32(sum, vreinterpretq_f32_s32(v), scale);
+  } else {
+    return vmulq_f32(vcvtq_f32_s32(v), scale);
+  }
 }
 
 // Byte K of each 32-bit lane, less `bias`. Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is taken
@@ -107,32 +112,33 @@ template <int L> Floats multiply_x(Floats w, FloatActivations x) { return vmulq_
 
 // LANES stored numbers to float32.
 inline Floats halves_to_floats(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
-inline uint32x4_t widen(const uint8_t* p) {
-  uint32_t four;
-  __builtin_memcpy(&four, p, 4);
-  return vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
+// Bytes ROW .. ROW + 3 of 16, one for each row of a tile: one load serves all four vectors of rows. Each goes to byte TO of a
+// lane, whose other bytes are those of `word`.
+template <int ROW, int TO> uint8x16_t row_bytes(uint8x16_t rows, uint8x16_t word) {
+  constexpr auto from = [](int byte) constexpr { return uint8_t(byte % 4 == TO ? ROW + byte / 4 : 255); };
+  const uint8x16_t index = {from(0), from(1), from(2),  from(3),  from(4),  from(5),  from(6),  from(7),
+                            from(8), from(9), from(10), from(11), from(12), from(13), from(14), from(15)};
+  return vqtbx1q_u8(word, rows, index);
 }
-inline Floats unsigned_to_floats(const uint8_t* p) {  // as in byte_to_floats
-  constexpr uint8_t keep = 255;
-  const uint8x16_t from = {0, keep, keep, keep, 1, keep, keep, keep, 2, keep, keep, keep, 3, keep, keep, keep};
-  uint32_t four;
-  __builtin_memcpy(&four, p, 4);
+// (field - bias) * d, where the field of a byte is byte >> SHIFT & MASK. In the second byte of 2^15 it makes the float 2^15 + field,
+// and with offset = -(2^15 + bias) * d, which is exact for halves d, a single multiply-add is rounded once, here not at all.
+alignas(16) const uint32_t TWO_TO_15[4] = {0x47000000, 0x47000000, 0x47000000, 0x47000000};
+inline Floats times_bytes_offset(Floats d, int bias) { return vmulq_n_f32(d, -32768.0f - float(bias)); }
+template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, Floats offset, const uint8_t* rows) {
+  Bytes fields = shift_right<SHIFT>(vld1q_u8(rows));
+  if constexpr (MASK << SHIFT < 128) fields = bit_and(fields, splat_byte(MASK));  // else the shift has left no other bits
   uint8x16_t word;
-  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_23));
-  return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, vreinterpretq_u8_u32(vdupq_n_u32(four)), from)), byte_offset(0));
-}
-inline Floats low_nibbles_to_floats(const uint8_t* p) { return vcvtq_f32_u32(vandq_u32(widen(p), vdupq_n_u32(15))); }
-inline Floats high_nibbles_to_floats(const uint8_t* p) { return vcvtq_f32_u32(vshrq_n_u32(widen(p), 4)); }
-inline Floats signed_to_floats(const uint8_t* p) {
-  return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(vreinterpretq_s32_u32(widen(p)), 24), 24));
+  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_15));
+  return vfmaq_f32(offset, vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
-inline Floats exponents_to_floats(const uint8_t* p) { return vreinterpretq_f32_u32(vshlq_n_u32(widen(p), 23)); }
-// Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
-inline Floats e4m3_to_floats(const uint8_t* p) {
-  uint32_t four;
-  __builtin_memcpy(&four, p, 4);
-  return vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(vshll_n_u8(vreinterpret_u8_u32(vdup_n_u32(four)), 7))));
+template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {
+  return vreinterpretq_f32_u32(vshrq_n_u32(vreinterpretq_u32_u8(row_bytes<ROW, 3>(vld1q_u8(rows), vdupq_n_u8(0))), 1));
+}
+// Bytes 0eeeemmm to 2^-8 of the E4M3 value: where float32 has its exponent and mantissa they read 2^-120 of it.
+template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
+  const uint32x4_t bits = vshrq_n_u32(vreinterpretq_u32_u8(row_bytes<ROW, 3>(vld1q_u8(rows), vdupq_n_u8(0))), 4);
+  return vmulq_n_f32(vreinterpretq_f32_u32(bits), 0x1p112f);
 }
 
 }  // namespace BILLFISH_ISA

@@ -95,16 +95,17 @@ template <class F> inline Floats each_lane(F f) { return Floats{f(0), f(1), f(2)
 inline Floats halves_to_floats(const uint8_t* p) {
   return each_lane([&](int i) { return half_to_float(uint16_t(p[2 * i] | p[2 * i + 1] << 8)); });
 }
-inline Floats unsigned_to_floats(const uint8_t* p) { return each_lane([&](int i) { return float(p[i]); }); }
-inline Floats low_nibbles_to_floats(const uint8_t* p) { return each_lane([&](int i) { return float(p[i] & 15); }); }
-inline Floats high_nibbles_to_floats(const uint8_t* p) { return each_lane([&](int i) { return float(p[i] >> 4); }); }
-inline Floats signed_to_floats(const uint8_t* p) { return each_lane([&](int i) { return float(int8_t(p[i])); }); }
-inline Floats exponents_to_floats(const uint8_t* p) {
-  return each_lane([&](int i) { return bits_to_float(uint32_t(p[i]) << 23); });
+// (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
+inline Floats times_bytes_offset(Floats d, int bias) { return d * float(-bias); }
+template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, Floats offset, const uint8_t* rows) {
+  return offset + each_lane([&](int i) { return float(rows[ROW + i] >> SHIFT & MASK); }) * d;
+}
+template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {
+  return each_lane([&](int i) { return bits_to_float(uint32_t(rows[ROW + i]) << 23); });
 }
 // Bytes 0eeeemmm to a half whose exponent is biased by 8 more: 2^-8 of the E4M3 value.
-inline Floats e4m3_to_floats(const uint8_t* p) {
-  return each_lane([&](int i) { return half_to_float(uint16_t(p[i] << 7)); });
+template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
+  return each_lane([&](int i) { return half_to_float(uint16_t(rows[ROW + i] << 7)); });
 }
 
 }  // namespace BILLFISH_ISA
