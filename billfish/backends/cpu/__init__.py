@@ -153,69 +153,108 @@ def _float_minimum(group: GroupValues, shift: np.float32) -> NDArray[np.float32]
 
 # ---- dequantize reads storage as it is -----------------------------------------------------------------------------
 
-ELEMENT_KINDS = ("integer", "signed_byte", "e2m1", "table_of_16")
 OUTPUTS = ("float32", "float16", "bfloat16")
+# The order of the enums in problem.h.
+SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
+FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
+SUB_SCALES = {
+    "q2_k": "nibble_pairs",
+    "q3_k": "six_bits",
+    "q4_k": "six_bit_pairs",
+    "q5_k": "six_bit_pairs",
+    "q6_k": "signed_bytes",
+}
 
 
 @dataclass
 class Source:
-    """Storage in the terms of problem.h: one array of bytes, where its codes and scales are, and decoded scales."""
+    """Storage in the terms of problem.h: one array of bytes and where its codes and scales are, or the fields that
+    hold scales."""
 
     data: NDArray[np.uint8]
     words: bool
     about: dict[str, Any]
-    scale: NDArray[np.float32] | None = None
-    minimum: NDArray[np.float32] | None = None
-    zero: NDArray[np.float32] | None = None
+    scale: _cpu.Field | None = None
+    minimum: _cpu.Field | None = None
+    zero: _cpu.Field | None = None
+    byte_values: NDArray[np.float32] | None = None
+    scaled_tables: NDArray[np.uint8] | None = None
 
 
 def storage_of(tensor: QuantizedTensor) -> Source:
-    """Where the kernel finds codes and scales. It reads float16 scales of blocks itself; others are decoded here."""
+    """Where the kernel finds codes and scales."""
     format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
-    element = format.element
-    kind = "table_of_16" if isinstance(element, Table) else "e2m1" if isinstance(element, E2M1) else "integer"
+    element, words = format.element, isinstance(format, WordFormat)
     about: dict[str, Any] = {
         "n": n,
         "k": k,
         "group": tensor.group_size,
-        "element": ELEMENT_KINDS.index("signed_byte" if isinstance(element, Signed) else kind),
-        "bias": element.bias if isinstance(element, Integer) else 0,
-        "table": [float(v) for v in element.values] if isinstance(element, Table) else [],
+        "table": [float(v) for v in element.values] if element.bits <= 4 else [],
+        "bias": 128 if isinstance(element, Signed) else getattr(element, "bias", 0),
+        "flip": 128 if isinstance(element, Signed) else 0,
+        "scales": 0,
         "scale_offset": -1,
         "minimum_offset": -1,
+        "sub_offset": -1,
     }
+    source = Source(np.ascontiguousarray(storage["packed" if "packed" in storage else "blocks"]), words, about)
+    if format.scale.startswith(("e8m0", "e4m3", "ue4m3")):
+        with np.errstate(over="ignore", invalid="ignore"):  # scales of a file may be NaN or infinite
+            source.byte_values = byte_values(format) * np.float32(storage.get("global_scale", 1))
+        source.scaled_tables = None if "global_scale" in storage else scaled_tables(format)
     if isinstance(format, BlockFormat):
-        struct, data = format.struct, np.ascontiguousarray(storage["blocks"])
-        offset = {name: struct.fields[name][1] for name in struct.names or ()} if struct.fields else {}
-        planes = [(offset[name], struct[name].itemsize, width, bits) for name, width, bits in format.code_planes]
-        about |= {
-            "block": format.block_size,
-            "block_bytes": struct.itemsize,
-            "row_bytes": data.shape[1],
-            "planes": planes,
-        }
-        if format.block_size == tensor.group_size and struct["d" if "d" in offset else "e"] == np.float16:
-            about["scale_offset"], about["minimum_offset"] = offset["d"], offset.get("m", -1)
-            return Source(data, False, about)
-    else:
-        data = np.ascontiguousarray(storage["packed"])
-        # Bytes along K are blocks of one group; words are turned by a kernel of their own. Where the last group is
-        # partial, blocks are smaller and groups repeat their values.
-        words = isinstance(format, WordFormat)
-        block = tensor.group_size if words or k % tensor.group_size == 0 else format.block_size
-        about["group"] = tensor.group_size if words else block
-        block_bytes = block * element.bits // 8
-        planes = [(0, block_bytes, 1, element.bits)]
-        about |= {"block": block, "block_bytes": block_bytes, "row_bytes": k * element.bits // 8, "planes": planes}
-    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
-        group = format.group_values(format.unpack_scales(storage))
-    source = Source(data.view(np.uint8), isinstance(format, WordFormat), about)
-    repeats, groups = tensor.group_size // about["group"], -(-k // about["group"])
-    source.scale, source.zero, source.minimum = (
-        None if values is None else np.ascontiguousarray(np.repeat(values, repeats, axis=1)[:, :groups])
-        for values in group
-    )
+        _describe_blocks(format, about)
+        about["row_bytes"] = source.data.shape[1]
+        return source
+    source.data = source.data.view(np.uint8)
+    block_bytes = 32 * element.bits // 8
+    about |= {"block": 32, "block_bytes": block_bytes, "row_bytes": k * element.bits // 8}
+    about["planes"] = [(0, 1, element.bits)]
+    source.scale = _field(storage["scales"], words, source.byte_values is not None)
+    source.minimum = _field(storage["biases"], words) if "biases" in storage else None
+    source.zero = _field(storage["zeros"], words) if "zeros" in storage else None
     return source
+
+
+def _describe_blocks(format: BlockFormat, about: dict[str, Any]) -> None:
+    struct = format.struct
+    offset = {name: struct.fields[name][1] for name in struct.names or ()} if struct.fields else {}
+    about |= {"block": format.block_size, "block_bytes": struct.itemsize}
+    about["planes"] = [(offset[name], width, bits) for name, width, bits in format.code_planes]
+    if format.name in SUB_SCALES:
+        kind, about["sub_offset"] = SUB_SCALES[format.name], offset["scales"]
+        about["scale_offset"], about["minimum_offset"] = offset["d"], offset.get("dmin", -1)
+    elif struct["d" if "d" in offset else "e"] == np.float16:
+        kind, about["scale_offset"], about["minimum_offset"] = "halves", offset["d"], offset.get("m", -1)
+    else:
+        kind, about["sub_offset"] = "looked_up", offset.get("d", offset.get("e"))
+    about["scales"] = SCALES_IN_BLOCKS.index(kind)
+
+
+@cache
+def byte_values(format: Format) -> NDArray[np.float32]:
+    """What each byte of a scale means, without the tensor's own scale."""
+    planes = {"scale": np.arange(256, dtype=np.uint8), "global_scale": np.float32(1)}
+    return format.group_values(planes).scale
+
+
+@cache
+def scaled_tables(format: Format) -> NDArray[np.uint8] | None:
+    """The 16 values times each scale as bfloat16, low bytes and high ones, [256, 2, 16]; None if some do not fit."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = format.element.values * byte_values(format)[:, None]
+    bits = products.view(np.uint32)
+    if (bits & 0xFFFF).any():
+        return None
+    return np.stack([bits >> 16 & 0xFF, bits >> 24], axis=1).astype(np.uint8)
+
+
+def _field(values: NDArray[Any], words: bool, looked_up: bool = False) -> _cpu.Field:
+    """[N, groups], or turned, [groups, N], beside words."""
+    kind = FIELD_KINDS.index("looked_up" if looked_up else values.dtype.name)
+    item, row = values.itemsize, values.itemsize * values.shape[1]
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return (data, kind, item, row) if words else (data, kind, row, item)
 
 
 def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
@@ -304,6 +343,8 @@ class CpuBackend(Backend):
         s = storage_of(tensor)
         raw = target.view(np.uint32 if out.dtype.itemsize == 4 else np.uint16)
         kind = OUTPUTS.index(out.dtype.name)
-        _cpu.dequantize(self.level, s.data, s.words, s.about, s.scale, s.minimum, s.zero, raw, kind)
+        _cpu.dequantize(
+            self.level, s.data, s.words, s.about, s.scale, s.minimum, s.zero, s.byte_values, s.scaled_tables, raw, kind
+        )
         if target is not out:
             out[...] = target

@@ -40,6 +40,8 @@ class Decoder:
     def finish(self, x: NDArray[Any], planes: int, out: NDArray[Any]) -> None: ...
     def seconds(self) -> dict[str, float]: ...
 
+Field = tuple[NDArray[Any], int, int, int]
+
 KEY_BLOCK: int
 FEW_ROWS: int
 
@@ -83,9 +85,11 @@ def dequantize(
     data: NDArray[Any],
     words: bool,
     about: dict[str, Any],
-    scale: NDArray[Any] | None,
-    minimum: NDArray[Any] | None,
-    zero: NDArray[Any] | None,
+    scale: Field | None,
+    minimum: Field | None,
+    zero: Field | None,
+    byte_values: NDArray[Any] | None,
+    scaled_tables: NDArray[Any] | None,
     out: NDArray[Any],
     kind: int,
 ) -> None: ...

@@ -109,13 +109,14 @@ Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
   s.bytes = bytes;
   s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
   s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
-  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"]))
-    s.plane[s.planes++] = {plane[0], plane[1], plane[2], plane[3]};
-  s.element = Storage::Element(number("element"));
-  s.bias = int32_t(number("bias"));
+  int planes = 0;
+  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"])) s.plane[planes++] = {plane[0], plane[1], plane[2]};
   const auto table = nb::cast<std::vector<float>>(about["table"]);
   std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  s.bias = int32_t(number("bias")), s.flip = uint8_t(number("flip"));
+  s.scales = Storage::Scales(number("scales"));
   s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
+  s.sub_offset = int32_t(number("sub_offset"));
   return s;
 }
 
@@ -212,15 +213,23 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
   multiply_tiles(level, w, prepared, bias ? bias->data() : nullptr, y.data());
 }
 
-// What the Python side says about storage; scales is empty where a block holds float16 ones at the offsets.
-void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool words, nb::dict about,
-                std::optional<Contiguous<const float>> scale, std::optional<Contiguous<const float>> minimum,
-                std::optional<Contiguous<const float>> zero, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
+// A GroupField: its bytes, kind and strides.
+using FieldArray = std::tuple<Contiguous<const uint8_t>, int, int64_t, int64_t>;
+
+// Fields are there where scales are not inside the blocks, and byte_values where they are bytes.
+void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool words, nb::dict about, std::optional<FieldArray> scale,
+                std::optional<FieldArray> minimum, std::optional<FieldArray> zero, std::optional<Contiguous<const float>> byte_values,
+                std::optional<Contiguous<const uint8_t>> scaled_tables, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
   const Level& level = find_level(name);
   Storage s = storage_of(bytes.data(), about);
-  s.scale = scale ? scale->data() : nullptr;
-  s.minimum = minimum ? minimum->data() : nullptr;
-  s.zero = zero ? zero->data() : nullptr;
+  auto field = [](const std::optional<FieldArray>& given) {
+    if (!given) return GroupField{};
+    const auto& [data, kind, row_stride, stride] = *given;
+    return GroupField{GroupField::Kind(kind), data.data(), row_stride, stride};
+  };
+  s.scale = field(scale), s.minimum = field(minimum), s.zero = field(zero);
+  s.byte_values = byte_values ? byte_values->data() : nullptr;
+  s.scaled_tables = scaled_tables ? scaled_tables->data() : nullptr;
   void* target = out.data();
   nb::gil_scoped_release unlocked;
   parallel_for(s.n, [&](int64_t first, int64_t last) {
@@ -287,7 +296,7 @@ NB_MODULE(_cpu, module) {
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_codes", &multiply_codes);
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
-             nb::arg().none(), nb::arg(), nb::arg());
+             nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
   module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");
   module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");

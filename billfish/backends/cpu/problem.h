@@ -74,26 +74,37 @@ struct ActivationsExact {
   int64_t groups() const { return (m + 3) / 4; }
 };
 
-// Codes as a file holds them: `bytes` bytes of a block from `offset` on, in runs of `width`, `bits` wide; see
+// Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
 // billfish.formats.ggml.unfold. A second plane holds the next higher bits.
 struct CodePlane {
-  int32_t offset, bytes, width, bits;
+  int32_t offset, width, bits;
 };
 
-// Quantized weights as a file holds them, for dequantize.
+// Scales, minimums or zero points in an array of their own: that of group g of a row is at data + row * row_stride + g * stride.
+struct GroupField {
+  enum Kind : int32_t { none, f16, bf16, f32, byte, looked_up };  // byte: an integer; looked_up: of Storage::byte_values
+  Kind kind;
+  const uint8_t* data;
+  int64_t row_stride, stride;
+};
+
+// Quantized weights as a file holds them, for dequantize. Rows of bytes or nibbles count as blocks of 32.
 struct Storage {
-  enum Element : int32_t { integer, signed_byte, e2m1, table_of_16 };
+  // Where scales are: in fields of their own, or in each block, in the ways of ggml's formats; see file_scales.h.
+  enum Scales : int32_t { apart, halves, looked_up, six_bit_pairs, nibble_pairs, six_bits, signed_bytes };
   const uint8_t* bytes;
   int64_t n, k, row_bytes;
   int32_t block, block_bytes, group;
-  int32_t planes;
   CodePlane plane[2];
-  Element element;
-  int32_t bias;
-  float table[16];
-  // Scales decoded already, [n, groups]; or null, and then float16 at these offsets of a block (minimum: -1 for none).
-  const float *scale, *minimum, *zero;
-  int32_t scale_offset, minimum_offset;
+  float table[16];  // values of codes of up to 4 bits
+  int32_t bias;     // wider codes have this more than their values, when bits have been flipped by
+  uint8_t flip;
+  Scales scales;
+  int32_t scale_offset, minimum_offset, sub_offset;  // in a block, -1 for none: float16, and the small integers below them
+  GroupField scale, minimum, zero;
+  const float* byte_values;  // [256]
+  // Where every value times every scale of byte_values fits a bfloat16: [256, 2, 16], low bytes of the products, then high ones.
+  const uint8_t* scaled_tables;
 };
 
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].

@@ -1,0 +1,126 @@
+"""The table "Dequantize" of docs/cpu.md: weights to float32 in memory that exists, beside ggml's C code.
+
+    python benchmarks/dequantize.py [--formats q4_0,...] [--threads 2] [--json FILE]
+
+Both take turns in one process. ggml's dequantize_row_* knows no threads, so each thread gets its share of the rows. The
+output, 64 MiB, goes through every cache between two turns, so that weights come from memory as well. The limit is what
+the same threads reach with memset. ggml comes as in `billfish bench`: BILLFISH_GGML_LIB names the folder of its
+libraries, or llama-cpp-python is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import billfish as bf
+from billfish.bench.limits import machine
+from billfish.bench.peers.base import Case
+from billfish.bench.peers.ggml import SAME, TYPES, _open, library_folder
+from billfish.bench.peers.turns import Turns, settle, timed
+from billfish.files import write_atomically
+
+N, K = 4096, 4096
+ROUNDS = 7
+PASSES = 4  # in a turn, so that waking up threads does not show
+FORMATS = [name for name in bf.FORMATS if name != "q8_1"]  # which ggml uses for x alone
+
+
+class Ggml:
+    """dequantize_row_* of ggml's library, on several threads: ctypes lets go of Python meanwhile."""
+
+    def __init__(self, count: int) -> None:
+        self.library, self.count = _open(library_folder(), "ggml-base"), count
+        cores = iter(sorted(os.sched_getaffinity(0))[:count])
+        # A core each, or both might begin on that of whoever woke them.
+        self.threads = ThreadPoolExecutor(count, initializer=lambda: os.sched_setaffinity(0, {next(cores)}))
+        self.library.ggml_version.restype = ctypes.c_char_p
+        self.version = self.library.ggml_version().decode()
+
+    def run(self, name: str, blocks: np.ndarray, out: np.ndarray) -> Callable[[], None]:
+        row = getattr(self.library, "dequantize_row_" + name.removesuffix("_gguf").replace("_k", "_K"))
+        row.restype, row.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+
+        return self.in_shares(
+            len(out), lambda a, b: row(blocks[a:].ctypes.data, out[a:].ctypes.data, (b - a) * out.shape[1])
+        )
+
+    def memset(self, out: np.ndarray) -> Callable[[], None]:
+        return self.in_shares(len(out), lambda a, b: ctypes.memset(out[a:].ctypes.data, 1, out[a:b].nbytes))
+
+    def in_shares(self, rows: int, work: Callable[[int, int], Any]) -> Callable[[], None]:
+        """work(first, last) for equal shares of the rows, PASSES times on each thread."""
+        bounds = [rows * i // self.count for i in range(self.count + 1)]
+
+        def repeat(first: int, last: int) -> None:
+            for _ in range(PASSES):
+                work(first, last)
+
+        return lambda: list(self.threads.map(repeat, bounds[:-1], bounds[1:])) and None
+
+
+def measure(name: str, ggml: Ggml, out: np.ndarray) -> dict[str, Any]:
+    """Medians of a format, in seconds, and the output in GB/s."""
+    format = bf.get_format(name)
+    tensor = Case(format, format.default_group_size, K, N, "exact").tensor()
+    theirs = SAME.get((name, tensor.group_size), name)
+
+    def ours() -> None:
+        for _ in range(PASSES):
+            bf.dequantize(tensor, out=out)
+
+    runs: dict[str, Callable[[], Any]] = {"billfish": ours, "memset": ggml.memset(out)}
+    if theirs in TYPES:
+        planes = tensor.planes
+        if name == "u8b128":
+            planes["codes"] = planes["codes"] ^ np.uint8(0x80)
+        blocks = bf.QuantizedTensor.from_planes(theirs, planes).storage["blocks"]
+        runs["ggml"] = ggml.run(theirs, blocks, out)
+    turns = {who: Turns(run, timed(run)) for who, run in runs.items()}
+    if "ggml" in runs:  # a benchmark of wrong results is worth nothing
+        expected = bf.dequantize(tensor)
+        runs["ggml"]()
+        # GGUF has the one scale of an NVFP4 tensor apart: for them it comes last and rounds once more.
+        factor = np.float32(tensor.storage.get("global_scale", 1))
+        np.testing.assert_allclose(out * factor, expected, rtol=0 if factor == 1 else 2e-7)
+    for _ in range(ROUNDS):
+        for turn in turns.values():
+            settle()
+            turn.take()
+    seconds = {who: turn.median() / PASSES for who, turn in turns.items()}
+    return {"format": name, "seconds": seconds, "gbps": {who: out.nbytes / s / 1e9 for who, s in seconds.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", metavar="FILE", help="write the records there")
+    arguments = parser.parse_args()
+    bf.set_threads(arguments.threads)
+    ggml, out, records = Ggml(arguments.threads), np.zeros((N, K), np.float32), []
+    print("| format | billfish GB/s | ggml GB/s | times | of the limit |\n|---|---|---|---|---|")
+    for name in arguments.formats.split(","):
+        record = measure(name, ggml, out)
+        records.append(record)
+        gbps = record["gbps"]
+        beside = [f"{gbps['ggml']:.1f}", f"{gbps['billfish'] / gbps['ggml']:.1f}"] if "ggml" in gbps else ["", ""]
+        cells = [name, f"{gbps['billfish']:.1f}", *beside, f"{gbps['billfish'] / gbps['memset']:.0%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    if arguments.json:
+        about = machine() | {"threads": arguments.threads, "date": time.strftime("%Y-%m-%d"), "n": N, "k": K}
+        content = {"machine": about, "versions": {"billfish": bf.__version__, "ggml": ggml.version}, "records": records}
+        write_atomically(Path(arguments.json), (json.dumps(content, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
