@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import gaussian, random_storage
+from support import gaussian
 
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
@@ -34,7 +34,14 @@ def test_other_formats_go_through_planes():
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_scales_that_are_not_finite_go_through_planes(name):
-    format = bf.FORMATS[name]
-    storage = random_storage(format, 64, 256, np.random.default_rng(0))
-    assert _blocks_with_scales(bf.QuantizedTensor.from_storage(format, storage)) is None
+@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
+def test_a_single_scale_that_is_not_finite_makes_all_of_its_matrix_float32(name, scale):
+    plain = bf.quantize(gaussian((50, 256)), name)
+    blocks = plain.storage["blocks"].copy()
+    blocks.view(plain.format.struct)["d"][-1, -1] = scale
+    odd = bf.QuantizedTensor.from_storage(name, {"blocks": blocks})
+    backend = CpuBackend()
+    first, second, third = backend.prepack_all([plain, odd, plain])
+    assert second.axes.scales in ("f32", "f32_minimum")
+    assert first.axes == third.axes == backend.prepack(plain).axes
+    assert (first.data == third.data).all()

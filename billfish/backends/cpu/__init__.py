@@ -262,11 +262,7 @@ def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
     if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
         return None
     source = storage_of(tensor)
-    if source.about["scale_offset"] < 0:
-        return None
-    # Scales that are not finite, their exponent all ones, need float32: see _add_scales.
-    exponents = source.data.view(tensor.format.struct)["d"].view(np.uint16) & np.uint16(0x7C00)
-    return None if (exponents == 0x7C00).any() else source
+    return source if source.about["scale_offset"] >= 0 else None
 
 
 @cache
@@ -299,24 +295,33 @@ class CpuBackend(Backend):
 
     def prepack_all(self, tensors: Iterable[QuantizedTensor]) -> list[PackedWeights]:
         """Many matrices at once, those that lie in blocks of 32 in one call that leaves Python to other threads."""
-        packed, blocks = [], []
-        for tensor in tensors:
+        packed: dict[int, PackedWeights] = {}
+        blocks, places, all_tensors = [], [], list(tensors)
+        for place, tensor in enumerate(all_tensors):
             source = _blocks_with_scales(tensor)
-            layout = layout_of(tensor) if source is None else _layout_of_blocks(tensor.format)
-            axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
-            weights = PackedWeights(
-                tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8)
-            )
-            weights = replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
-            if source is not None:
-                blocks.append((weights.description, source.data, source.about, weights.data))
-            else:
-                codes = np.ascontiguousarray(layout.codes_plane)
-                chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-                _cpu.prepack(self.level, weights.description, codes, chunk_fields, group_fields, weights.data)
-            packed.append(weights)
-        _cpu.prepack_blocks(self.level, blocks)
-        return packed
+            if source is None:
+                packed[place] = self._prepack_planes(tensor)
+                continue
+            packed[place] = self._room_for(tensor, _layout_of_blocks(tensor.format))
+            blocks.append((packed[place].description, source.data, source.about, packed[place].data))
+            places.append(place)
+        for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
+            if not finite:  # such scales need float32: see _add_scales
+                packed[place] = self._prepack_planes(all_tensors[place])
+        return [packed[place] for place in range(len(all_tensors))]
+
+    def _room_for(self, tensor: QuantizedTensor, layout: Layout) -> PackedWeights:
+        axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
+        weights = PackedWeights(tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8))
+        return replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
+
+    def _prepack_planes(self, tensor: QuantizedTensor) -> PackedWeights:
+        layout = layout_of(tensor)
+        weights = self._room_for(tensor, layout)
+        codes = np.ascontiguousarray(layout.codes_plane)
+        chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
+        _cpu.prepack(self.level, weights.description, codes, chunk_fields, group_fields, weights.data)
+        return weights
 
     def matmul(
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"

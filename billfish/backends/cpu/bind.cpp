@@ -126,8 +126,9 @@ namespace {
 // side says about them, and where the stream goes.
 using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
 
-// As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together.
-void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
+// As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together. Returns for each
+// whether its scales are finite; where they are not, they need float32, and what was packed is of no use.
+std::vector<bool> prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
   const Level& level = find_level(name);
   struct Job {
     Weights weights;
@@ -149,6 +150,7 @@ void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& mat
     jobs.push_back(job);
     tiles += (w.n + shape.rows - 1) / shape.rows;
   }
+  std::vector<std::atomic<bool>> odd(jobs.size());
   nb::gil_scoped_release unlocked;
   parallel_for(tiles, [&](int64_t first, int64_t last) {
     size_t at = 0;
@@ -158,8 +160,18 @@ void prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& mat
       const int64_t own = tile - job.first_tile;
       auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(job.storage, row, block, to); };
       pack_tile(job.weights, level, read_codes, padding_of(job.weights), {}, job.fields, own, job.out + own * job.tile_bytes);
+      const Field& scales = job.fields[0];
+      const int64_t rows = level.tile_rows, end = std::min(job.weights.n, (own + 1) * rows);
+      for (int64_t row = own * rows; row < end; row++)
+        for (int64_t i = 0; i < scales.count; i++) {
+          const uint8_t high = scales.data[row * scales.row_stride + i * scales.item_stride + 1];
+          if ((high & 0x7c) == 0x7c) odd[at] = true;  // its exponent is all ones
+        }
     }
   });
+  std::vector<bool> finite;
+  for (const auto& some : odd) finite.push_back(!some);
+  return finite;
 }
 
 // Room for x, kept by each thread that calls.
