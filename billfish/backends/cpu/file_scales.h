@@ -59,7 +59,8 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
     case Storage::six_bit_pairs:
       // Four bytes at a time: the low six bits of bytes 0..7; and the halves of bytes 8..11 below the bits left over from those.
       return each([&](const uint8_t* sub, float d, float m, int64_t first) {
-        const uint64_t a = read<uint32_t>(sub), b = read<uint32_t>(sub + 4), c = read<uint32_t>(sub + 8);
+        uint64_t a = read<uint32_t>(sub), b = read<uint32_t>(sub + 4), c = read<uint32_t>(sub + 8);
+        asm("" : "+r"(a), "+r"(b), "+r"(c));  // or gcc moves them to vectors, which takes longer than it saves
         const Integers both(two_eights((a & 0x3f3f3f3f) | ((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32,
                                        (b & 0x3f3f3f3f) | ((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32), 0);
         for (int i = 0; i < 8; i++) out.scale[first + i] = d * both.x[i];
