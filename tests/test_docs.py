@@ -72,6 +72,17 @@ def test_the_ratios_of_the_cpu_page_are_the_recorded_ones(name):
         assert row.endswith("| " + " | ".join(cells) + " |")
 
 
+def test_the_table_of_dequantize_is_the_recorded_one():
+    name = "dequantize_neoverse_n1.json"
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    rows = page.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]
+    records = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["records"]
+    for row, record in zip(rows, records, strict=True):
+        ours, ggml, limit = (record["gbps"].get(who) for who in ("billfish", "ggml", "memset"))
+        beside = f"{ggml:.1f} | {ours / ggml:.1f}" if ggml else " | "
+        assert row == f"| {record['format']} | {ours:.1f} | {beside} | {ours / limit:.0%} |"
+
+
 def test_the_ratios_of_the_readme_are_the_recorded_ones():
     records = json.loads((ROOT / "benchmarks" / "results" / "cpu_neoverse_n1.json").read_text())["records"]
     section = (ROOT / "README.md").read_text().split("## How fast")[1].split("## ")[0]

@@ -56,7 +56,12 @@ struct Run {
         const float by = scale(v);
         unroll<16 / LANES>([&](auto j) INLINED { x[i].part[j] = finish<REST>(x[i].part[j], by, offset(v)); });
       });
-      store(out + 32 * pair, x[0]), store(out + 32 * pair + 16, x[1]);
+      // In large blocks gcc would change the order of stores, and a line that is not written from end to end is read first.
+      auto in_order = [&]() INLINED {
+        if constexpr (Codes::count > 64) asm volatile("" : "+r"(out));
+      };
+      store(out + 32 * pair, x[0]), in_order();
+      store(out + 32 * pair + 16, x[1]), in_order();
     });
   }
 
