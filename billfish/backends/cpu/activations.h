@@ -76,40 +76,40 @@ inline void quantize_exactly(const float* x, const Activations8& out, int64_t ro
   for (int part = 0; part < 3; part++) out.totals[(at * 3 + part) * lanes + lane] = scale * (float(sums[0][part]) * 65536.0f + float(sums[1][part]));
 }
 
-// One row of x [k], padded with zeros to whole blocks: quantize(block of 32, number of the block).
-template <class F> inline void each_block(const float* x, int64_t k, F quantize) {
-  for (int64_t b = 0; b < k / 32; b++) quantize(x + b * 32, b);
-  if (k % 32) {
+// Blocks [first, last) of a row of x [k], which is padded with zeros to whole blocks: quantize(block of 32, number of the block).
+template <class F> inline void each_block(const float* x, int64_t k, int64_t first, int64_t last, F quantize) {
+  for (int64_t b = first; b < std::min(last, k / 32); b++) quantize(x + b * 32, b);
+  if (last > k / 32) {
     float padded[32] = {};
     std::copy(x + k / 32 * 32, x + k, padded);
     quantize(padded, k / 32);
   }
 }
 
-// False: it was to be exact, and is not finite.
-inline bool quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row) {
+// Blocks [first, last) of row `row`. False: it was to be exact, and is not finite.
+inline bool quantize_row(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last) {
   if (out.planes == billfish::EXACT_PLANES) {
     const int exponent = largest_exponent(x, k);
     if (exponent == 128) return false;
-    out.power[row] = power_of_two(exponent);
+    if (first == 0) out.power[row] = power_of_two(exponent);
     const float once = power_of_two(-exponent / 2), again = power_of_two(-exponent + exponent / 2);  // 2^149 is no float
-    each_block(x, k, [&](const float* block, int64_t b) {
+    each_block(x, k, first, last, [&](const float* block, int64_t b) {
       float divided[32];
       for (int i = 0; i < 32; i++) divided[i] = block[i] * once * again;
       quantize_exactly(divided, out, row, b);
     });
   } else if (out.planes == 2) {
-    each_block(x, k, [&](const float* block, int64_t b) INLINED { quantize_block<2>(block, out, row, b); });
+    each_block(x, k, first, last, [&](const float* block, int64_t b) INLINED { quantize_block<2>(block, out, row, b); });
   } else {
-    each_block(x, k, [&](const float* block, int64_t b) INLINED { quantize_block<1>(block, out, row, b); });
+    each_block(x, k, first, last, [&](const float* block, int64_t b) INLINED { quantize_block<1>(block, out, row, b); });
   }
   return true;
 }
 
-// One row of x [k] as it is, padded with zeros to whole blocks.
-inline void lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row) {
+// Blocks [first, last) of a row of x [k] as it is, padded with zeros to whole blocks.
+inline void lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row, int64_t first, int64_t last) {
   float* to = out.x + row / 4 * out.blocks * 32 * 4 + row % 4;
-  for (int64_t i = 0; i < out.blocks * 32; i++) to[i * 4] = i < k ? x[i] : 0.0f;
+  for (int64_t i = first * 32; i < last * 32; i++) to[i * 4] = i < k ? x[i] : 0.0f;
 }
 
 }  // namespace BILLFISH_ISA

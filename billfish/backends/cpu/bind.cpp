@@ -193,16 +193,16 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   nb::gil_scoped_release unlocked;
   Prepared& x = prepared_of_thread();
   x.begin(level, w, m, 1);
-  for_each_eight(m, [&](int64_t begin, int64_t count) {
-    for (int64_t row = begin; row < begin + count; row++)
-      for (int64_t b = 0; b < blocks; b++) {
+  for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
+    for (int64_t row = part.first_row; row < part.first_row + part.rows; row++)
+      for (int64_t b = part.first_block; b < part.last_block; b++) {
         const int8_t* from = codes.data() + row * d.k + b * 32;
         int32_t whole[32];
         std::copy(from, from + 32, whole);
         std::copy(from, from + 32, x.integers.codes_of(row, b, 0));
         finish_block(x.integers, row, b, scale.data()[row * blocks + b], whole);
       }
-    x.finish(begin, count);
+    x.finish(part);
     return true;
   });
   multiply_tiles(level, w, x, nullptr, y.data());
@@ -216,11 +216,11 @@ void multiply(const std::string& name, const Description& d, Contiguous<const ui
   const int64_t m = int64_t(x.shape(0));
   nb::gil_scoped_release unlocked;
   Prepared& prepared = prepared_of_thread();
-  auto put = [&](int64_t begin, int64_t count) { return prepared.put(x.data() + begin * d.k, begin, count); };
+  auto put = [&](const Prepared::Part& part) { return prepared.put(x.data() + part.first_row * d.k, part); };
   prepared.begin(level, w, m, planes);
-  if (!for_each_eight(m, put)) {
+  if (!for_each_part(m, blocks_of(d.k), true, put)) {
     prepared.begin(level, w, m, planes, true);
-    for_each_eight(m, put);
+    for_each_part(m, blocks_of(d.k), true, put);
   }
   multiply_tiles(level, w, prepared, bias ? bias->data() : nullptr, y.data());
 }

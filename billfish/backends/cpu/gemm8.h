@@ -237,30 +237,39 @@ template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, 
   else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
 }
 
+// Whether dot() gets codes that have more than the weights' values, unsigned ones.
+inline bool unsigned_codes(const Weights& w, const Activations8& x) {
+  return w.codes != Codes::s8 && w.codes != Codes::table && !buffered(w, x.m, x.planes);
+}
+
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
 // have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, pairs, lanes,
 // START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
 inline int64_t start_stride(const Weights& w, const Activations8& x) {
-  return buffered(w, x.m, x.planes) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.pairs() * x.lanes * START_INTS;
+  return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.pairs() * x.lanes * START_INTS;
 }
 
-inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last) {
+// For groups of rows [first, last) and blocks [begin, end).
+inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  if (x.start_stride == 0) {
+    if (first > 0 || begin > 0) return;
+    last = end = 1;
+  }
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, pairs = x.pairs();
-  const bool is_unsigned = w.codes != Codes::s8 && w.codes != Codes::table && !buffered(w, x.m, x.planes);
-  const bool in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
+  const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
-  const int64_t begin = first * x.blocks, end = x.start_stride ? last * x.blocks : first == 0 ? 1 : begin;
-  for (int64_t at = begin; at < end; at++)
-    for (int half = 0; half < halves; half++)
-      for (int i = 0; i < pairs * lanes; i++) {  // of each pair of planes, the lanes
-        const int32_t sum = x.sums[((at * pairs + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes];
-        const uint32_t even = uint32_t(zero - bias * sum);
-        // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
-        const uint32_t odd = in_place ? even + uint32_t(zero + 16 * (HIGH_FLIP - bias) * sum) : even;
-        int32_t* out = x.starts + at * x.start_stride + (half * 2 * pairs * lanes + i) * START_INTS;
-        std::fill(out, out + START_INTS, int32_t(even));
-        std::fill(out + pairs * lanes * START_INTS, out + (pairs * lanes + 1) * START_INTS, int32_t(odd));
-      }
+  for (int64_t group = first; group < last; group++)
+    for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++)
+      for (int half = 0; half < halves; half++)
+        for (int i = 0; i < pairs * lanes; i++) {  // of each pair of planes, the lanes
+          const int32_t sum = x.start_stride ? x.sums[((at * pairs + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes] : 0;
+          const uint32_t even = uint32_t(zero - bias * sum);
+          // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
+          const uint32_t odd = in_place ? even + uint32_t(zero + 16 * (HIGH_FLIP - bias) * sum) : even;
+          int32_t* out = x.starts + at * x.start_stride + (half * 2 * pairs * lanes + i) * START_INTS;
+          std::fill(out, out + START_INTS, int32_t(even));
+          std::fill(out + pairs * lanes * START_INTS, out + (pairs * lanes + 1) * START_INTS, int32_t(odd));
+        }
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,9 @@ class PackedWeights:
             packed = cls(get_format(about["format"], call), (n, k), about["group_size"], about["level"], axes, data)
             usable = axes.group in GROUPS and min(n, k) > 0 and data.dtype == np.uint8 and data.ndim == 1
             if about.get("layout") != LAYOUT:
-                raise BackendUnavailable(complaint(call, "path", "weights packed by another version", "prepack(q) again"))
+                raise BackendUnavailable(
+                    complaint(call, "path", "weights packed by another version", "prepack(q) again")
+                )
             if packed.level not in _cpu.levels():
                 takes = f"one of this machine: {', '.join(_cpu.levels())}"
                 raise BackendUnavailable(complaint(call, "path", f"weights packed for {packed.level}", takes))

@@ -33,21 +33,26 @@ class Prepared {
     }
   }
 
-  // `count` rows of x [count, k] from row `begin` on, up to eight; begin is a multiple of eight. False: these must be plain,
-  // because they are not finite.
-  bool put(const float* x, int64_t begin, int64_t count) {
+  // Some of the rows, eight at the most, and some of their blocks.
+  struct Part {
+    int64_t first_row, rows, first_block, last_block;
+  };
+
+  // x [rows, k] of a part. False: these must be plain, because they are not finite.
+  bool put(const float* x, const Part& part) {
     const int64_t k = kind_.k;
     bool good = true;
-    for (int64_t i = 0; i < count; i++)
-      if (planes_ > 0) good = level_->quantize_row(x + i * k, k, integers, begin + i) && good;
-      else level_->lay_out_row(x + i * k, k, exact, begin + i);
-    if (planes_ > 0) finish(begin, count);
+    for (int64_t i = 0; i < part.rows; i++)
+      if (planes_ > 0) good = level_->quantize_row(x + i * k, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
+      else level_->lay_out_row(x + i * k, k, exact, part.first_row + i, part.first_block, part.last_block);
+    if (planes_ > 0) finish(part);
     return good;
   }
 
   // Where rows have been put into `integers` by somebody else.
-  void finish(int64_t begin, int64_t count) {
-    level_->fill_starts(kind_, integers, begin / integers.lanes, (begin + count + integers.lanes - 1) / integers.lanes);
+  void finish(const Part& part) {
+    const int64_t lanes = integers.lanes, last = part.first_row + part.rows;
+    level_->fill_starts(kind_, integers, part.first_row / lanes, (last + lanes - 1) / lanes, part.first_block, part.last_block);
   }
 
   // Tiles [first, last) of w, which is of the kind that this was made for.
@@ -71,12 +76,16 @@ class Prepared {
   std::vector<int32_t> sums_, starts_;
 };
 
-// f(begin, count) for rows eight by eight, on several threads; whether it was true for all.
-template <class F> bool for_each_eight(int64_t m, F f) {
+// f(part) for m rows eight by eight, on several threads; whether it was true for all. Where there are fewer eights than threads,
+// each thread gets some of the blocks, if `cut`.
+template <class F> bool for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
   std::atomic<bool> good{true};
-  parallel_for((m + 7) / 8, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; i++)
-      if (!f(i * 8, std::min<int64_t>(8, m - i * 8))) good = false;
+  const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
+  parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t row = i / cuts * 8, piece = i % cuts;
+      if (!f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * piece / cuts, blocks * (piece + 1) / cuts})) good = false;
+    }
   });
   return good;
 }

@@ -111,14 +111,14 @@ struct Storage {
 struct Level {
   const char* name;
   int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
-  // False: x was to be exact, and is not finite.
-  bool (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row);
+  // Blocks [first, last) of a row of x. False: it was to be exact, and is not finite.
+  bool (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
   // Of x for these weights, with so many rows and planes: how many rows go together, and the stride of the starts.
   int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
   int64_t (*start_stride)(const Weights&, const Activations8&);
-  void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last);
+  void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
   bool (*exact_in_planes)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
-  void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row);
+  void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.

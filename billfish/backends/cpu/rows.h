@@ -55,11 +55,11 @@ class Rows {
   }
 
   template <class Make> bool put_all(const std::vector<Prepared*>& wanted, Make make) {
-    return for_each_eight(m_, [&](int64_t begin, int64_t count) {
-      std::vector<float> made(size_t(k_ * count));
-      for (int64_t i = 0; i < count; i++) make(begin + i, made.data() + i * k_);
+    return for_each_part(m_, blocks_of(k_), false, [&](const Prepared::Part& part) {
+      std::vector<float> made(size_t(k_ * part.rows));
+      for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
       bool good = true;
-      for (Prepared* prepared : wanted) good = prepared->put(made.data(), begin, count) && good;
+      for (Prepared* prepared : wanted) good = prepared->put(made.data(), part) && good;
       return good;
     });
   }

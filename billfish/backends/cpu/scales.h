@@ -23,12 +23,17 @@ template <Scales S> struct Reader {
   const uint8_t* group = nullptr;  // where the scales of this span are
 
   // Two levels: a float16 for each chunk, times the small integer. What is the same for the whole chunk is worked out here.
-  Floats d[ROW_VECTORS], d_offset[ROW_VECTORS], m[ROW_VECTORS], m_offset[ROW_VECTORS];
+  Floats d[ROW_VECTORS], m[ROW_VECTORS];
+  alignas(64) float d_offset[TILE_ROWS], m_offset[TILE_ROWS];
   template <int FIRST, int COUNT> void begin_chunk(const uint8_t* chunk) {
     unroll<COUNT>([&](auto i) INLINED {
       constexpr int r = FIRST + decltype(i)::value;
-      d[r] = halves_to_floats(chunk + 2 * r * LANES), d_offset[r] = times_bytes_offset(d[r], bias);
-      if constexpr (minimums) m[r] = multiply(halves_to_floats(chunk + 2 * (R + r * LANES)), splat(-1)), m_offset[r] = times_bytes_offset(m[r], 0);
+      d[r] = halves_to_floats(chunk + 2 * r * LANES);
+      store_floats(d_offset + r * LANES, times_bytes_offset(d[r], bias));
+      if constexpr (minimums) {
+        m[r] = multiply(halves_to_floats(chunk + 2 * (R + r * LANES)), splat(-1));
+        store_floats(m_offset + r * LANES, times_bytes_offset(m[r], 0));
+      }
     });
   }
 
@@ -39,19 +44,20 @@ template <Scales S> struct Reader {
     if constexpr (S == Scales::f32 || S == Scales::f32_minimum) return floats_at(p + 4 * ROW);
     if constexpr (S == Scales::e8m0) return exponents_to_floats<ROW>(p);
     if constexpr (S == Scales::e4m3) return e4m3_to_floats<ROW>(p);
-    if constexpr (S == Scales::sub || S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(d[r], d_offset[r], p);
-    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(d[r], d_offset[r], p);
+    if constexpr (S == Scales::sub || S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(d[r], d_offset + ROW, p);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(d[r], d_offset + ROW, p);
   }
   template <int ROW> Floats minimum(int half) const {
     const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
     constexpr int r = ROW / LANES;
     if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + 2 * (R + ROW));
     if constexpr (S == Scales::f32_minimum) return floats_at(p + 4 * (R + ROW));
-    if constexpr (S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(m[r], m_offset[r], p + R);
-    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 4, 15>(m[r], m_offset[r], p);
+    if constexpr (S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(m[r], m_offset + ROW, p + R);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 4, 15>(m[r], m_offset + ROW, p);
     if constexpr (S == Scales::f16_zero8 || S == Scales::f16_zero16) {
       const Floats minus = multiply(scale<ROW>(half), splat(-1));
-      if constexpr (S == Scales::f16_zero8) return times_bytes<ROW, 0, 255>(minus, times_bytes_offset(minus, 0), p + 2 * R);
+      alignas(64) float offset[LANES];
+      if constexpr (S == Scales::f16_zero8) return store_floats(offset, times_bytes_offset(minus, 0)), times_bytes<ROW, 0, 255>(minus, offset, p + 2 * R);
       else return multiply(minus, halves_to_floats(p + 2 * (R + ROW)));
     }
     return splat(0);

@@ -55,6 +55,12 @@ constexpr int SIGNED_BIAS = 0;
 constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
+// For what is added to and needed again: a load is free beside arithmetic, and the copy of a register that gcc would make is not.
+inline Floats load_again(const float* p) {
+  Floats v;
+  asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const float(*)[4]>(p)));
+  return v;
+}
 inline void store_floats(float* p, Floats v) { vst1q_f32(p, v); }
 inline Floats splat(float x) { return vdupq_n_f32(x); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
@@ -75,24 +81,18 @@ template <bool MAGIC> Floats sum_to_floats(Ints v) {
 }
 // sum * scale. offset, -SUM_OFFSET * scale, is exact for scales of up to 22 bits, so this is rounded once.
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset) {
-  if constexpr (MAGIC) {
-    Floats sum;  // each use loads it again instead of copying a register
-    asm volatile("ldr %q0, %1" : "=w"(sum) : "m"(*reinterpret_cast<const float(*)[4]>(offset)));
-    return vfmaq_f32(sum, vreinterpretq_f32_s32(v), scale);
-  } else {
-    return vmulq_f32(vcvtq_f32_s32(v), scale);
-  }
+  if constexpr (MAGIC) return vfmaq_f32(load_again(offset), vreinterpretq_f32_s32(v), scale);
+  else return vmulq_f32(vcvtq_f32_s32(v), scale);
 }
 
 // Byte K of each 32-bit lane, less `bias`. Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is taken
 // off is byte_offset(bias). 2^23 comes from memory each time: loads are free here, and copies of registers are not.
-alignas(16) const uint32_t TWO_TO_23[4] = {0x4b000000, 0x4b000000, 0x4b000000, 0x4b000000};
+alignas(16) const float TWO_TO_23[4] = {8388608, 8388608, 8388608, 8388608};
 inline Floats byte_offset(int bias) { return vdupq_n_f32(8388608.0f + float(bias)); }
 template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   constexpr uint8_t keep = 255;
   const uint8x16_t from = {K, keep, keep, keep, K + 4, keep, keep, keep, K + 8, keep, keep, keep, K + 12, keep, keep, keep};
-  uint8x16_t word;
-  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_23));
+  const uint8x16_t word = vreinterpretq_u8_f32(load_again(TWO_TO_23));
   return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), offset);
 }
 
@@ -122,14 +122,13 @@ template <int ROW, int TO> uint8x16_t row_bytes(uint8x16_t rows, uint8x16_t word
 }
 // (field - bias) * d, where the field of a byte is byte >> SHIFT & MASK. In the second byte of 2^15 it makes the float 2^15 + field,
 // and with offset = -(2^15 + bias) * d, which is exact for halves d, a single multiply-add is rounded once, here not at all.
-alignas(16) const uint32_t TWO_TO_15[4] = {0x47000000, 0x47000000, 0x47000000, 0x47000000};
+alignas(16) const float TWO_TO_15[4] = {32768, 32768, 32768, 32768};
 inline Floats times_bytes_offset(Floats d, int bias) { return vmulq_n_f32(d, -32768.0f - float(bias)); }
-template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, Floats offset, const uint8_t* rows) {
+template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
   Bytes fields = shift_right<SHIFT>(vld1q_u8(rows));
   if constexpr (MASK << SHIFT < 128) fields = bit_and(fields, splat_byte(MASK));  // else the shift has left no other bits
-  uint8x16_t word;
-  asm volatile("ldr %q0, %1" : "=w"(word) : "m"(TWO_TO_15));
-  return vfmaq_f32(offset, vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
+  const uint8x16_t word = vreinterpretq_u8_f32(load_again(TWO_TO_15));
+  return vfmaq_f32(load_again(offset), vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {
