@@ -6,6 +6,7 @@ Each adapter is a pair, to NumPy and back. bfloat16, which NumPy has only throug
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -128,6 +129,12 @@ class CupyArrays:
 ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays(), CupyArrays())
 
 
+@cache
+def _name_of(dtype: Any) -> str:
+    """NumPy takes microseconds to spell a type, which would show in every call with one row."""
+    return str(dtype).rsplit(".", 1)[-1]
+
+
 class Input:
     """An argument of ours: an array of any library, looked at without moving it."""
 
@@ -148,7 +155,7 @@ class Input:
     @property
     def dtype_name(self) -> str:
         """Such as "float16"; torch and MLX say "torch.float16" and "mlx.core.float16"."""
-        return str(self.source.dtype).rsplit(".", 1)[-1]
+        return _name_of(self.source.dtype)
 
     @property
     def kind(self) -> str:

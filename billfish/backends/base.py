@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +14,7 @@ from billfish.format import Format
 from billfish.tensor import QuantizedTensor
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """All that a backend needs to know to accept or refuse."""
 
     operation: str  # "matmul" or "dequantize"
