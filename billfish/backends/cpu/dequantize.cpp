@@ -103,7 +103,8 @@ struct Run {
     const uint8_t *tables = s.scaled_tables, *low = p + s.plane[0].offset;
     for (const float* end = out + count; out < end; out += Codes::count, low += stride, byte += byte_stride) {
       const Table table(tables + 32 * *byte);
-      decode_block<Codes, Rest::nothing>(table, low, low, Sixteen{}, [](int) INLINED { return 1.0f; }, [](int) INLINED { return nullptr; }, out);
+      decode_block<Codes, Rest::nothing>(table, low, low, Sixteen{}, [](int) INLINED { return 1.0f; },
+                                         [](int) INLINED { return nullptr; }, out);
     }
   }
 

@@ -45,7 +45,8 @@ struct Integers {
 inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, GroupNumbers& out) {
   // f(small integers of the block, the numbers above them, its first group)
   auto each = [&](auto f) {
-    const int64_t stride = s.block_bytes, groups = s.block / s.group, sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
+    const int64_t stride = s.block_bytes, groups = s.block / s.group;
+    const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
     for (int64_t i = 0; i < count; i++, block += stride)
       f(block + sub, at < 0 ? 0 : read_half(block + at), minimum_at < 0 ? 0 : -read_half(block + minimum_at), i * groups);
   };
@@ -77,11 +78,10 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
       });
     case Storage::six_bits:
       return each([&](const uint8_t* sub, float d, float, int64_t first) {
-        const uint64_t low = load_eight(sub), four = read<uint32_t>(sub + 8), high = four | four << 32;
-        const uint64_t nibbles = 0x0f0f0f0f0f0f0f0f, top = 0x3030303030303030;
-        // Two bits of each of the last four bytes: the lowest for scales 0..3, the next for 4..7, and so on.
-        const uint64_t first_top = (four & 0x03030303) << 4 | (four & 0x0c0c0c0c) << 34, second_top = (high & 0x30303030) | (high >> 2 & 0x3030303000000000);
-        const Integers scales(two_eights((low & nibbles) | (first_top & top), (low >> 4 & nibbles) | second_top), 32);
+        // Eight bytes of low nibbles, and of the last four the lowest two bits for scales 0..3, the next for 4..7, and so on.
+        const uint64_t low = load_eight(sub), top = read<uint32_t>(sub + 8), nibbles = 0x0f0f0f0f0f0f0f0f;
+        const Integers scales(two_eights((low & nibbles) | (top & 0x03030303) << 4 | (top & 0x0c0c0c0c) << 34,
+                                         (low >> 4 & nibbles) | (top & 0x30303030) | (top & 0xc0c0c0c0) << 30), 32);
         for (int i = 0; i < 16; i++) out.scale[first + i] = d * scales.x[i];
       });
     case Storage::signed_bytes:
