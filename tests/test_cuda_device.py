@@ -6,6 +6,8 @@ Without an NVIDIA GPU these are skipped; test_cuda.py has what can be known with
 from __future__ import annotations
 
 import threading
+from ctypes import c_void_p
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend, CudaWeights
 from billfish.backends.cuda.driver import device, tensor_map
-from billfish.backends.cuda.plans import Product, Shape, launch_large, plan
+from billfish.backends.cuda.plans import Product, Shape, Small, fitting, launch_large, launch_small, plan
 from billfish.errors import BackendUnavailable
 from billfish.format import FORMATS
 
@@ -132,11 +134,33 @@ def test_every_shape_of_the_large_kernel(shape, n):
         product = Product(held.kind, m, n, k)
         chosen = launch_large(product, GPU, shape)
         box = tensor_map(x.data_ptr(), False, m, k, k, chosen.box_rows)
-        from ctypes import c_void_p
-
         addresses = (held.bricks.pointer, held.row_scale.pointer, 0, y.data_ptr())
         chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *map(c_void_p, addresses), m, n, k)
         assert error_of(y, exact[:m]) < 1e-3 * float(exact[:m].norm())
+
+
+SMALL_SHAPES = [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(4, 1, 8), Small(8, 2, 8)]
+
+
+@pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
+@pytest.mark.parametrize("multiprocessors", [GPU.multiprocessors, 3])
+@pytest.mark.parametrize(("name", "size"), [("u4b8", 128), ("u8b128", 64), ("fp4", 32), ("nvfp4", 16), ("q4_1", 32)])
+def test_every_shape_of_the_small_kernel(shape, multiprocessors, name, size):
+    """On three multiprocessors CTAs start over, up to eleven times; the last tiles are few, the last brick is short."""
+    n, k, few = 520, 1024 + 64, replace(GPU, multiprocessors=multiprocessors)
+    q = random_tensor(name, n, k, size, {})
+    held = CudaWeights(q).on(0)
+    dense = torch.from_numpy(bf.dequantize(q, backend="reference")).cuda().double()
+    for dtype, m in [*((torch.float16, m) for m in (1, 3, 9, 20)), (torch.bfloat16, 1), (torch.bfloat16, 9)]:
+        x = torch.randn((m, k), device="cuda").to(dtype)
+        y = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+        product = Product(held.kind, m, n, k, dtype == torch.bfloat16)
+        chosen = launch_small(product, few, fitting(product, few, shape))
+        box = tensor_map(x.data_ptr(), product.bfloat16, m, k, k, chosen.box_rows)
+        addresses = (held.bricks.pointer, held.row_scale.pointer, x.data_ptr(), 0, y.data_ptr())
+        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *map(c_void_p, addresses), m, n, k, k)
+        exact = x.double() @ dense.T
+        assert error_of(y, exact) < (1e-3 if dtype == torch.float16 else 6e-3) * float(exact.norm()), (dtype, m)
 
 
 def test_strided_broadcast_empty_and_misaligned_x():
@@ -241,8 +265,6 @@ def test_cupy_and_numpy():
 
 
 def test_a_plan_for_many_rows_elsewhere_is_the_library():
-    from dataclasses import replace
-
     kind = CudaWeights(random_tensor("u4b8", 32, 128, 128, {})).on(0).kind
     ada = replace(GPU, capability=(8, 9), shared_bytes=100 * 1024)
     assert plan(Product(kind, 1000, 4096, 4096), ada) is None

@@ -15,6 +15,12 @@
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
 // is (code - 8) * scale * `fused`, 2^-9, and rounded only once, since the factors are exact: scales are below 2.
 // `factors` makes them of a pair of equal scales.
+//
+// For sums that are scaled later, that code under a mask is enough. `decode_plain` gives number + `center`, times `unit_low` in
+// the rows g and `unit_high` in the rows g + 8, whose codes are a nibble higher. The product of x and an operand that is
+// `constant_low` in the rows g and `constant_high` in the rows g + 8, -center times those units, takes the center off again; where
+// there is no center, the constants are the units, and the product is the sum of x. bfloat16 would lose such small numbers:
+// there, a nibble is added to 128.
 #pragma once
 #include "device.cuh"
 
@@ -22,6 +28,7 @@
 template <class T> struct Int4 {
   static constexpr int words = 1;
   static constexpr float raw = 1;
+  static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
   DEVICE void factors(u32 scale, u32 (&f)[3]) {
@@ -39,6 +46,20 @@ template <class T> struct Int4 {
     } else {
 #pragma unroll
       for (int p = 0; p < 4; p++) a[p] = T::fma2(q[0] >> (4 * p) & 0x000f000f, f[p & 1][0], f[p & 1][2]);
+    }
+  }
+  static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = T::is_half ? 0x1p-20f : 1, center = T::is_half ? 8 : 136;
+  static constexpr u32 constant_low = T::is_half ? 0x80088008 : 0xc308c308, constant_high = T::is_half ? 0x80808080 : 0xc308c308;
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
+    if constexpr (T::is_half) {
+      const u32 next = q[0] >> 8;
+      a[0] = q[0] & 0x000f000f;
+      a[1] = q[0] & 0x00f000f0;
+      a[2] = next & 0x000f000f;
+      a[3] = next & 0x00f000f0;
+    } else {
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = and_or(q[0] >> (4 * p), 0x000f000f, 0x43004300);
     }
   }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
@@ -70,6 +91,7 @@ template <class T> DEVICE u32 bytes_to_pair(u32 pair) {  // 0x00BB00AA to (A - 1
 template <class T> struct Int8 {
   static constexpr int words = 2;
   static constexpr float raw = 1;
+  static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
   DEVICE void factors(u32 scale, u32 (&f)[3]) {
@@ -79,6 +101,14 @@ template <class T> struct Int8 {
   DEVICE void decode_scaled(const u32* q, const u32 (&f)[2][3], u32 (&a)[4]) {
 #pragma unroll
     for (int p = 0; p < 4; p++) a[p] = T::fma2(permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140), f[p & 1][0], f[p & 1][2]);
+  }
+  static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = unit_low, center = T::is_half ? 128 : 0;
+  static constexpr u32 constant_low = T::is_half ? 0x80808080 : T::ones, constant_high = constant_low;
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
+    if constexpr (T::is_half) {
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140);
+    } else decode(q, a);
   }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
 #pragma unroll
@@ -97,15 +127,20 @@ template <class T> struct Int8 {
 template <class T> struct E2M1 {
   static constexpr int words = 1;
   static constexpr float raw = T::is_half ? 0x1p-14f : 1;
+  static constexpr u32 unraw = T::is_half ? 0x74007400 : T::ones;  // 1 / raw, a pair of them
   static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
+  static constexpr float unit_low = raw, unit_high = raw, center = 0;
+  static constexpr u32 constant_low = T::is_half ? 0x04000400 : T::ones, constant_high = constant_low;
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) { decode(q, a); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     const u32 w = q[0], sign = 0x80008000;
     if constexpr (T::is_half) {
+      // Pairs 2 and 3 need two shifts each. A multiplication adds both; what it puts elsewhere does not reach these bits.
       a[0] = w & 0x8e008e00;
       a[1] = (w << 3) & 0x8e008e00;
-      a[2] = and_or(w << 1, sign, (w << 6) & 0x0e000e00);
-      a[3] = and_or(w << 2, sign, (w << 9) & 0x0e000e00);
+      a[2] = (w & 0x40384038) * (1 << 6 | 1 << 1) & 0x8e008e00;
+      a[3] = (w & 0x20072007) * (1 << 9 | 1 << 2) & 0x8e008e00;
     } else {
       // bfloat16 wants eem in 8..6, which is the number times 2^-126. Products that small would get lost.
       const u32 up = 0x7e807e80;
@@ -124,6 +159,7 @@ template <class T> struct E2M1 {
 template <class T> struct Table4 {
   static constexpr int words = 1;
   static constexpr float raw = 1;
+  static constexpr u32 unraw = T::ones;
   static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
   // Four nibbles to their bytes. A permute looks up 8 bytes with 3 bits; bit 3 chooses between two of them.
@@ -133,34 +169,59 @@ template <class T> struct Table4 {
     const u32 low = permute(table[0], table[1], index), high = permute(table[2], table[3], index);
     return permute(low, high, and_or(nibbles >> 1, 0x4444, 0x3210));
   }
-  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+  static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = unit_low, center = T::is_half ? 128 : 0;
+  static constexpr u32 constant_low = T::is_half ? 0x80808080 : T::ones, constant_high = constant_low;
+  DEVICE void bytes(const u32* q, u32 (&a)[4]) {
     const u32 even = lookup(q[0]), odd = lookup(q[0] >> 16);
 #pragma unroll
-    for (int p = 0; p < 4; p++) a[p] = bytes_to_pair<T>(permute(even >> (8 * p), odd >> (8 * p), 0x5410) & 0x00ff00ff);
+    for (int p = 0; p < 4; p++) a[p] = permute(even >> (8 * p), odd >> (8 * p), 0x5410) & 0x00ff00ff;
+  }
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
+    if constexpr (T::is_half) bytes(q, a);
+    else decode(q, a);
+  }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+    bytes(q, a);
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = bytes_to_pair<T>(a[p]);
   }
 };
 
 // ---- scales and offsets -------------------------------------------------------------------------------------------
 
-// Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32.
+// Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32. decode gives
+// them as float32, times `raw`; to_halves, where there are `halves`, as a pair of float16, times `raw` too.
 struct ScaleF16 {
   static constexpr int bytes = 2;
+  static constexpr float raw = 1;
+  static constexpr bool halves = true;
+  DEVICE u32 to_halves(u32 word) { return word; }
   DEVICE float2 decode(u32 word, u32) { return {F16::to_float((u16)word), F16::to_float((u16)(word >> 16))}; }
 };
 struct ScaleF32 {
   static constexpr int bytes = 4;
+  static constexpr float raw = 1;
+  static constexpr bool halves = false;
   DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
 };
 // A bare exponent, 2^(code - 127); codes 0 and 255 do not occur here.
 struct ScaleE8M0 {
   static constexpr int bytes = 1;
+  static constexpr float raw = 1;
+  static constexpr bool halves = false;
   DEVICE float2 decode(u32 word, u32) { return {__uint_as_float((word & 0xff) << 23), __uint_as_float((word & 0xff00) << 15)}; }
 };
-// E4M3 without a sign; 0x7f does not occur here. Exponent and mantissa move up as one, which leaves 2^-120 to be made up
-// for: exact, and right for subnormals too.
+// E4M3 without a sign; 0x7f does not occur here. Exponent and mantissa move up as one to float16's places, which makes it
+// 2^-8 of what it was: exact, and right for subnormals too.
 struct ScaleE4M3 {
   static constexpr int bytes = 1;
-  DEVICE float2 decode(u32 word, u32) { return {__uint_as_float((word & 0xff) << 20) * 0x1p120f, __uint_as_float((word & 0xff00) << 12) * 0x1p120f}; }
+  static constexpr float raw = 0x1p-8f;
+  static constexpr bool halves = true;
+  DEVICE u32 to_halves(u32 word) { return permute(word, 0, 0x4140) << 7; }
+  DEVICE float2 decode(u32 word, u32) {
+    const u32 pair = to_halves(word);
+    return {F16::to_float((u16)pair), F16::to_float((u16)(pair >> 16))};
+  }
 };
 // Offsets are float16, beside float32 scales float32.
 template <class S> struct OffsetOf { using type = ScaleF16; };
@@ -192,6 +253,17 @@ struct Brick {
   }
   // A lane's codes: 16 bytes of each 512, which is 64 k, or 32 of Int8.
   DEVICE uint4 codes(u32 brick, int chunk, int lane) { return load_shared16(brick + chunk * 512 + lane * 16); }
+  // COUNT words of them, from word `first` on, which is a multiple of COUNT.
+  template <int COUNT> DEVICE void codes(u32 (&to)[COUNT], u32 brick, int first, int lane) {
+    const u32 at = brick + first / 4 * 512 + lane * 16 + first % 4 * 4;
+    if constexpr (COUNT == 4) {
+      const uint4 v = load_shared16(at);
+      to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+    } else if constexpr (COUNT == 2) {
+      const uint2 v = load_shared8(at);
+      to[0] = v.x, to[1] = v.y;
+    } else to[0] = load_shared4(at);
+  }
   // The scales of a group, for the rows g and g + 8; the brick is in shared memory.
   DEVICE float2 scale(u32 brick, int g, int group) {
     const uint2 s = stored_scale(brick, g, group);

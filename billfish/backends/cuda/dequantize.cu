@@ -23,7 +23,7 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
   for (int kt = 0; kt < 8; kt++) {
     const int group = kt / Brick::group_tiles;
     const float2 s = Brick::scale(p, g, group);
-    const float scale[2] = {__fmul_rn(s.x, of_row[0]), __fmul_rn(s.y, of_row[1])};
+    const float scale[2] = {__fmul_rn(s.x * (1 / SCALE::raw), of_row[0]), __fmul_rn(s.y * (1 / SCALE::raw), of_row[1])};
     float offset[2] = {};
     if constexpr (OFFSET != NONE) {
       const float2 o = Brick::decode_offset(Brick::stored_offset(p, g, group));

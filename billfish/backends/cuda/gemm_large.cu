@@ -25,10 +25,10 @@ constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PAR
 constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
 // Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
-// make up for Element::raw: they are below 2, so 2^14 times that is still a half. E4M3 reaches 448, and is taken down by
-// 2^-8. Sums are REDUCED by what is left until the end.
+// make up for Element::raw: they are below 2, so 2^14 times that is still a half. E4M3 reaches 448, and stays at the 2^-8 of it
+// that its decoding gives. Sums are REDUCED by what is left until the end.
 constexpr bool FUSED = Element::fused != 0 && OFFSET == NONE && SCALE::bytes == 2;
-constexpr float REDUCED = FUSED ? Element::fused : SCALE::bytes == 1 && GROUPS == 8 ? 0x1p-8f : 1.0f;
+constexpr float REDUCED = FUSED ? Element::fused : SCALE::raw;
 
 // What a lane gets by one load of 16 bytes of codes, STEPS tiles of 16 k, and the scales of the groups that begin in it.
 constexpr int STEPS = 4 / Element::words, PIECES = 8 / STEPS, PIECE_GROUPS = GROUPS > PIECES ? GROUPS / PIECES : 1;
@@ -50,20 +50,26 @@ struct Piece {
 };
 
 // The scales of a piece, ready to multiply: for the rows g and g + 8, what Element::factors gives, or scale and offset.
-template <class Element> struct FactorsOf {
+template <class Element, class Scale> struct FactorsOf {
+  // Scales that are float16 already, or nearly: they only have to be there twice.
+  static constexpr bool HALVES = TYPE::is_half && OFFSET == NONE && Scale::halves;
   u32 of[PIECE_GROUPS][2][3];
 
   static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
   __device__ __forceinline__ void take(const Piece& piece) {
 #pragma unroll
     for (int i = 0; i < PIECE_GROUPS; i++) {
-      const float2 s = SCALE::decode(piece.scale[i].x, piece.scale[i].y);
-      if constexpr (FUSED) {
-        // A float16 scale is one already; it only has to be there twice.
-        Element::factors(TYPE::is_half ? permute(piece.scale[i].x, 0, 0x1010) : both(s.x), of[i][0]);
-        Element::factors(TYPE::is_half ? permute(piece.scale[i].x, 0, 0x3232) : both(s.y), of[i][1]);
-      } else {
-        of[i][0][0] = both(s.x * (REDUCED / Element::raw)), of[i][1][0] = both(s.y * (REDUCED / Element::raw));
+      const float2 s = Scale::decode(piece.scale[i].x, piece.scale[i].y);
+      u32 low, high;
+      if constexpr (HALVES) {
+        const u32 pair = Scale::to_halves(piece.scale[i].x);
+        low = permute(pair, 0, 0x1010), high = permute(pair, 0, 0x3232);
+      } else low = both(s.x), high = both(s.y);
+      if constexpr (FUSED) Element::factors(low, of[i][0]), Element::factors(high, of[i][1]);
+      else {
+        // Scales of other types may be too small for a half before they make up for Element::raw.
+        of[i][0][0] = HALVES ? TYPE::mul2(low, Element::unraw) : both(s.x * (1 / Element::raw));
+        of[i][1][0] = HALVES ? TYPE::mul2(high, Element::unraw) : both(s.y * (1 / Element::raw));
         if constexpr (OFFSET != NONE) {
           const float2 o = Brick::offset(piece.offset[i], s);
           of[i][0][1] = both(o.x * REDUCED), of[i][1][1] = both(o.y * REDUCED);
@@ -85,7 +91,7 @@ template <class Element> struct FactorsOf {
   }
 };
 
-using Factors = FactorsOf<Element>;
+using Factors = FactorsOf<Element, SCALE>;
 
 // A place in the ring.
 struct Ring {

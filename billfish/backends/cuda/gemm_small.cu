@@ -1,175 +1,266 @@
 // Few rows of x: y^T = W x^T by mma.m16n8k16, as fast as the weights come from memory.
 //
-// A CTA owns 16 * TILES columns of y and 8 * COLUMNS rows of x. Its warps split K, a brick of 128 k at a time, each with
-// a ring of bricks and of x in shared memory of its own that it fills itself, and they meet once, at the end, where the
-// sums are added in a fixed order. Scales multiply the float32 sums of their groups, so weights are exact in the tensor
-// core; offsets multiply the sums of x, which one more product with ones gives. The order of additions depends on WARPS
-// alone, so a row's result does not depend on its batch.
+// A CTA takes TILES tiles of 16 columns of y at a time: a pass. In a pass its warps split K, a brick of 128 k at a time, and
+// meet at the end, where their sums are added in a fixed order. Bricks and x go through a ring in shared memory, of which
+// each warp has slots of its own, and fills them itself.
 //
-// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPS, TILES, COLUMNS, DEPTH (bricks in flight for each warp).
+// Weights are exact in the tensor core, and the scales of their groups multiply float32 sums. Where x has fewer than eight
+// rows, the columns that an mma has left over keep the sums of several groups apart, so that one multiplication does for
+// all of them: with one row, step kt of a brick has x in the column copy_of(kt), and zeros in the others. What codes are more
+// than the numbers they stand for, times x, is taken off their sums; offsets multiply the sums of x: one more product, of x
+// with a constant, gives both. With eight rows and more, the order of additions depends on WARPS and the pass, so a row's result
+// does not depend on its batch.
+//
+// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPS, TILES, ROWS (of x: 1, 2, 4, 8, 16 or 32), SLOTS, and
+// RESIDENT, the CTAs that are to have room on a multiprocessor.
 #include "decode.cuh"
 #include "hopper.cuh"
 
-constexpr int ROWS = 8 * COLUMNS, X_BYTES = ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
+constexpr int COLUMNS = ROWS < 8 ? 1 : ROWS / 8, COPIES = ROWS < 8 ? 8 / ROWS : 1;
+// A brick's steps of 16 k, in chunks of as many groups as are kept apart.
+constexpr int CHUNKS = GROUPS > COPIES ? GROUPS / COPIES : 1, STEPS = 8 / CHUNKS;
+static_assert(8 % TILES == 0, "bricks of eight tiles are neighbours");
+static_assert(SLOTS % WARPS == 0, "every warp has as many slots");
+constexpr int X_ROWS = ROWS == 1 ? 1 : ROWS < 8 ? 8 : ROWS, X_BYTES = X_ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
+// Codes as they are need few instructions, but the product of x with a constant: that is worth it for many tiles, or if it is
+// needed anyway.
+constexpr bool PLAIN = OFFSET != NONE || TILES >= 4 * COLUMNS;
+constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : Element::raw, UNIT_HIGH = PLAIN ? Element::unit_high : Element::raw;
+constexpr bool CENTERED = CENTER != 0, SUMMED = CENTERED || OFFSET != NONE;
+constexpr bool FIRST = STEPS <= 2;  // sums of so few steps begin with what is taken off; longer ones would wait for it
+static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_tiles + GROUPS * (kt % Brick::group_tiles)) % COPIES; }
 
-// A warp's ring. Hopper fills a slot with three bulk copies by one lane, the others with copies of 16 bytes by all. x is
-// in two boxes of 64 k, rows of 128 bytes; the 16-byte piece i of row r is at i ^ (r % 8), so eight rows lie in
-// different banks.
+// The ring, as a warp sees it: its slots are every WARPS-th. Hopper fills one with bulk copies by one lane or two, the others
+// with copies of 16 bytes by all. x is in two boxes of 64 k, rows of 128 bytes; the 16-byte piece i of row r is at i ^ (r % 8),
+// so eight rows lie in different banks.
 struct Ring {
   u32 x, w, full;  // in shared memory; `full` is a barrier for each slot
-  int lane, tile, count, tiles, bricks, first_row, rows, box_rows, k, x_stride;
+  int lane, pitch, tiles, bricks, first_row, rows, box_rows, k, x_stride;
   const u8* weights;
   const u16* source;
   const TensorMap* map;
+  int tile, brick;  // the step to fetch next; `pitch` tiles further on is the next pass
+  const u8* from;   // its first brick
+  u32 stride;       // bytes from brick to brick along K
 
+  __device__ __forceinline__ void begin(int first) {
+    tile = first, brick = 0;
+    from = weights + Brick::at(tile, 0, tiles, bricks), stride = min(8, tiles - (tile & ~7)) * Brick::bytes;
+  }
+  // To a step that many further on; false if there is none.
+  __device__ __forceinline__ bool advance(int steps) {
+    for (; brick + steps >= bricks; begin(tile + pitch)) {
+      if (tile + pitch >= tiles) return false;
+      steps -= bricks - brick;
+    }
+    brick += steps, from += (size_t)steps * stride;
+    return true;
+  }
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ void fetch_weights(int slot, int brick) const {
+  __device__ __forceinline__ void fetch_weights(int slot) const {
+    const u32 bytes = min(TILES, tiles - tile) * Brick::bytes;
     if (lane == 0) {
-      barrier_expect(full + 8 * slot, box_rows * 256 + count * Brick::bytes);
-      copy_bulk(w + slot * W_BYTES, weights + Brick::at(tile, brick, tiles, bricks), count * Brick::bytes, full + 8 * slot);
+      barrier_expect(full + 8 * slot, box_rows * 256 + bytes);
+      copy_bulk(w + slot * W_BYTES, from, bytes, full + 8 * slot);
     }
   }
-  __device__ __forceinline__ void fetch_x(int slot, int brick) const {
-    if (lane == 0)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        copy_box(x + slot * X_BYTES + half * ROWS * 128, map, full + 8 * slot, brick * 128 + half * 64, first_row);
+  __device__ __forceinline__ void fetch_x(int slot) const {
+    if (lane < 2) copy_box(x + slot * X_BYTES + lane * X_ROWS * 128, map, full + 8 * slot, brick * 128 + lane * 64, first_row);
   }
+  __device__ __forceinline__ void commit() const {}
   __device__ __forceinline__ void wait(int slot, u32 parity) const { barrier_wait(full + 8 * slot, parity); }
 #else
-  __device__ __forceinline__ void fetch_weights(int slot, int brick) const {
-    const u8* from = weights + Brick::at(tile, brick, tiles, bricks);
-    for (int i = lane; i < count * Brick::bytes / 16; i += 32) copy_async(w + slot * W_BYTES + i * 16, from + i * 16, 16);
+  __device__ __forceinline__ void fetch_weights(int slot) const {
+    for (int i = lane; i < min(TILES, tiles - tile) * Brick::bytes / 16; i += 32) copy_async(w + slot * W_BYTES + i * 16, from + i * 16, 16);
   }
-  __device__ __forceinline__ void fetch_x(int slot, int brick) const {
+  __device__ __forceinline__ void fetch_x(int slot) const {
     const int piece = lane & 15, left = k - brick * 128 - piece * 8;
-    const u32 to = x + slot * X_BYTES + (piece >> 3) * ROWS * 128;
+    const u32 to = x + slot * X_BYTES + (piece >> 3) * X_ROWS * 128;
     for (int row = lane >> 4; row < rows; row += 2) {
       const u16* from = source + (size_t)(first_row + row) * x_stride + (left > 0 ? brick * 128 + piece * 8 : 0);
       copy_async(to + row * 128 + (((piece & 7) ^ (row & 7)) << 4), from, 2 * max(0, min(8, left)));
     }
-    copy_commit();
   }
+  __device__ __forceinline__ void commit() const { copy_commit(); }
   __device__ __forceinline__ void wait(int, u32) const {
-    copy_wait<DEPTH - 1>();
+    copy_wait<SLOTS / WARPS - 1>();
     __syncwarp();
   }
 #endif
+  // Every slot once, with weights or with x; false if there are no more steps than that.
+  template <bool X> __device__ __forceinline__ bool fill(int warp) {
+    begin(blockIdx.x * TILES);
+    bool more = advance(warp);
+#pragma unroll 1
+    for (int slot = warp; slot < SLOTS; slot += WARPS) {
+      if (more && X) fetch_x(slot);
+      if (more && !X) fetch_weights(slot);
+      commit();
+      more = more && advance(WARPS);
+    }
+    return more;
+  }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
                   const u16* __restrict__ x, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int x_stride) {
   extern __shared__ __align__(1024) u8 shared[];
-  __shared__ __align__(8) u64 barriers[WARPS][DEPTH];
+  __shared__ __align__(8) u64 barriers[SLOTS];
+  __shared__ uint4 zeros[WARPS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
-  const int bricks = (k + 127) / 128, tiles = (n + 15) / 16, tile = blockIdx.x * TILES, first_row = blockIdx.y * ROWS;
-  const int rows = min(ROWS, m - first_row), mine = (bricks - warp + WARPS - 1) / WARPS;
+  const int bricks = (k + 127) / 128, tiles = (n + 15) / 16, pitch = gridDim.x * TILES;
+  const int first_row = blockIdx.y * ROWS, rows = min(ROWS, m - first_row);
   Ring ring;
-  ring.x = shared_address(shared) + warp * DEPTH * X_BYTES;
-  ring.w = shared_address(shared) + WARPS * DEPTH * X_BYTES + warp * DEPTH * W_BYTES;
-  ring.full = shared_address(barriers[warp]);
-  ring.lane = lane, ring.tile = tile, ring.count = min(TILES, tiles - tile), ring.tiles = tiles, ring.bricks = bricks;
+  ring.x = shared_address(shared);
+  ring.w = ring.x + SLOTS * X_BYTES;
+  ring.full = shared_address(barriers);
+  ring.lane = lane, ring.pitch = pitch, ring.tiles = tiles, ring.bricks = bricks;
   ring.first_row = first_row, ring.rows = rows, ring.box_rows = min(ROWS, m), ring.k = k, ring.x_stride = x_stride;
   ring.weights = weights, ring.source = x, ring.map = &x_map;
-#if __CUDA_ARCH__ >= 900
+  const u32 zero = shared_address(zeros + warp);
   if (lane == 0) {
-    for (int i = 0; i < DEPTH; i++) barrier_init(ring.full + 8 * i, 1);
+    zeros[warp] = make_uint4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+    for (int i = warp; i < SLOTS; i += WARPS) barrier_init(ring.full + 8 * i, 1);
     barrier_init_done();
+#endif
   }
   __syncwarp();
-#endif
 
   let_next_start();
-  for (int i = 0; i < min(mine, DEPTH); i++) ring.fetch_weights(i, warp + i * WARPS);
-  float scale_of_row = 1;
-  if (threadIdx.x < WIDTH && tile * 16 + threadIdx.x < n) scale_of_row = row_scale[tile * 16 + threadIdx.x];
+  ring.fill<false>(warp);
+#if __CUDA_ARCH__ >= 900
+  if (lane == 0) prefetch_map(&x_map);
+#endif
   wait_for_previous();  // weights do not depend on the kernel before this one; x may
-  for (int i = 0; i < DEPTH; i++) {
-    if (i < mine) ring.fetch_x(i, warp + i * WARPS);
-    else copy_commit();
-  }
+  bool more = ring.fill<true>(warp);
 
-  float sum[TILES][COLUMNS][4] = {};
-  int slot = 0;
+  // The warps' sums side by side, [WARPS][ROWS][LINE]: behind the ring, or in its place if there is no other pass.
+  constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
+  float* sums = (float*)(pitch >= tiles ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
+  float* scales = sums + WARPS * ROWS * LINE;
+  int step = warp, slot = warp;  // the step and the slot that this warp takes next
   u32 parity = 0;
-  for (int i = 0; i < mine; i++) {
-    ring.wait(slot, parity);
-    const u32 bricks_here = ring.w + slot * W_BYTES, matrices = ring.x + slot * X_BYTES + (lane & 7) * 128;
-    u32 b[COLUMNS][4];
-    uint4 codes[TILES];
-#pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-      float part[TILES][COLUMNS][4] = {}, x_sum[COLUMNS][4] = {};
-#pragma unroll
-      for (int j = 0; j < Brick::group_tiles; j++) {
-        const int kt = group * Brick::group_tiles + j, word = kt * Element::words % 4, at = kt % 2 * 2;
-        if (kt % 2 == 0)
-#pragma unroll
-          for (int mt = 0; mt < COLUMNS; mt++)
-            load_matrices(b[mt], matrices + (kt / 4 * ROWS + mt * 8) * 128 + ((kt % 4 * 2 + (lane >> 3) ^ (lane & 7)) << 4));
-#pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          if (word == 0) codes[t] = Brick::codes(bricks_here + t * Brick::bytes, kt * Element::words / 4, lane);
-          const u32 words[4] = {codes[t].x, codes[t].y, codes[t].z, codes[t].w};
-          u32 a[4];
-          Element::decode(words + word, a);
-#pragma unroll
-          for (int mt = 0; mt < COLUMNS; mt++) TYPE::mma(part[t][mt], a, b[mt][at], b[mt][at + 1]);
-        }
-        if constexpr (OFFSET != NONE) {
-          const u32 ones[4] = {TYPE::ones, TYPE::ones, TYPE::ones, TYPE::ones};
-#pragma unroll
-          for (int mt = 0; mt < COLUMNS; mt++) TYPE::mma(x_sum[mt], ones, b[mt][at], b[mt][at + 1]);
-        }
-      }
-#pragma unroll
-      for (int t = 0; t < TILES; t++) {
-        const float2 s = Brick::scale(bricks_here + t * Brick::bytes, g, group);
-        const float low = s.x * (1 / Element::raw), high = s.y * (1 / Element::raw);
+  int end = bricks;  // of this pass
+  for (int first_tile = blockIdx.x * TILES; first_tile < tiles; first_tile += pitch, end += bricks) {
+    const int column = first_tile * 16 + threadIdx.x;
+    float scale_of_column = 1;
+    Bias bias_of_column = 0;
+    if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[column], bias_of_column = load_bias(bias, column);
+    float sum[TILES][COLUMNS][4] = {};
+    while (step < end) {
+      ring.wait(slot, parity);
+      const u32 bricks_here = ring.w + slot * W_BYTES, x_here = ring.x + slot * X_BYTES + (ROWS < 8 ? (lane & 7) % ROWS : lane & 7) * 128;
+      u32 b[COLUMNS][4];
+      auto load_x = [&](int kt) {  // of two steps
 #pragma unroll
         for (int mt = 0; mt < COLUMNS; mt++) {
-          sum[t][mt][0] += part[t][mt][0] * low, sum[t][mt][1] += part[t][mt][1] * low;
-          sum[t][mt][2] += part[t][mt][2] * high, sum[t][mt][3] += part[t][mt][3] * high;
+          u32 from = x_here + (kt / 4 * X_ROWS + mt * 8) * 128 + ((kt % 4 * 2 + (lane >> 3) ^ (lane & 7) % ROWS) << 4);
+          if (COPIES > 1 && (lane & 7) / ROWS != (lane < 16 ? copy_of(kt) : copy_of(kt + 1))) from = zero;
+          load_matrices(b[mt], from);
         }
-        if constexpr (OFFSET != NONE) {
-          const float2 o = Brick::offset(Brick::stored_offset(bricks_here + t * Brick::bytes, g, group), s);
+      };
 #pragma unroll
-          for (int mt = 0; mt < COLUMNS; mt++) {
-            sum[t][mt][0] += x_sum[mt][0] * o.x, sum[t][mt][1] += x_sum[mt][1] * o.x;
-            sum[t][mt][2] += x_sum[mt][0] * o.y, sum[t][mt][3] += x_sum[mt][1] * o.y;
+      for (int chunk = 0; chunk < CHUNKS; chunk++) {
+        constexpr int AT_ONCE = STEPS * Element::words < 4 ? STEPS * Element::words : 4;  // words of codes
+        u32 codes[TILES][AT_ONCE];
+        float part[TILES][COLUMNS][4], x_sum[COLUMNS][4] = {};
+        auto add_x = [&](int kt) {
+          const u32 constant[4] = {Element::constant_low, Element::constant_high, Element::constant_low, Element::constant_high};
+#pragma unroll
+          for (int mt = 0; mt < COLUMNS; mt++) TYPE::mma(x_sum[mt], constant, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
+        };
+        if constexpr (FIRST) {
+          if (chunk * STEPS % 2 == 0) load_x(chunk * STEPS);
+#pragma unroll
+          for (int j = 0; j < STEPS && SUMMED; j++) add_x(chunk * STEPS + j);
+        }
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+          const int kt = chunk * STEPS + j, word = kt * Element::words % AT_ONCE;
+          if (!FIRST && kt % 2 == 0) load_x(kt);
+          if (!FIRST && SUMMED) add_x(kt);
+#pragma unroll
+          for (int t = 0; t < TILES; t++) {
+            if (word == 0) Brick::codes(codes[t], bricks_here + t * Brick::bytes, kt * Element::words, lane);
+            u32 a[4];
+            if constexpr (PLAIN) Element::decode_plain(codes[t] + word, a);
+            else Element::decode(codes[t] + word, a);
+#pragma unroll
+            for (int mt = 0; mt < COLUMNS; mt++) {
+#pragma unroll
+              for (int i = 0; i < 4 && j == 0; i++) part[t][mt][i] = FIRST && CENTERED ? x_sum[mt][i] : 0;
+              TYPE::mma(part[t][mt], a, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
+            }
           }
         }
+        // A lane's two columns are of the same group, but for one row of x, where they are of neighbours.
+        constexpr bool TWO = ROWS == 1 && GROUPS > 1;
+        const int group = (chunk * COPIES + (COPIES > 1 ? 2 * c / ROWS : 0)) % GROUPS;
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+          const u32 brick = bricks_here + t * Brick::bytes;
+          float2 s[2], o[2];
+#pragma unroll
+          for (int i = 0; i < 1 + TWO; i++) {
+            s[i] = Brick::scale(brick, g, group + i);
+            if constexpr (OFFSET != NONE) o[i] = Brick::offset(Brick::stored_offset(brick, g, group + i), s[i]);
+          }
+          if (!TWO) s[1] = s[0], o[1] = o[0];
+#pragma unroll
+          for (int mt = 0; mt < COLUMNS; mt++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const float centered = !FIRST && CENTERED ? part[t][mt][i] + x_sum[mt][i] : part[t][mt][i];
+              float& v = sum[t][mt][i];
+              v += centered * (i < 2 ? s[i & 1].x : s[i & 1].y);
+              if constexpr (OFFSET != NONE) v += x_sum[mt][i] * ((i < 2 ? o[i & 1].x : o[i & 1].y) * (CENTERED ? -1 / CENTER : 1.0f));
+            }
+        }
       }
+      __syncwarp();  // all lanes have read this slot
+      if (more) {
+        ring.fetch_weights(slot);
+        ring.fetch_x(slot);
+        more = ring.advance(WARPS);
+      }
+      ring.commit();
+      step += WARPS, slot += WARPS;
+      if (slot >= SLOTS) slot = warp, parity ^= 1;
     }
-    __syncwarp();  // all lanes have read this slot
-    if (i + DEPTH < mine) {
-      ring.fetch_weights(slot, warp + (i + DEPTH) * WARPS);
-      ring.fetch_x(slot, warp + (i + DEPTH) * WARPS);
-    } else copy_commit();
-    if (++slot == DEPTH) slot = 0, parity ^= 1;
-  }
 
-  // The warps' sums side by side in shared memory, [WARPS][ROWS][LINE], then added in order.
-  constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
-  float* sums = (float*)shared;
-  float* scales = sums + WARPS * ROWS * LINE;
-  __syncthreads();
+    if constexpr (COPIES > 1) {  // a row's columns, of which a lane has one or two, and others the rest
 #pragma unroll
-  for (int t = 0; t < TILES; t++)
+      for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int mt = 0; mt < COLUMNS; mt++)
+        for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {
+          float& v = sum[t][0][i];
+          if (ROWS == 1) v += sum[t][0][i + 1];
+          if (ROWS <= 2) v += __shfl_xor_sync(0xffffffff, v, 1);
+          v += __shfl_xor_sync(0xffffffff, v, 2);
+        }
+    }
+    __syncthreads();
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        sums[(warp * ROWS + mt * 8 + 2 * c + (i & 1)) * LINE + t * 16 + g + (i >> 1) * 8] = sum[t][mt][i];
-  if (threadIdx.x < WIDTH) scales[threadIdx.x] = scale_of_row;
-  __syncthreads();
-  for (int i = threadIdx.x; i < WIDTH * rows; i += WARPS * 32) {
-    const int column = i % WIDTH, row = i / WIDTH, out = tile * 16 + column;
-    if (out >= n) continue;
-    float v = 0;
+    for (int t = 0; t < TILES; t++)
 #pragma unroll
-    for (int s = 0; s < WARPS; s++) v += sums[(s * ROWS + row) * LINE + column];
-    y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * scales[column] + bias_value(load_bias(bias, out))), 0);
+      for (int mt = 0; mt < COLUMNS; mt++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int row = mt * 8 + 2 * c + (i & 1);
+          if (COPIES == 1 || row < ROWS) sums[(warp * ROWS + row) * LINE + t * 16 + g + (i >> 1) * 8] = sum[t][mt][i];
+        }
+    if (threadIdx.x < WIDTH) scales[threadIdx.x] = scale_of_column, scales[WIDTH + threadIdx.x] = bias_value(bias_of_column);
+    __syncthreads();
+    for (int i = threadIdx.x; i < WIDTH * rows; i += WARPS * 32) {
+      const int column = i % WIDTH, row = i / WIDTH, out = first_tile * 16 + column;
+      if (out >= n) continue;
+      float v = 0;
+#pragma unroll
+      for (int s = 0; s < WARPS; s++) v += sums[(s * ROWS + row) * LINE + column];
+      const float unit = (column & 8 ? 1 / UNIT_HIGH : 1 / UNIT_LOW) * (1 / SCALE::raw);
+      y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * unit * scales[column] + scales[WIDTH + column]), 0);
+    }
   }
 }

@@ -62,33 +62,83 @@ def plan(product: Product, device: Device) -> Plan | None:
 # ---- few rows -------------------------------------------------------------------------------------------------------
 
 
-def small(product: Product, device: Device) -> Plan:
-    """Enough bytes in flight are what counts: some 64 KB on every multiprocessor."""
-    m, n, kind = product.m, product.n, product.kind
-    columns = 1 if m <= 8 else 2 if m <= 16 else 4
+@dataclass(frozen=True)
+class Small:
+    """A shape of gemm_small; the names are those of its macros."""
+
+    warps: int
+    tiles: int
+    slots: int
+    resident: int = 1
+
+    def rounds(self, tiles: int, device: Device) -> int:
+        """How often a CTA has to start over. Where kernels overlap, there are no more CTAs than there is room for."""
+        at_once = self.tiles * device.multiprocessors * self.resident
+        return -(-tiles // at_once) if device.capability >= (9, 0) else 1
+
+    def grid(self, tiles: int, device: Device) -> int:
+        return -(-tiles // (self.tiles * self.rounds(tiles, device)))
+
+    def cost(self, tiles: int, device: Device) -> float:
+        """Tiles of the multiprocessor that has most to do, and what meeting once more costs."""
+        grid, rounds = self.grid(tiles, device), self.rounds(tiles, device)
+        # Room for two, but hardly more than one: the next kernel's CTAs would share some of them and leave others.
+        uneven = self.resident > 1 and 5 * grid < 6 * device.multiprocessors
+        meetings = (rounds - 1) * (0.6 if self.resident == 1 else 0.7)
+        return -(-grid // device.multiprocessors) * rounds * self.tiles + meetings + (tiles if uneven else 0)
+
+
+def rows_at_once(product: Product) -> int:
+    """ROWS of gemm_small: more columns of an mma for each row of x than a brick has groups are of no use."""
+    least = 8 if product.batch_invariant else 8 // product.kind.groups
+    return next(rows for rows in (1, 2, 4, 8, 16, 32) if rows == 32 or rows >= max(product.m, least))
+
+
+def small_shapes(product: Product) -> list[Small]:
+    """That are worth weighing, of equal ones the better first. Some 100 KB under way on a multiprocessor are enough."""
     if product.batch_invariant:
-        warps, tiles, depth = 8, 2, 2  # the warps decide about the order of additions
-    elif columns == 4:
-        warps, tiles, depth = (4, 4, 2) if n >= 12288 else (8, 1, 2)
-    elif n >= 12288:
-        warps, tiles, depth = 8, 4, 3 - columns
-    elif n >= 6144:
-        warps, tiles, depth = (16, 2, 1) if columns == 1 else (8, 2, 2)
-    else:
-        warps, tiles, depth = (16, 2, 2) if columns == 1 or product.k >= 8192 else (8, 2, 3)
-    rows = 8 * columns
+        return [Small(8, 2, 16)]  # the warps decide about the order of additions
+    rows, wide = rows_at_once(product), product.n >= 12288
+    if rows == 32:
+        return [Small(4, 4, 8) if wide else Small(8, 1, 16)]
+    if rows == 16:
+        return [Small(8, 4, 16) if wide else Small(16, 2, 32) if product.k >= 8192 else Small(8, 2, 24)]
+    return [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(16, 1, 32)]
 
-    def shared_bytes() -> int:
-        ring = warps * depth * (rows * 256 + tiles * kind.brick_bytes)
-        return max(ring, warps * rows * (16 * tiles + 4) * 4 + 16 * tiles * 4)
 
-    while shared_bytes() > device.shared_bytes and depth * tiles > 1:
-        depth, tiles = (depth - 1, tiles) if depth > 1 else (depth, tiles // 2)
-    macros = product.macros(WARPS=warps, TILES=tiles, COLUMNS=columns, DEPTH=depth)
-    grid = (-(-n // (16 * tiles)), -(-m // rows))
-    overlap = device.capability >= (9, 0)
-    launch = Launch("gemm_small.cu", "marlin_gemm_small", macros, grid, warps * 32, shared_bytes(), 1, overlap)
-    return Plan(launch, min(m, rows))
+def small(product: Product, device: Device) -> Plan:
+    tiles = -(-product.n // 16)
+    shapes = [fitting(product, device, shape) for shape in small_shapes(product)]
+    return launch_small(product, device, min(shapes, key=lambda shape: shape.cost(tiles, device)))
+
+
+def small_bytes(product: Product, device: Device, shape: Small) -> int:
+    """Of shared memory, as in gemm_small.cu: the ring, and the warps' sums in its place, or behind it."""
+    rows, rounds = rows_at_once(product), shape.rounds(-(-product.n // 16), device)
+    ring = shape.slots * ((1 if rows == 1 else max(8, rows)) * 256 + shape.tiles * product.kind.brick_bytes)
+    sums = (shape.warps * rows * (16 * shape.tiles + 4) + 2 * 16 * shape.tiles) * 4
+    return ring + sums if rounds > 1 else max(ring, sums)
+
+
+def fitting(product: Product, device: Device, shape: Small) -> Small:
+    """With as many slots, and then tiles, as there is room for; its barriers, and the system, want a kilobyte each."""
+    room = (device.shared_bytes + 2048) // shape.resident - 2048
+    while small_bytes(product, device, shape) > room and (shape.slots > shape.warps or shape.tiles > 1):
+        if shape.slots > shape.warps:
+            shape = replace(shape, slots=shape.slots - shape.warps)
+        else:
+            shape = replace(shape, tiles=shape.tiles // 2)
+    return shape
+
+
+def launch_small(product: Product, device: Device, shape: Small) -> Plan:
+    rows, tiles = rows_at_once(product), -(-product.n // 16)
+    macros = product.macros(WARPS=shape.warps, TILES=shape.tiles, ROWS=rows, SLOTS=shape.slots, RESIDENT=shape.resident)
+    grid = (shape.grid(tiles, device), -(-product.m // rows))
+    threads, overlap = shape.warps * 32, device.capability >= (9, 0)
+    shared_bytes = small_bytes(product, device, shape)
+    launch = Launch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
+    return Plan(launch, min(product.m, rows))
 
 
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
