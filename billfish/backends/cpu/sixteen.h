@@ -49,7 +49,7 @@ inline INLINED void store(float* out, const Values& v) {
   unroll<16 / LANES>([&](auto i) INLINED { store_floats(out + LANES * i, v.part[i]); });
 }
 
-#if defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#if defined(BILLFISH_simd_neon)  // which header the level has, by CMake
 
 // Sixteen floats, byte j of float i being byte from(i, j) of two vectors, 16 and up of the second, 255 for a zero. The
 // instruction wants neighbouring registers; with its intrinsic, gcc 12 copies both for each of the four, or spills them.
@@ -145,7 +145,7 @@ class Counted {
 
 constexpr bool TABLES_PAY = false;
 
-#if defined(__AVX512F__)
+#if defined(BILLFISH_simd_avx512)
 inline __m512i widened(Sixteen codes) { return _mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(codes)); }
 struct Counted {
   Floats bias;
@@ -157,7 +157,7 @@ struct Lookup {
   explicit Lookup(const float* t) : table(load_floats(t)) {}
   INLINED Values operator()(Sixteen codes) const { return {{_mm512_permutexvar_ps(widened(codes), table)}}; }
 };
-#elif defined(__AVX2__)
+#elif defined(BILLFISH_simd_avx2)
 template <int HALF> __m256i widened(Sixteen codes) {
   const __m128i v = reinterpret_cast<__m128i>(codes);
   return _mm256_cvtepu8_epi32(HALF ? _mm_unpackhi_epi64(v, v) : v);
