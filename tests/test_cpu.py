@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import platform
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -173,6 +176,19 @@ def test_same_bits_for_any_number_of_threads(level, activations):
                 assert_same_bits(y, results[0])
     finally:
         _cpu.set_threads(before)
+
+
+AARCH64 = platform.machine() in ("aarch64", "arm64")
+EMULATOR = shutil.which("qemu-aarch64")
+
+
+@pytest.mark.skipif(not AARCH64, reason="neon_i8mm is a level of aarch64")
+@pytest.mark.skipif("neon_i8mm" not in _cpu.levels() and EMULATOR is None, reason="no i8mm here, and no qemu-aarch64")
+def test_isa_level_neon_i8mm_has_the_bits_of_neon_dotprod():
+    emulated = [] if "neon_i8mm" in _cpu.levels() else [str(EMULATOR), "-cpu", "max"]
+    script = str(Path(__file__).with_name("matrix_products.py"))
+    done = subprocess.run([*emulated, sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, list(bf.FORMATS)), done.stderr
 
 
 def test_calls_from_several_python_threads_at_once():

@@ -23,6 +23,8 @@
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace nb = nanobind;
@@ -35,9 +37,16 @@ namespace {
 
 bool runs_here(const std::string& name) {
 #if defined(__aarch64__) && defined(__linux__)
-  if (name == "neon_dotprod") return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+  const bool dot_products = getauxval(AT_HWCAP) >> 20 & 1, matrices = getauxval(AT_HWCAP2) >> 13 & 1;  // HWCAP_ASIMDDP, HWCAP2_I8MM
+  if (name == "neon_dotprod") return dot_products;
+  if (name == "neon_i8mm") return dot_products && matrices;
 #elif defined(__aarch64__) && defined(__APPLE__)
   if (name == "neon_dotprod") return true;  // every Mac with an Apple processor has it
+  if (name == "neon_i8mm") {
+    int there = 0;
+    size_t size = sizeof(there);
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) == 0 && there != 0;
+  }
 #elif defined(__x86_64__)
   __builtin_cpu_init();
   if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

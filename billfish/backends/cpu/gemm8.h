@@ -4,30 +4,11 @@
 // Many rows: a part of a tile is decoded once into a buffer that stays in the first-level cache, then multiplied with all
 // rows, four at a time. It is the same kernel, and reads the buffer as if the stream were packed in whole bytes.
 #pragma once
-#include <algorithm>
-#include <vector>
-
-#include "scales.h"
+#include "tiles.h"
 
 namespace BILLFISH_ISA {
 
-using billfish::Activations8;
-using billfish::Codes;
 using billfish::EXACT_PLANES;
-using billfish::MANY_ROWS;
-using billfish::TileShape;
-
-constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
-
-// Consecutive blocks of a tile, from the beginning of a chunk on. Before each span and each chunk lie so many bytes that are no
-// codes: scales, or nothing in a buffer. `ahead` is what will be needed next.
-struct Blocks {
-  const uint8_t* stream;
-  int64_t first, count;
-  int span;
-  size_t span_header, chunk_header;
-  const uint8_t* ahead = nullptr;
-};
 
 // Scales in a buffer, as a source for add_blocks8.
 template <bool MINIMUMS> struct Buffered {
@@ -210,9 +191,6 @@ inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
 
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
 
-// Float32 scales may be anything, infinite too; the offset of scale_sum is exact and finite for all others.
-inline bool magic_sums(const Weights& w, int planes) { return planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum; }
-
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
 template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales& scales, const Activations8& x, int64_t row, float* sums) {
   using Source = Buffered<MINIMUMS>;
@@ -274,29 +252,6 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// power: what rows of x were divided by, or null.
-inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
-  const int64_t column = tile * TILE_ROWS;
-  const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
-  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS) {
-    const float times = power ? power[row] : 1.0f;
-    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor * times + (bias ? bias[column + i] : 0.0f);
-  }
-}
-
-// Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
-constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
-
-// Runs of chunks, SLICE at a time: f(number of the first chunk, blocks in all).
-template <class F> void each_slice(const TileShape& shape, F&& f) {
-  for (int64_t chunk = 0; chunk < shape.chunks; chunk += SLICE) f(chunk, std::min<int64_t>(SLICE * 8, shape.blocks - chunk * 8));
-}
-
-inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t tile, int64_t chunk, int64_t blocks) {
-  const uint8_t* at = w.stream + tile * shape.tile_bytes + chunk * shape.full_chunk_bytes;
-  return {at, chunk * 8, blocks, shape.span, shape.span_header, shape.chunk_header};
-}
-
 inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
   const FewKernel kernel = few_kernel(w);
@@ -333,31 +288,18 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void deco
 
 template <class Decoder>
 void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
-  // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
-  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
-  const TileShape shape(w, TILE_ROWS);
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
   ScaleRoom<SLICE> room;
   const GroupScales scales = room.all();
-  std::vector<float> sums(size_t(panel) * TILE_ROWS);
-  for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
-    const int64_t last_row = std::min(x.m, first_row + panel);
-    for (int64_t tile = first; tile < last; tile++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      each_slice(shape, [&](int64_t chunk, int64_t blocks) {
-        Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
-        read_scales<true>(w, shape, run.stream, blocks, scales);
-        if (!std::is_same_v<Decoder, Whole>) {  // bytes are multiplied where they lie
-          (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
-          run.stream = bytes, run.span_header = run.chunk_header = 0;
-        }
-        run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
-        for (int64_t row = first_row; row < last_row; row += X_ROWS)
-          (has_minimum(w.scales) ? add_blocks_to_rows<true> : add_blocks_to_rows<false>)(w, run, scales, x, row, sums.data() + (row - first_row) * TILE_ROWS);
-      });
-      write_tile(sums.data(), w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
-    }
-  }
+  auto decode = [&](const TileShape& shape, Blocks& run) {
+    read_scales<true>(w, shape, run.stream, run.count, scales);
+    if (std::is_same_v<Decoder, Whole>) return;  // bytes are multiplied where they lie
+    (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
+    run.stream = bytes, run.span_header = run.chunk_header = 0;
+  };
+  multiply_panels(w, x, bias, y, first, last, decode, [&](Blocks& run, int64_t row, float* sums) {
+    (has_minimum(w.scales) ? add_blocks_to_rows<true> : add_blocks_to_rows<false>)(w, run, scales, x, row, sums);
+  });
 }
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {

@@ -116,7 +116,8 @@ struct Level {
   // Of x for these weights, with so many rows and planes: how many rows go together, and the stride of the starts.
   int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
   int64_t (*start_stride)(const Weights&, const Activations8&);
-  void (*fill_starts)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
+  // What is left to do for x when its codes are there: for groups of rows [first, last) and blocks [begin, end), once.
+  void (*finish_x)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
   bool (*exact_in_planes)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
