@@ -16,6 +16,9 @@ template <bool MINIMUMS> struct Buffered {
   GroupScales all;
 };
 
+// The memory is to work while products are made, not only while codes are read: so many lines are asked for with each block.
+template <class Decoder, class Source> constexpr int LINES = Source::direct ? Decoder::block_bytes / 128 + 1 : 2;
+
 // Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
 // Source: Reader for scales in the stream, or Buffered. HALVES: 2 where a group of weights is half a block. MAGIC:
 // whether sums start at SUM_START.
@@ -31,8 +34,6 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
   const float* x_totals = x.totals + at * 3 * lanes + lane;
   const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
   const uint8_t *p = run.stream, *ahead = run.ahead;
-  // The memory is to work while products are made, not only while codes are read: so many lines with each block.
-  constexpr int LINES = direct ? Decoder::block_bytes / 128 + 1 : 2;
   const int shift = __builtin_ctz(unsigned(run.span));
   Floats scale[HALVES][COUNT] = {}, minimum[HALVES][COUNT] = {};  // of this span
   alignas(64) float offset[HALVES][COUNT][LANES];       // see scale_sum
@@ -54,7 +55,10 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
       }
       p += run.span_header;
     }
-    if constexpr (T > 1) unroll<LINES>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
+    if constexpr (T > 1) {
+      unroll<LINES<Decoder, Source>>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
+      ahead += LINES<Decoder, Source> * 64;
+    }
     const uint8_t* codes = p;
     unroll<HALVES>([&](auto half) INLINED {
       Ints sum[T][PLANES][COUNT];
@@ -113,7 +117,7 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], totals); });
       });
     });
-    p += Decoder::block_bytes, ahead += LINES * 64;
+    p += Decoder::block_bytes;
     x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
   }
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
@@ -128,7 +132,7 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
   if (x.lanes == X_ROWS)
     unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
       add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {}, x, row, sums);
-      run.ahead += run.count * (Decoder::block_bytes / 128 + 1) * 64;
+      run.ahead += run.count * LINES<Decoder, Source> * 64;
     });
   else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
   else if (x.planes == EXACT_PLANES) {
@@ -200,7 +204,7 @@ template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, 
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
-        else run.ahead += run.count * 128;
+        else run.ahead += run.count * LINES<Whole, Source> * 64;
         add_blocks8<Whole, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
             w, now, {scales}, x, row + part, sums + part * TILE_ROWS);
       });
