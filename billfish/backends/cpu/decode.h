@@ -106,7 +106,7 @@ struct Looked {
 struct Whole {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES;
   static constexpr bool is_signed = true, in_place = false;
-  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_bytes(block + V * VECTOR_BYTES); }
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_operand(block + V * VECTOR_BYTES); }
   template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }

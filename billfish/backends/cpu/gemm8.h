@@ -10,10 +10,10 @@ namespace BILLFISH_ISA {
 
 using billfish::EXACT_PLANES;
 
-// Scales in a buffer, as a source for add_blocks8.
+// Scales in a buffer, as a source for add_blocks8; a Reader gets them from the stream.
 template <bool MINIMUMS> struct Buffered {
   static constexpr bool minimums = MINIMUMS, direct = false;
-  GroupScales all;
+  const GroupScales* group;
 };
 
 // The memory is to work while products are made, not only while codes are read: so many lines are asked for with each block.
@@ -21,7 +21,7 @@ template <class Decoder, class Source> constexpr int LINES = Source::direct ? De
 
 // Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
 // Source: Reader for scales in the stream, or Buffered. HALVES: 2 where a group of weights is half a block. MAGIC:
-// whether sums start at SUM_START.
+// whether sums start at SUM_START. The order of statements is that of the instructions, and was chosen by measurement.
 template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
 __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, Source source, const Activations8& x, int64_t row, float* sums) {
   constexpr bool direct = Source::direct;
@@ -34,83 +34,83 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
   const float* x_totals = x.totals + at * 3 * lanes + lane;
   const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
   const uint8_t *p = run.stream, *ahead = run.ahead;
-  const int shift = __builtin_ctz(unsigned(run.span));
   Floats scale[HALVES][COUNT] = {}, minimum[HALVES][COUNT] = {};  // of this span
-  alignas(64) float offset[HALVES][COUNT][LANES];       // see scale_sum
   for (int64_t b = 0; b < run.count; b++) {
-    if constexpr (direct)
+    const bool begins = (b & (run.span - 1)) == 0;  // a span
+    if constexpr (direct) {
       if constexpr (Source::two_levels)
         if ((b & 7) == 0) source.template begin_chunk<FIRST, COUNT>(p), p += run.chunk_header;
-    if ((b & (run.span - 1)) == 0) {
-      if constexpr (direct) {
-        source.group = p;
-        unroll<HALVES>([&](auto half) INLINED {
-          unroll<COUNT>([&](auto r) INLINED {
-            constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
-            scale[half][r] = source.template scale<row_at>(half);
-            if constexpr (T > 1 && SUM_OFFSET != 0) store_floats(offset[half][r], multiply(scale[half][r], splat(-SUM_OFFSET)));
-            if constexpr (Source::minimums) minimum[half][r] = source.template minimum<row_at>(half);
-          });
-        });
-      }
-      p += run.span_header;
-    }
+      if (begins) source.group = p;
+    } else if (begins && b > 0) source.group += HALVES;
+    if (begins) p += run.span_header;
     if constexpr (T > 1) {
       unroll<LINES<Decoder, Source>>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
       ahead += LINES<Decoder, Source> * 64;
     }
     const uint8_t* codes = p;
     unroll<HALVES>([&](auto half) INLINED {
+      constexpr int quads = 8 / HALVES, together = T * COUNT * PLANES <= 8 ? QUADS_TOGETHER : 1;
       Ints sum[T][PLANES][COUNT];
-      unroll<T>([&](auto t) INLINED {
-        unroll<COUNT>([&](auto r) INLINED {
-          unroll<PLANES>([&](auto p) INLINED {
-            constexpr bool last_of_pair = PLANES == 1 || decltype(p)::value % 2;
-            constexpr int pair = decltype(p)::value / 2, pairs = PLANES == 4 ? 2 : 1;
-            sum[t][p][r] = last_of_pair ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * pairs + pair) * lanes + t) * START_INTS) : splat_int(0);
+      Activations piece[T][PLANES];
+      unroll<quads / together>([&](auto step) INLINED {
+        constexpr int quad = decltype(half)::value * quads + decltype(step)::value * together;
+        if constexpr (quad % 4 == 0)
+          unroll<T>([&](auto t) INLINED {
+            unroll<PLANES>([&](auto p) INLINED { piece[t][p] = load_activations(x_codes + (p * lanes + t) * 32 + quad * 4); });
           });
+        Bytes bytes[together][COUNT];
+        unroll<together>([&](auto i) INLINED {
+          unroll<COUNT>([&](auto r) INLINED { bytes[i][r] = Decoder::template dotted<(quad + decltype(i)::value) * ROW_VECTORS + FIRST + decltype(r)::value>(codes, w.table); });
         });
-      });
-      constexpr int pieces = 2 / HALVES;  // of 16 bytes of x
-      unroll<pieces>([&](auto h) INLINED {
-        Activations piece[T][PLANES];
-        unroll<T>([&](auto t) INLINED {
-          unroll<PLANES>([&](auto p) INLINED { piece[t][p] = load_activations(x_codes + (p * lanes + t) * 32 + (half * pieces + h) * 16); });
-        });
-        unroll<4>([&](auto quad) INLINED {
-          unroll<COUNT>([&](auto r) INLINED {
-            constexpr int v = ((decltype(half)::value * pieces + decltype(h)::value) * 4 + decltype(quad)::value) * ROW_VECTORS + FIRST + decltype(r)::value;
-            const Bytes bytes = Decoder::template dotted<v>(codes, w.table);
-            unroll<T>([&](auto t) INLINED {
-              unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = dot<decltype(quad)::value, Decoder::is_signed>(sum[t][p][r], bytes, piece[t][p]); });
+        unroll<COUNT>([&](auto r) INLINED {
+          unroll<T>([&](auto t) INLINED {
+            unroll<PLANES>([&](auto p) INLINED {
+              if constexpr (decltype(step)::value == 0) {
+                constexpr bool last_of_pair = PLANES == 1 || decltype(p)::value % 2;
+                constexpr int pair = decltype(p)::value / 2, pairs = PLANES == 4 ? 2 : 1;
+                sum[t][p][r] = last_of_pair ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * pairs + pair) * lanes + t) * START_INTS) : splat_int(0);
+              }
+              unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::is_signed>(sum[t][p][r], bytes[i][r], piece[t][p]); });
             });
           });
         });
       });
+      if constexpr (PLANES > 1)
+        unroll<T>([&](auto t) INLINED {
+          unroll<COUNT>([&](auto r) INLINED {
+            unroll<PLANES / 2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+          });
+        });
+      if constexpr (direct)
+        if (__builtin_expect(begins, 1))
+          unroll<COUNT>([&](auto r) INLINED {
+            constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
+            scale[half][r] = source.template scale<row_at>(half);
+            if constexpr (Source::minimums) minimum[half][r] = source.template minimum<row_at>(half);
+          });
       const FloatActivations x_scales[2] = {load_x(x_scale), load_x(x_scale + lanes)}, totals = load_x(x_totals + (HALVES == 2 ? half : 2) * lanes);
       unroll<COUNT>([&](auto r) INLINED {
+        constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
         constexpr bool in_place = Decoder::in_place && (FIRST + decltype(r)::value) % 2;
-        Ints whole[T], higher[T];  // of the last pair of planes, and of the first where there are two
-        unroll<T>([&](auto t) INLINED {
-          if constexpr (in_place) unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = subtract(sum[t][p][r], sum[t][p][r - 1]); });
-          whole[t] = sum[t][PLANES - 1][r];
-          if constexpr (PLANES > 1) whole[t] = add(whole[t], shift_left<8>(sum[t][PLANES - 2][r]));
-          if constexpr (PLANES == 4) higher[t] = add(sum[t][1][r], shift_left<8>(sum[t][0][r]));
-        });
-        const float* offset_at = offset[half][r];
         if constexpr (!direct) {
-          const int64_t at = ((b >> shift) * HALVES + half) * TILE_ROWS + (FIRST + r) * LANES;
-          scale[half][r] = load_floats(source.all.scale + at), offset_at = source.all.offset + at;
-          if constexpr (Source::minimums) minimum[half][r] = load_floats(source.all.minimum + at);
+          scale[half][r] = load_floats(source.group[half].scale + row_at);
+          if constexpr (Source::minimums) minimum[half][r] = load_floats(source.group[half].minimum + row_at);
         }
+        auto value = [&](auto t, auto plane) INLINED {
+          if constexpr (in_place) return difference_to_floats<MAGIC>(sum[t][plane][r], sum[t][plane][r - 1]);
+          else return sum_to_floats<MAGIC>(sum[t][plane][r]);
+        };
+        constexpr std::integral_constant<int, PLANES - 1> last;
         if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
-          Floats value;
-          if constexpr (PLANES == 4) value = multiply_add(to_floats(whole[0]), to_floats(higher[0]), splat(65536));
-          else value = sum_to_floats<MAGIC>(whole[0]);
-          total[0][r] = multiply_add(total[0][r], multiply_x<0>(value, x_scales[in_place]), scale[half][r]);
+          Floats whole = value(0, last);
+          if constexpr (PLANES == 4) whole = multiply_add(whole, value(0, std::integral_constant<int, 1>{}), splat(65536));
+          total[0][r] = multiply_add(total[0][r], multiply_x<0>(whole, x_scales[in_place]), scale[half][r]);
         } else {
           Floats scaled[T];
-          unroll<T>([&](auto t) INLINED { scaled[t] = scale_sum<MAGIC>(whole[t], scale[half][r], offset_at); });
+          unroll<T>([&](auto t) INLINED {
+            if constexpr (direct) scaled[t] = multiply(value(t, last), scale[half][r]);
+            else scaled[t] = scale_sum<MAGIC>(sum[t][last][r], scale[half][r], source.group[half].offset + row_at);
+          });
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
         }
         if constexpr (Source::minimums)
@@ -196,7 +196,7 @@ inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
 
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
-template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales& scales, const Activations8& x, int64_t row, float* sums) {
+template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   using Source = Buffered<MINIMUMS>;
   auto call = [&](auto rows, auto planes, auto halves, auto magic) {
     constexpr int T = decltype(rows)::value;
@@ -247,7 +247,7 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
           const int32_t sum = x.start_stride ? x.sums[((at * pairs + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes] : 0;
           const uint32_t even = uint32_t(zero - bias * sum);
           // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
-          const uint32_t odd = in_place ? even + uint32_t(zero + 16 * (HIGH_FLIP - bias) * sum) : even;
+          const uint32_t odd = in_place ? even + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
           int32_t* out = x.starts + at * x.start_stride + (half * 2 * pairs * lanes + i) * START_INTS;
           std::fill(out, out + START_INTS, int32_t(even));
           std::fill(out + pairs * lanes * START_INTS, out + (pairs * lanes + 1) * START_INTS, int32_t(odd));
@@ -293,8 +293,7 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void deco
 template <class Decoder>
 void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
-  ScaleRoom<SLICE> room;
-  const GroupScales scales = room.all();
+  GroupScales scales[SLICE * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
     read_scales<true>(w, shape, run.stream, run.count, scales);
     if (std::is_same_v<Decoder, Whole>) return;  // bytes are multiplied where they lie

@@ -11,17 +11,17 @@ using billfish::BLOCK;
 
 // The values of one block, [32][TILE_ROWS].
 template <class Decoder>
-__attribute__((flatten, noinline)) void decode_values(const Weights& w, const uint8_t* codes, const GroupScales& s, float* out) {
+__attribute__((flatten, noinline)) void decode_values(const Weights& w, const uint8_t* codes, const GroupScales* groups, float* out) {
   const bool minimum = has_minimum(w.scales);
   const Floats offset = byte_offset(Decoder::code_bias(w.bias));
   unroll<VECTORS>([&](auto v) INLINED {
     constexpr int quad = decltype(v)::value / ROW_VECTORS, r = decltype(v)::value % ROW_VECTORS;
     const Bytes bytes = Decoder::template code<decltype(v)::value>(codes, w.table);
-    const int at = (w.group == 16 ? quad / 4 * TILE_ROWS : 0) + r * LANES;
-    const Floats scale = load_floats(s.scale + at);
+    const GroupScales& group = groups[w.group == 16 ? quad / 4 : 0];
+    const Floats scale = load_floats(group.scale + r * LANES);
     unroll<4>([&](auto k) INLINED {
       Floats value = multiply(byte_to_floats<decltype(k)::value>(bytes, offset), scale);
-      if (minimum) value = add(value, load_floats(s.minimum + at));
+      if (minimum) value = add(value, load_floats(group.minimum + r * LANES));
       store_floats(out + (quad * 4 + k) * TILE_ROWS + r * LANES, value);
     });
   });
@@ -53,8 +53,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
   const int64_t padded = x.groups() * X_ROWS, panel = std::min<int64_t>(128, padded);
   const TileShape shape(w, TILE_ROWS);
   alignas(64) float values[billfish::CHUNK * TILE_ROWS];
-  ScaleRoom<1> room;
-  const GroupScales scales = room.all();
+  GroupScales scales[16];
   std::vector<float> sums(size_t((last - first) * panel * TILE_ROWS));
   for (int64_t first_row = 0; first_row < padded; first_row += panel) {
     const int64_t last_row = std::min(padded, first_row + panel);
@@ -67,7 +66,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
         const uint8_t* codes = run.stream + run.chunk_header;
         for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
           if (b % run.span == 0) codes += run.span_header;
-          decode_values<Decoder>(w, codes, scales.from(b / run.span * shape.groups_in_span()), values + b * BLOCK * TILE_ROWS);
+          decode_values<Decoder>(w, codes, scales + b / run.span * shape.groups_in_span(), values + b * BLOCK * TILE_ROWS);
         }
         float* to = sums.data() + (tile - first) * panel * TILE_ROWS;
         for (int64_t row = first_row; row < last_row; row += X_ROWS, to += X_ROWS * TILE_ROWS)

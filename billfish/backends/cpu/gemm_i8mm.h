@@ -80,10 +80,15 @@ inline DecodePairs pair_decoder(const Weights& w) {
 // What sums begin with, unless MAGIC or if; loaded each time, because copies of a register are not free.
 alignas(16) const float FROM_ZERO[4] = {}, FROM_OFFSET[4] = {SUM_OFFSET, SUM_OFFSET, SUM_OFFSET, SUM_OFFSET};
 
-// Adds blocks of 8 rows of W times 4 rows of x from `row` on, or 2 where there are two planes, to sums [rows of x][TILE_ROWS].
-// `run`, `scales` and `sums` are at the first of these rows of W; scales are [groups][TILE_ROWS], each twice.
+// The scales of a group, each twice.
+struct alignas(64) PairScales {
+  float scale[2 * TILE_ROWS], offset[2 * TILE_ROWS], minimum[2 * TILE_ROWS];
+};
+
+// Adds blocks of 8 rows of W, from row `first` of the tile on, times 4 rows of x from `row` on, or 2 where there are two planes, to
+// sums [rows of x][TILE_ROWS]; `run` and `sums` are at the first of these rows of W.
 template <int PLANES, int HALVES, bool MAGIC, bool MINIMUMS>
-__attribute__((flatten, noinline)) void add_pairs(Blocks run, GroupScales scales, const Activations8& x, int64_t row, float* sums) {
+__attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* scales, int first, const Activations8& x, int64_t row, float* sums) {
   constexpr int X_PAIRS = X_ROWS / 2 / PLANES, STEPS = 4 / HALVES;
   Floats total[X_PAIRS][ROW_PAIRS];
   unroll<X_PAIRS>([&](auto t) INLINED {
@@ -103,7 +108,7 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, GroupScales scales
       Ints sum[X_PAIRS][PLANES][ROW_PAIRS];
       unroll<X_PAIRS>([&](auto t) INLINED {
         unroll<PLANES>([&](auto p) INLINED {
-          unroll<ROW_PAIRS>([&](auto r) INLINED { sum[t][p][r] = vreinterpretq_s32_f32(load_again(MAGIC ? FROM_OFFSET : FROM_ZERO)); });
+          unroll<ROW_PAIRS>([&](auto r) INLINED { sum[t][p][r] = load_alone<Ints>(MAGIC ? FROM_OFFSET : FROM_ZERO); });
         });
       });
       unroll<STEPS>([&](auto step) INLINED {
@@ -119,16 +124,17 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, GroupScales scales
           });
         });
       });
-      const int64_t group = ((b >> shift) * HALVES + half) * 2 * TILE_ROWS;
+      const PairScales& group = scales[(b >> shift) * HALVES + half];
       unroll<ROW_PAIRS>([&](auto r) INLINED {
-        const Floats scale = load_floats(scales.scale + group + r * LANES);
+        const int at = 2 * first + r * LANES;
+        const Floats scale = load_floats(group.scale + at);
         unroll<X_PAIRS>([&](auto t) INLINED {
           Ints whole = sum[t][PLANES - 1][r];
           if constexpr (PLANES == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
-          const Floats scaled = scale_sum<MAGIC>(whole, scale, scales.offset + group + r * LANES);
+          const Floats scaled = scale_sum<MAGIC>(whole, scale, group.offset + at);
           total[t][r] = multiply_add(total[t][r], scaled, load_floats(x_scale + t * X_ROWS));
           if constexpr (MINIMUMS) {
-            const Floats minimum = load_floats(scales.minimum + group + r * LANES);
+            const Floats minimum = load_floats(group.minimum + at);
             total[t][r] = multiply_add(total[t][r], minimum, two_twice(x_totals + (HALVES == 2 ? half : 2) * X_ROWS + t * 2));
           }
         });
@@ -145,7 +151,7 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, GroupScales scales
   });
 }
 
-using PairKernel = void (*)(Blocks, GroupScales, const Activations8&, int64_t, float*);
+using PairKernel = void (*)(Blocks, const PairScales*, int first, const Activations8&, int64_t row, float*);
 template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int planes) {
   const bool halves = w.group == 16;
   if (planes == 2) return halves ? add_pairs<2, 2, false, MINIMUMS> : add_pairs<2, 1, false, MINIMUMS>;
@@ -159,16 +165,16 @@ inline void multiply_pairs(const Weights& w, const Activations8& x, const float*
   const DecodePairs decode_slice = pair_decoder(w);
   const PairKernel add_slice = minimums ? pair_kernel<true>(w, x.planes) : pair_kernel<false>(w, x.planes);
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
-  ScaleRoom<SLICE> room;
-  ScaleRoom<2 * SLICE> room_twice;
-  const GroupScales once = room.all(), twice = room_twice.all();
+  GroupScales once[SLICE * 16];
+  PairScales twice[SLICE * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
     read_scales<true>(w, shape, run.stream, run.count, once);
-    const int64_t count = (run.count + run.span - 1) / run.span * shape.groups_in_span() * TILE_ROWS;
-    for (int64_t i = 0; i < count; i += LANES) {
-      store_each_twice(twice.scale + 2 * i, load_floats(once.scale + i)), store_each_twice(twice.offset + 2 * i, load_floats(once.offset + i));
-      if (minimums) store_each_twice(twice.minimum + 2 * i, load_floats(once.minimum + i));
-    }
+    const int64_t count = (run.count + run.span - 1) / run.span * shape.groups_in_span();
+    for (int64_t i = 0; i < count; i++)
+      for (int r = 0; r < TILE_ROWS; r += LANES) {
+        store_each_twice(twice[i].scale + 2 * r, load_floats(once[i].scale + r)), store_each_twice(twice[i].offset + 2 * r, load_floats(once[i].offset + r));
+        if (minimums) store_each_twice(twice[i].minimum + 2 * r, load_floats(once[i].minimum + r));
+      }
     decode_slice(w, run, bytes);
     run.stream = bytes;
   };
@@ -179,7 +185,7 @@ inline void multiply_pairs(const Weights& w, const Activations8& x, const float*
         now.stream += rows / 2 * VECTOR_BYTES;
         if (rows > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
         else run.ahead += run.count * 128;
-        add_slice(now, {twice.scale + 2 * rows, twice.offset + 2 * rows, twice.minimum + 2 * rows}, x, row + part, sums + part * TILE_ROWS + rows);
+        add_slice(now, twice, rows, x, row + part, sums + part * TILE_ROWS + rows);
       }
   });
 }

@@ -81,43 +81,32 @@ template <class F> inline void with_reader(Scales scales, F&& f) {
   }
 }
 
-// Scales as numbers, [groups][TILE_ROWS]. `offset` is what scale_sum adds: -SUM_OFFSET * scale, where a level has one.
-struct GroupScales {
-  float *scale, *offset, *minimum;
-  GroupScales from(int64_t group) const {
-    return {scale + group * TILE_ROWS, offset + group * TILE_ROWS, minimum + group * TILE_ROWS};
-  }
-};
-
-// Room for those of CHUNKS chunks.
-template <int CHUNKS> struct ScaleRoom {
-  alignas(64) float scale[CHUNKS * 16 * TILE_ROWS];
-  alignas(64) float offset[CHUNKS * 16 * TILE_ROWS];
-  alignas(64) float minimum[CHUNKS * 16 * TILE_ROWS];
-  GroupScales all() { return {scale, offset, minimum}; }
+// The scales of a group as numbers. `offset` is what scale_sum adds: -SUM_OFFSET * scale, where a level has one.
+struct alignas(64) GroupScales {
+  float scale[TILE_ROWS], offset[TILE_ROWS], minimum[TILE_ROWS];
 };
 
 // Decodes the scales of `blocks` blocks from the beginning of a chunk on, times `factor`. OFFSETS: whether scale_sum is used.
 template <bool OFFSETS, class Source>
-__attribute__((flatten)) void read_scales_of(Source reader, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales out, float factor) {
+__attribute__((flatten)) void read_scales_of(Source reader, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float factor) {
   const Floats times = splat(factor), offset = splat(-SUM_OFFSET * factor);
   const size_t chunk_header = shape.chunk_header, span_header = shape.span_header, codes = shape.block_code_bytes * size_t(shape.span);
   const int halves = shape.groups_in_span(), span = shape.span;
   for (int64_t b = 0; b < blocks; b += span, p += codes) {
     if (reader.two_levels && b % 8 == 0) reader.template begin_chunk<0, ROW_VECTORS>(p), p += chunk_header;
     reader.group = p, p += span_header;
-    for (int half = 0; half < halves; half++, out = out.from(1))
+    for (int half = 0; half < halves; half++, out++)
       unroll<ROW_VECTORS>([&](auto r) INLINED {
         constexpr int row = decltype(r)::value * LANES;
         const Floats scale = reader.template scale<row>(half);
-        store_floats(out.scale + row, multiply(scale, times));
-        if (OFFSETS && SUM_OFFSET != 0) store_floats(out.offset + row, multiply(scale, offset));
-        if (reader.minimums) store_floats(out.minimum + row, reader.template minimum<row>(half));
+        store_floats(out->scale + row, multiply(scale, times));
+        if (OFFSETS && SUM_OFFSET != 0) store_floats(out->offset + row, multiply(scale, offset));
+        if (reader.minimums) store_floats(out->minimum + row, reader.template minimum<row>(half));
       });
   }
 }
 template <bool OFFSETS>
-void read_scales(const Weights& w, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales out, float factor = 1) {
+void read_scales(const Weights& w, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float factor = 1) {
   with_reader(w.scales, [&](auto reader) { read_scales_of<OFFSETS>(reader, shape, p, blocks, out, factor); });
 }
 

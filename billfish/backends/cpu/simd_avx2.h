@@ -15,6 +15,7 @@ struct Ints { __m256i v; };  // a type of its own: the intrinsics have one for a
 using Floats = __m256;
 
 inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline Bytes load_operand(const uint8_t* p) { return load_bytes(p); }
 inline void store_bytes(uint8_t* p, Bytes v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 inline Bytes splat_byte(uint8_t x) { return _mm256_set1_epi8(char(x)); }
 inline Bytes bit_and(Bytes a, Bytes b) { return _mm256_and_si256(a, b); }
@@ -61,6 +62,7 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
     return {_mm256_add_epi32(sum.v, products)};
   }
 }
+constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
 // Whether dot() takes any byte, two nibbles at once for example.
@@ -80,6 +82,7 @@ constexpr float SUM_OFFSET = 0;
 constexpr int START_INTS = 1;
 inline Ints load_start(const int32_t* p) { return {_mm256_set1_epi32(*p)}; }
 template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) { return to_floats(subtract(a, b)); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
 // Byte K of each 32-bit lane, less byte_offset(bias).

@@ -15,6 +15,7 @@ struct Ints { __m512i v; };  // a type of its own: the intrinsics have one for a
 using Floats = __m512;
 
 inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes load_operand(const uint8_t* p) { return load_bytes(p); }
 inline void store_bytes(uint8_t* p, Bytes v) { _mm512_storeu_si512(p, v); }
 inline Bytes splat_byte(uint8_t x) { return _mm512_set1_epi8(char(x)); }
 inline Bytes bit_and(Bytes a, Bytes b) { return _mm512_and_si512(a, b); }
@@ -53,6 +54,7 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   std::memcpy(&four, x.p + 4 * L, 4);
   return {_mm512_dpbusd_epi32(sum.v, w, _mm512_set1_epi32(four))};
 }
+constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 128;
 // Whether dot() takes any byte, two nibbles at once for example.
@@ -72,6 +74,7 @@ constexpr float SUM_OFFSET = 0;
 constexpr int START_INTS = 1;
 inline Ints load_start(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
 template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) { return to_floats(subtract(a, b)); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
 // Byte K of each 32-bit lane, less byte_offset(bias).

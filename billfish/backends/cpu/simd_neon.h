@@ -14,6 +14,14 @@ using Ints = int32x4_t;
 using Floats = float32x4_t;
 
 inline Bytes load_bytes(const uint8_t* p) { return vld1q_u8(p); }
+// A load by itself: gcc would make pairs of them, which take longer here than two, or load once and copy the register, which
+// takes a slot of the arithmetic, where loads are free beside it.
+template <class T> T load_alone(const void* p) {
+  T v;
+  asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*static_cast<const uint8_t(*)[16]>(p)));
+  return v;
+}
+inline Bytes load_operand(const uint8_t* p) { return load_alone<Bytes>(p); }
 inline void store_bytes(uint8_t* p, Bytes v) { vst1q_u8(p, v); }
 inline Bytes splat_byte(uint8_t x) { return vdupq_n_u8(x); }
 inline Bytes bit_and(Bytes a, Bytes b) { return vandq_u8(a, b); }
@@ -49,18 +57,14 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
   return sum;
 }
+// How many k-quads are decoded before their dot products: a sum that is added to twice in a row stays in its pipe.
+constexpr int QUADS_TOGETHER = 2;
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
 // Whether dot() takes any byte, two nibbles at once for example.
 constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
-// For what is added to and needed again: a load is free beside arithmetic, and the copy of a register that gcc would make is not.
-inline Floats load_again(const float* p) {
-  Floats v;
-  asm volatile("ldr %q0, %1" : "=w"(v) : "m"(*reinterpret_cast<const float(*)[4]>(p)));
-  return v;
-}
 inline void store_floats(float* p, Floats v) { vst1q_f32(p, v); }
 inline Floats splat(float x) { return vdupq_n_f32(x); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
@@ -69,30 +73,34 @@ inline Floats multiply_add(Floats sum, Floats a, Floats b) { return vfmaq_f32(su
 inline Floats to_floats(Ints v) { return vcvtq_f32_s32(v); }
 
 // Integer sums below 2^22 become floats without the conversion, which blocks a pipe for two cycles: started at the bits of
-// 1.5 * 2^23, whose last bit is worth 1, a sum *is* the float that much larger. Starts come from memory, four times each,
-// because loads are free here and moves between registers are not.
+// 1.5 * 2^23, whose last bit is worth 1, a sum *is* the float that much larger. Starts come from memory, four times each: see load_alone.
 constexpr int32_t SUM_START = 0x4b400000;
 constexpr float SUM_OFFSET = 12582912.0f;
 constexpr int START_INTS = 4;
-inline Ints load_start(const int32_t* p) { return vld1q_s32(p); }
+inline Ints load_start(const int32_t* p) { return load_alone<Ints>(p); }
 template <bool MAGIC> Floats sum_to_floats(Ints v) {
   if constexpr (MAGIC) return vsubq_f32(vreinterpretq_f32_s32(v), vdupq_n_f32(SUM_OFFSET));
   else return vcvtq_f32_s32(v);
 }
+// Of two sums, as floats: what both started at falls out.
+template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) {
+  if constexpr (MAGIC) return vsubq_f32(vreinterpretq_f32_s32(a), vreinterpretq_f32_s32(b));
+  else return vcvtq_f32_s32(subtract(a, b));
+}
 // sum * scale. offset, -SUM_OFFSET * scale, is exact for scales of up to 22 bits, so this is rounded once.
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset) {
-  if constexpr (MAGIC) return vfmaq_f32(load_again(offset), vreinterpretq_f32_s32(v), scale);
+  if constexpr (MAGIC) return vfmaq_f32(load_alone<Floats>(offset), vreinterpretq_f32_s32(v), scale);
   else return vmulq_f32(vcvtq_f32_s32(v), scale);
 }
 
 // Byte K of each 32-bit lane, less `bias`. Put into the last byte of 2^23 it makes the float 2^23 + byte, so what is taken
-// off is byte_offset(bias). 2^23 comes from memory each time: loads are free here, and copies of registers are not.
+// off is byte_offset(bias). 2^23 comes from memory each time: see load_alone.
 alignas(16) const float TWO_TO_23[4] = {8388608, 8388608, 8388608, 8388608};
 inline Floats byte_offset(int bias) { return vdupq_n_f32(8388608.0f + float(bias)); }
 template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   constexpr uint8_t keep = 255;
   const uint8x16_t from = {K, keep, keep, keep, K + 4, keep, keep, keep, K + 8, keep, keep, keep, K + 12, keep, keep, keep};
-  const uint8x16_t word = vreinterpretq_u8_f32(load_again(TWO_TO_23));
+  const uint8x16_t word = vreinterpretq_u8_f32(load_alone<Floats>(TWO_TO_23));
   return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), offset);
 }
 
@@ -127,8 +135,8 @@ inline Floats times_bytes_offset(Floats d, int bias) { return vmulq_n_f32(d, -32
 template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
   Bytes fields = shift_right<SHIFT>(vld1q_u8(rows));
   if constexpr (MASK << SHIFT < 128) fields = bit_and(fields, splat_byte(MASK));  // else the shift has left no other bits
-  const uint8x16_t word = vreinterpretq_u8_f32(load_again(TWO_TO_15));
-  return vfmaq_f32(load_again(offset), vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
+  const uint8x16_t word = vreinterpretq_u8_f32(load_alone<Floats>(TWO_TO_15));
+  return vfmaq_f32(load_alone<Floats>(offset), vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {

@@ -21,6 +21,7 @@ template <class V> inline V load(const void* p) {
 }
 
 inline Bytes load_bytes(const uint8_t* p) { return load<Bytes>(p); }
+inline Bytes load_operand(const uint8_t* p) { return load_bytes(p); }
 inline void store_bytes(uint8_t* p, Bytes v) { std::memcpy(p, &v, sizeof v); }
 inline Bytes splat_byte(uint8_t x) { return Bytes{} + x; }
 inline Bytes bit_and(Bytes a, Bytes b) { return a & b; }
@@ -57,6 +58,7 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
   return sum + signed_bytes<0>(w) * x.p[4 * L] + signed_bytes<1>(w) * x.p[4 * L + 1] + signed_bytes<2>(w) * x.p[4 * L + 2] +
          signed_bytes<3>(w) * x.p[4 * L + 3];
 }
+constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;
 // Whether dot() takes any byte, two nibbles at once for example.
@@ -79,6 +81,7 @@ constexpr float SUM_OFFSET = 0;
 constexpr int START_INTS = 1;
 inline Ints load_start(const int32_t* p) { return splat_int(*p); }
 template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
+template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) { return to_floats(subtract(a, b)); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
