@@ -45,7 +45,7 @@ KINDS = {
 ROUNDS = 7
 # What says which shape of a kernel ran.
 SHAPE_MACROS = ("WARPS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
-SHAPE_MACROS += ("WARPGROUPS", "TEAMS", "TALL", "WIDTH", "STAGES", "SPLIT", "BUFFERS", "BATCH")
+SHAPE_MACROS += ("WARPGROUPS", "TEAMS", "TALL", "WIDTH", "STAGES", "SPLIT", "PAIRED", "BUFFERS", "BATCH")
 
 
 class Block:

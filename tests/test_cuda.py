@@ -271,15 +271,17 @@ def test_every_kind_of_weights_compiles_for_every_architecture(kind, arch):
 
 
 @pytest.mark.parametrize("n", [4096, 14336])
-@pytest.mark.parametrize("m", [1, 32, 64, 128, 1024, 4096])
+@pytest.mark.parametrize("m", [1, 32, 64, 128, 256, 1024, 4096])
 def test_what_the_h200_runs_compiles_without_spills(m, n):
     launch = chosen(product(Kind("Int4", "ScaleF16", "NONE", 1), m, n), H200).launch
     resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("element", ["Int8", "E2M1"])
+@pytest.mark.parametrize("element", ["Int4", "Int8", "E2M1"])
 @pytest.mark.parametrize(("groups", "offset"), [(8, "NONE"), (4, "MINIMUM")])
-@pytest.mark.parametrize("shape", [Shape(256, stages=3), Shape(128, tall=2, batch=1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(256, stages=3), Shape(128, tall=2, batch=1), Shape(128, tall=2, paired=True)], ids=str
+)
 def test_the_largest_tiles_do_not_spill_either(element, groups, offset, shape):
     kind = Kind(element, "ScaleF16", offset, groups)
     launch = launch_large(product(kind, 512), H200, shape).launch
@@ -339,6 +341,51 @@ def test_plans_fit_the_device(kind, device):
                     assert int(macros["STAGES"]) % int(macros["TEAMS"]) == 0
                     assert int(macros["SPLIT"]) * int(macros["TEAMS"]) <= -(-k // 128)
                     assert device is H200
+
+
+def tiles(shape: Shape, m: int, n: int) -> list[list[tuple[int, range]]]:
+    """Strips and rows of x of all tiles, as struct Tile of gemm_large.cu counts them."""
+    together = 2 * shape.strips - 1 if shape.paired else shape.strips
+    pair, across, found = 1 + shape.paired, -(-m // shape.width), []
+    for number in range(-(-(-(-n // 64) * pair) // together) * across):
+        row, place = number % across * shape.width, number // across
+        first, second = place // pair * together, place % pair
+        strips = [first + together - 1 - i if second else first + i for i in range(shape.strips)]
+        half = range(row + second * shape.width // 2, row + (1 + second) * shape.width // 2)
+        whole = range(row, row + shape.width)
+        found.append([(s, half if shape.paired and s == strips[-1] else whole) for s in strips])
+    return found
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(128, tall=2, paired=True), Shape(128, paired=True), Shape(64, tall=2)], ids=str
+)
+def test_tiles_are_all_of_y_and_nothing_twice(shape):
+    for m, n in ((128, 28672), (300, 4096), (1, 1), (65, 65), (129, 449), (128, 64 * 11), (256, 64 * 13)):
+        found = tiles(shape, m, n)
+        assert len(found) == shape.ctas(m, n)
+        times = np.zeros((-(-n // 64), m), int)
+        for tile in found:
+            for strip, rows in tile:
+                if strip < len(times):
+                    times[strip, rows.start : rows.stop] += 1
+        assert (times == 1).all()
+
+
+def test_tiles_are_paired_where_that_keeps_more_multiprocessors_at_work():
+    kind, paired = Kind("Int4", "ScaleF16", "NONE", 1), {}
+    for k, n in ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)):
+        for m in (64, 128, 256, 512):
+            launch = chosen(Product(kind, m, n, k), H200).launch
+            if dict(launch.macros)["PAIRED"] == "1":
+                paired[m, k, n] = launch.grid[0]
+    assert paired == {
+        (256, 4096, 14336): 128,
+        (512, 4096, 14336): 132,
+        (128, 8192, 28672): 128,
+        (256, 8192, 28672): 132,
+        (512, 8192, 28672): 132,
+    }
 
 
 def test_batch_invariance_fixes_the_order_of_additions():

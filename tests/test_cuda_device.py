@@ -116,11 +116,14 @@ SHAPES = [
     Shape(32, teams=2, stages=10, split=3, batch=4),
     Shape(16, 4, 2, stages=8, split=2),
     Shape(16, teams=2, stages=10, split=3),
+    Shape(128, tall=2, paired=True),
+    Shape(128, paired=True),
+    Shape(32, 4, stages=8, paired=True),
 ]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("n", [520, 136])
+@pytest.mark.parametrize("n", [1096, 520, 136, 40])
 def test_every_shape_of_the_large_kernel(shape, n):
     if GPU.capability != (9, 0):
         pytest.skip("wgmma is Hopper's")
@@ -129,7 +132,7 @@ def test_every_shape_of_the_large_kernel(shape, n):
     held = CudaWeights(q).on(0)
     x = torch.randn((700, k), device="cuda").half()
     exact = x.double() @ torch.from_numpy(bf.dequantize(q, backend="reference")).cuda().double().T
-    for m in (700, 1):
+    for m in (700, 65, 1):
         y = torch.full((m, n), float("nan"), device="cuda", dtype=torch.float16)
         product = Product(held.kind, m, n, k)
         chosen = launch_large(product, GPU, shape)

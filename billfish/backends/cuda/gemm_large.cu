@@ -5,23 +5,28 @@
 // slots and registers of a multiprocessor, so what counts is how few instructions there are beside each wgmma.
 //
 // TEAMS > 1: the warpgroups are that many teams, which take turns along K. SPLIT > 1: that many CTAs of a cluster share
-// the tile, each with a part of K, which has at least one brick for each. In both cases the partners send each other their float32 sums, and each adds and
-// stores a part of the rows. Otherwise a CTA goes from tile to tile, and the next one's copies already run while it stores.
+// the tile, each with a part of K, which has at least one brick for each. In both cases the partners send each other their
+// float32 sums, and each adds and stores a part of the rows. Otherwise a CTA goes from tile to tile, and the next one's
+// copies already run while it stores.
 //
-// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, BUFFERS (tiles of
-// 16 k whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
+// PAIRED: two tiles share a strip of 64 columns, and each multiplies it with one half of the rows of x. A tile then has half a strip
+// less, and there are more of them, which may be what keeps all multiprocessors at work.
+//
+// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, PAIRED, BUFFERS
+// (tiles of 16 k whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_GROUPS = WARPGROUPS / TEAMS, HEIGHT = 64 * TALL * ROW_GROUPS, TILES = HEIGHT / 16;
-constexpr int X_BYTES = WIDTH * 256, W_BYTES = TILES * Brick::bytes;
+constexpr int ROW_GROUPS = WARPGROUPS / TEAMS, STRIPS = TALL * ROW_GROUPS;
+constexpr int X_BYTES = WIDTH * 256, W_BYTES = STRIPS * 4 * Brick::bytes;
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // registers move between whole warpgroups only
 // Of 65536, what the copying warpgroup's 24 leave of the equal shares of 168 and 96 that the kernel starts with.
 constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
 // Shared memory: STAGES of x, STAGES of bricks, a kilobyte a warp for y on its way out, and an inbox for each team: what the
 // other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
 constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
+static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
 constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
 // Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
@@ -93,6 +98,22 @@ template <class Element, class Scale> struct FactorsOf {
 
 using Factors = FactorsOf<Element, SCALE>;
 
+// A tile of y: its rows of x and its strips of columns. Tiles with the same columns follow each other.
+struct Tile {
+  static constexpr int TOGETHER = PAIRED ? 2 * STRIPS - 1 : STRIPS;  // strips of two tiles, or one
+  int row, first;
+  bool second;  // of two
+
+  static __device__ __forceinline__ int count(int across, int n) { return ((n + 63) / 64 * (PAIRED ? 2 : 1) + TOGETHER - 1) / TOGETHER * across; }
+  __device__ __forceinline__ Tile(int i, int across) : row(i % across * WIDTH), second(PAIRED && i / across % 2) {
+    first = i / across / (PAIRED ? 2 : 1) * TOGETHER;
+  }
+  // The second goes backwards, so that what they share is the last strip of both.
+  __device__ __forceinline__ int strip(int i) const { return second ? first + TOGETHER - 1 - i : first + i; }
+  __device__ __forceinline__ int half_from() const { return second ? WIDTH / 2 : 0; }
+};
+template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
+
 // A place in the ring.
 struct Ring {
   int stage = 0;
@@ -109,42 +130,39 @@ struct Column {
   __device__ __forceinline__ float finish(float v) const { return activate(v * (scale * (1 / REDUCED)) + bias_value(bias)); }
 };
 
-// Sums of ROWS rows of x and 64 * TALL columns from `column` on. Each warp turns 16 x 16 of them at a time, by stmatrix,
-// in its kilobyte at `turned`, and stores 32 bytes of each row.
-template <int ROWS>
-DEVICE void store(const float (&sums)[TALL][ROWS / 2], const Column (&columns)[TALL][2], u32 turned, int lane, u16* y, int first_row, int last_row, int column, int n) {
+// A warp's sums of ROWS rows of x and 16 columns from `column` on. It turns 16 x 16 of them at a time, by stmatrix, in its
+// kilobyte at `turned`, and stores 32 bytes of each row.
+template <int ROWS, int COUNT>
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int lane, u16* y, int first_row, int last_row, int column, int n) {
   const u32 write_at = turned + (lane & 15) / 8 * 256 + (lane & 7) * 32, read_at = turned + (lane >> 1) * 32;
+  const int to_column = column + (lane & 1) * 8;
 #pragma unroll
-  for (int r = 0; r < TALL; r++) {
-    const int to_column = column + r * 64 + (lane & 1) * 8;
+  for (int j = 0; j < (ROWS + 15) / 16; j++) {
+    // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
+    u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < (ROWS + 15) / 16; j++) {
-      // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
-      u32 pairs[4];
+    for (int i = 0; i < 4; i++) {
+      const int h = i >> 1, from = j * 8 + (i & 1) * 4 + h * 2;
+      pairs[i] = from < ROWS / 2 ? TYPE::pack(columns[h].finish(sums[from]), columns[h].finish(sums[from + 1])) : 0;
+    }
+    // Halves of 16 bytes change places in every other four rows: eight rows then fill all banks.
+    const u32 buffer = j % 2 * 512;
+    store_matrices_transposed(write_at + buffer + ((lane >> 4 ^ (lane & 7) >> 2) << 4), pairs);
+    __syncwarp();
+    const uint4 v = load_shared16(read_at + buffer + (((lane & 1) ^ (lane >> 3 & 1)) << 4));
+    const int row = j * 16 + (lane >> 1), to_row = first_row + row;
+    if (row < ROWS && to_row < last_row && to_column < n) {
+      u16* to = y + (size_t)to_row * n + to_column;
+      if (n % 8 == 0) *(uint4*)to = v;
+      else {
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int h = i >> 1, from = j * 8 + (i & 1) * 4 + h * 2;
-        pairs[i] = from < ROWS / 2 ? TYPE::pack(columns[r][h].finish(sums[r][from]), columns[r][h].finish(sums[r][from + 1])) : 0;
-      }
-      // Halves of 16 bytes change places in every other four rows: eight rows then fill all banks.
-      const u32 buffer = j % 2 * 512;
-      store_matrices_transposed(write_at + buffer + ((lane >> 4 ^ (lane & 7) >> 2) << 4), pairs);
-      __syncwarp();
-      const uint4 v = load_shared16(read_at + buffer + (((lane & 1) ^ (lane >> 3 & 1)) << 4));
-      const int row = j * 16 + (lane >> 1), to_row = first_row + row;
-      if (row < ROWS && to_row < last_row && to_column < n) {
-        u16* to = y + (size_t)to_row * n + to_column;
-        if (n % 8 == 0) *(uint4*)to = v;
-        else {
-          const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 8; e++)
-            if (to_column + e < n) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
-        }
+        for (int e = 0; e < 8; e++)
+          if (to_column + e < n) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
       }
     }
-    __syncwarp();
   }
+  __syncwarp();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -157,9 +175,8 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int bricks = (k + 127) / 128, tiles = (n + 15) / 16;
   const int part = SPLIT > 1 ? cluster_rank() : 0;
   const int first_brick = bricks * part / SPLIT, last_brick = bricks * (part + 1) / SPLIT;
-  // Blocks, tiles of y, with the same columns follow each other.
-  const int across = (m + WIDTH - 1) / WIDTH, blocks = (n + HEIGHT - 1) / HEIGHT * across;
-  const int first_block = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
+  const int across = (m + WIDTH - 1) / WIDTH, count = Tile::count(across, n);
+  const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
   auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 4 * ROW_GROUPS);
@@ -179,24 +196,29 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     const bool elected = elect();
     Ring at;
     if (any_warp == CONSUMERS / 32) {  // weights, which do not depend on the kernel before this one
-      for (int block = first_block; block < blocks; block += stride) {
-        const int tile = block / across * TILES, count = min(TILES, tiles - tile);
+      for (int number = first_tile; number < count; number += stride) {
+        constexpr int AT_ONCE = PAIRED || STRIPS == 1 ? 1 : 2;  // strips whose bricks lie together
+        const Tile tile(number, across);
+        auto to_copy = [&](int strip) { return max(0, min(4 * AT_ONCE, tiles - 4 * tile.strip(strip))); };
+        int all = 0;
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip += AT_ONCE) all += to_copy(strip);
         for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
           if (elected) {
-            barrier_expect(full + 8 * at.stage, count * Brick::bytes);
+            barrier_expect(full + 8 * at.stage, all * Brick::bytes);
 #pragma unroll
-            for (int t = 0; t < TILES; t += 8)
-              if (t < count)
-                copy_bulk(ws + at.stage * W_BYTES + t * Brick::bytes, weights + Brick::at(tile + t, brick, tiles, bricks), min(8, count - t) * Brick::bytes, full + 8 * at.stage);
+            for (int strip = 0; strip < STRIPS; strip += AT_ONCE)
+              if (const int some = to_copy(strip))
+                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, weights + Brick::at(4 * tile.strip(strip), brick, tiles, bricks), some * Brick::bytes, full + 8 * at.stage);
           }
         }
       }
     } else if (any_warp == CONSUMERS / 32 + 1) {  // x, which may
       if (elected) prefetch_map(&x_map);
       wait_for_previous();
-      for (int block = first_block; block < blocks; block += stride) {
-        const int row = block % across * WIDTH;
+      for (int number = first_tile; number < count; number += stride) {
+        const int row = Tile(number, across).row;
         for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
           if (elected) {
@@ -219,112 +241,127 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     __syncwarp();
     if (lane == 0) barrier_arrive(emptied + 8 * stage);
   };
-  Ring at;
-  at.next(team);
-  for (int block = first_block; block < blocks; block += stride) {
-    const int first_row = block % across * WIDTH, column = block / across * HEIGHT + group * TALL * 64 + warp * 16;
-    const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
-    float d[TALL][WIDTH / 2];
-    u32 a[BUFFERS][TALL][4];
-    Piece pieces[2][TALL];  // one is multiplied while the next one is on its way from shared memory
-    Factors factors[TALL];
-    auto fetch = [&](int stage, int piece) {
+  auto work = [&](auto shares) {  // whether its last strip is shared: that is known while this is compiled
+    auto is_half = [](int r) { return decltype(shares)::value && r == TALL - 1; };
+    Ring at;
+    at.next(team);
+    for (int number = first_tile; number < count; number += stride) {
+      const Tile tile(number, across);
+      auto column = [&](int r) { return tile.strip(group * TALL + r) * 64 + warp * 16; };
+      const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
+      float d[TALL][WIDTH / 2];
+      u32 a[BUFFERS][TALL][4];
+      Piece pieces[2][TALL];  // one is multiplied while the next one is on its way from shared memory
+      Factors factors[TALL];
+      auto fetch = [&](int stage, int piece) {
 #pragma unroll
-      for (int r = 0; r < TALL; r++) pieces[piece % 2][r].fetch(bricks_at + stage * W_BYTES + r * 4 * Brick::bytes, piece, lane);
-    };
-    barrier_wait(filled + 8 * at.stage, at.parity);
-    fetch(at.stage, 0);
-    Column columns[TALL][2];
+        for (int r = 0; r < TALL; r++) pieces[piece % 2][r].fetch(bricks_at + stage * W_BYTES + r * 4 * Brick::bytes, piece, lane);
+      };
+      barrier_wait(filled + 8 * at.stage, at.parity);
+      fetch(at.stage, 0);
+      Column columns[TALL][2];
 #pragma unroll
-    for (int r = 0; r < TALL; r++)
+      for (int r = 0; r < TALL; r++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int i = min(column + r * 64 + (lane >> 2) + h * 8, n - 1);
-        columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
-      }
-    int previous = -1;
-    for (int i = 0; i < mine; i++) {
-      Ring next = at;
-      if (i + 1 < mine) next.next(TEAMS);  // after the last one it is fetched again, rather than that there is a branch
-      const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
-#pragma unroll
-      for (int piece = 0; piece < PIECES; piece++) {
-        if (piece + 1 < PIECES) fetch(at.stage, piece + 1);
-        else {
-          barrier_wait(filled + 8 * next.stage, next.parity);
-          fetch(next.stage, 0);
+        for (int h = 0; h < 2; h++) {
+          const int i = min(column(r) + (lane >> 2) + h * 8, n - 1);
+          columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
         }
-        if (begins_group(piece))
+      int previous = -1;
+      for (int i = 0; i < mine; i++) {
+        Ring next = at;
+        if (i + 1 < mine) next.next(TEAMS);  // after the last one it is fetched again, rather than that there is a branch
+        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
 #pragma unroll
-          for (int r = 0; r < TALL; r++) factors[r].take(pieces[piece % 2][r]);
+        for (int piece = 0; piece < PIECES; piece++) {
+          if (piece + 1 < PIECES) fetch(at.stage, piece + 1);
+          else {
+            barrier_wait(filled + 8 * next.stage, next.parity);
+            fetch(next.stage, 0);
+          }
+          if (begins_group(piece))
 #pragma unroll
-        for (int j = 0; j < STEPS; j += BATCH) {
-          const int kt = piece * STEPS + j;
-          wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
-          if (kt == BUFFERS - BATCH && previous >= 0) release(previous);
+            for (int r = 0; r < TALL; r++) factors[r].take(pieces[piece % 2][r]);
 #pragma unroll
-          for (int q = 0; q < BATCH; q++)
+          for (int j = 0; j < STEPS; j += BATCH) {
+            const int kt = piece * STEPS + j;
+            wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
+            if (kt == BUFFERS - BATCH && previous >= 0) release(previous);
 #pragma unroll
-            for (int r = 0; r < TALL; r++) factors[r].decode(pieces[piece % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
-          wgmma_fence();
+            for (int q = 0; q < BATCH; q++)
 #pragma unroll
-          for (int q = 0; q < BATCH; q++)
+              for (int r = 0; r < TALL; r++) factors[r].decode(pieces[piece % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
+            wgmma_fence();
 #pragma unroll
-            for (int r = 0; r < TALL; r++) wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2, i > 0 || kt + q);
-          wgmma_commit();
+            for (int q = 0; q < BATCH; q++)
+#pragma unroll
+              for (int r = 0; r < TALL; r++) {
+                const u64 x_at = b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2;
+                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, i > 0 || kt + q);
+                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, i > 0 || kt + q);
+              }
+            wgmma_commit();
+          }
         }
+        previous = at.stage;
+        at = next;
       }
-      previous = at.stage;
-      at = next;
-    }
-    wgmma_wait<0>();
-    release(previous);
-    at.next(TEAMS);
+      wgmma_wait<0>();
+      release(previous);
+      at.next(TEAMS);
 
-    const u32 my_turned = turned + (threadIdx.x >> 5) * 1024;
-    if constexpr (PARTNERS == 1) store<WIDTH>(d, columns, my_turned, lane, y, first_row, m, column, n);
-    else {
-      const int me = part * TEAMS + team;
-      const u32 letters = inboxes + (group * 128 + thread) * 16;
-      float sums[TALL][OWNED / 2];
+      const u32 my_turned = turned + (threadIdx.x >> 5) * 1024;
+      if constexpr (PARTNERS == 1) {
 #pragma unroll
-      for (int to = 0; to < PARTNERS; to++) {
-        const u32 here = letters + to % TEAMS * INBOX + (me - (me > to)) * TALL * (OWNED / 8) * LETTER, bar = received + to % TEAMS * 8;
-        const int there = to / TEAMS;
+        for (int r = 0; r < TALL; r++)
+          if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, lane, y, tile.row + tile.half_from(), m, column(r), n);
+          else store<WIDTH>(d[r], columns[r], my_turned, lane, y, tile.row, m, column(r), n);
+      } else {
+        const int me = part * TEAMS + team;
+        const u32 letters = inboxes + (group * 128 + thread) * 16;
+        float sums[TALL][OWNED / 2];
+#pragma unroll
+        for (int to = 0; to < PARTNERS; to++) {
+          const u32 here = letters + to % TEAMS * INBOX + (me - (me > to)) * TALL * (OWNED / 8) * LETTER, bar = received + to % TEAMS * 8;
+          const int there = to / TEAMS;
+#pragma unroll
+          for (int r = 0; r < TALL; r++)
+#pragma unroll
+            for (int i = 0; i < OWNED / 8; i++) {
+              const int from = (to * (OWNED / 8) + i) * 4;
+              if (from >= WIDTH / 2) continue;
+              const float4 v = {d[r][from], d[r][from + 1], d[r][from + 2], d[r][from + 3]};
+              const u32 letter = here + (r * (OWNED / 8) + i) * LETTER;
+              if (to == me) sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
+              else if (there == part) store_shared16(letter, v);
+              else store_async(cluster_address(letter, there), v, cluster_address(bar, there));
+            }
+        }
+        if constexpr (TEAMS > 1) meet(1, CONSUMERS);
+        if constexpr (SPLIT > 1) barrier_wait(received + team * 8, 0);
 #pragma unroll
         for (int r = 0; r < TALL; r++)
 #pragma unroll
           for (int i = 0; i < OWNED / 8; i++) {
-            const int from = (to * (OWNED / 8) + i) * 4;
-            if (from >= WIDTH / 2) continue;
-            const float4 v = {d[r][from], d[r][from + 1], d[r][from + 2], d[r][from + 3]};
-            const u32 letter = here + (r * (OWNED / 8) + i) * LETTER;
-            if (to == me) sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
-            else if (there == part) store_shared16(letter, v);
-            else store_async(cluster_address(letter, there), v, cluster_address(bar, there));
-          }
-      }
-      if constexpr (TEAMS > 1) meet(1, CONSUMERS);
-      if constexpr (SPLIT > 1) barrier_wait(received + team * 8, 0);
+            // In the order of the partners, whoever adds: a row's sums do not depend on where it is.
+            float4 v = {0, 0, 0, 0};
 #pragma unroll
-      for (int r = 0; r < TALL; r++)
-#pragma unroll
-        for (int i = 0; i < OWNED / 8; i++) {
-          // In the order of the partners, whoever adds: a row's sums do not depend on where it is.
-          float4 v = {0, 0, 0, 0};
-#pragma unroll
-          for (int from = 0; from < PARTNERS; from++) {
-            float4 w = {sums[r][i * 4], sums[r][i * 4 + 1], sums[r][i * 4 + 2], sums[r][i * 4 + 3]};
-            if (from != me) {
-              const uint4 u = load_shared16(letters + team * INBOX + (((from - (from > me)) * TALL + r) * (OWNED / 8) + i) * LETTER);
-              w = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+            for (int from = 0; from < PARTNERS; from++) {
+              float4 w = {sums[r][i * 4], sums[r][i * 4 + 1], sums[r][i * 4 + 2], sums[r][i * 4 + 3]};
+              if (from != me) {
+                const uint4 u = load_shared16(letters + team * INBOX + (((from - (from > me)) * TALL + r) * (OWNED / 8) + i) * LETTER);
+                w = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+              }
+              v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
             }
-            v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+            sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
           }
-          sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
-        }
-      const int my_first = first_row + me * OWNED;
-      store<OWNED>(sums, columns, my_turned, lane, y, my_first, min(m, my_first + owned(me)), column, n);
+        const int my_first = tile.row + me * OWNED;
+#pragma unroll
+        for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, lane, y, my_first, min(m, my_first + owned(me)), column(r), n);
+      }
     }
-  }
+  };
+  if (PAIRED && group == ROW_GROUPS - 1) work(Constant<PAIRED != 0>());
+  else work(Constant<false>());
 }

@@ -143,11 +143,14 @@ def launch_small(product: Product, device: Device, shape: Small) -> Plan:
 
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
 
-# Nanoseconds of a multiprocessor for a brick of K, by the height (columns of y) and width (rows of x) of a tile; what
-# a tile costs besides; and sums that meet. Measured on an H200, roughly: for weighing shapes against each other.
+# Nanoseconds of a multiprocessor for a brick of K, by the height (columns of y; 96 and 224 where tiles are paired) and
+# width (rows of x) of a tile; what a tile costs besides; and sums that meet. Measured on an H200, roughly: for weighing
+# shapes against each other.
 BRICK_NS = {
     64: {16: 150, 32: 170, 64: 230, 128: 540},
+    96: {64: 360, 128: 490},
     128: {16: 255, 32: 290, 64: 390, 128: 620, 256: 1190},
+    224: {128: 1030},
     256: {16: 480, 32: 560, 64: 770, 128: 1190},
 }
 TILE_NS, MEETING_NS = 2500, 1000
@@ -163,19 +166,26 @@ class Shape:
     tall: int = 1
     stages: int = 4
     split: int = 1
+    paired: bool = False
     buffers: int = 4
     batch: int = 2
 
     @property
+    def strips(self) -> int:
+        """Of 64 columns; two tiles that are paired share one."""
+        return self.tall * self.warpgroups // self.teams
+
+    @property
     def height(self) -> int:
-        return 64 * self.tall * self.warpgroups // self.teams
+        return 64 * self.strips - 32 * self.paired
 
     @property
     def partners(self) -> int:
         return self.split * self.teams
 
     def ctas(self, m: int, n: int) -> int:
-        return -(-n // self.height) * -(-m // self.width) * self.split
+        columns = -(-n // 64) * 64  # of whole strips
+        return -(-columns // self.height) * -(-m // self.width) * self.split
 
     def cost(self, m: int, n: int, bricks: int, multiprocessors: int) -> float:
         """Of a product, in nanoseconds, roughly. Clusters of more than two do not find room everywhere."""
@@ -198,19 +208,21 @@ def shapes(m: int) -> list[Shape]:
             Shape(width, teams=2, stages=10, split=3, batch=4),
             Shape(width, tall=2, stages=6),
         ]
+    two = Shape(64, stages=8)
     if m <= 64:
-        two, team = Shape(64, stages=8), Shape(64, teams=2, stages=8)
+        team = replace(two, teams=2)
         return [
-            two,
-            *(replace(two, split=split) for split in (2, 3)),
+            *(replace(two, split=split) for split in (1, 2, 3)),
             *(replace(team, split=split) for split in (2, 3)),
             Shape(64, tall=2, stages=6),
+            replace(two, paired=True),
         ]
     one = Shape(128)
+    found = [replace(one, split=split) for split in (1, 2, 3)]
+    found += [replace(one, paired=True), replace(one, tall=2, paired=True)]
     if m <= 128:
-        return [one, replace(one, split=2), replace(one, split=3), replace(one, teams=2, split=2), replace(one, tall=2)]
-    twice = replace(one, tall=2, batch=1) if m > 2048 else Shape(256, stages=3)
-    return [one, replace(one, split=2), twice]
+        return [*found, replace(one, tall=2), *(replace(two, stages=6, split=split) for split in (2, 3))]
+    return [*found, replace(one, tall=2, batch=1) if m > 2048 else Shape(256, stages=3)]
 
 
 def large(product: Product, device: Device) -> Plan:
@@ -226,7 +238,7 @@ def large(product: Product, device: Device) -> Plan:
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
     """Stages of the ring, and bytes of shared memory with what else is in it, as in gemm_large.cu: y on its way out,
     and the sums that partners send."""
-    stage = shape.width * 256 + shape.height // 16 * kind.brick_bytes
+    stage = shape.width * 256 + shape.strips * 4 * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.tall * owned * (shape.warpgroups // shape.teams) * 2048
     rest = shape.warpgroups * 4096 + letters
@@ -246,9 +258,11 @@ def launch_large(product: Product, device: Device, shape: Shape) -> Plan:
         WIDTH=shape.width,
         STAGES=stages,
         SPLIT=shape.split,
+        PAIRED=int(shape.paired),
         BUFFERS=buffers,
         BATCH=batch,
-        **wgmma_macros(shape.width),
+        **wgmma_macros("WGMMA", shape.width),
+        **wgmma_macros("WGMMA_HALF", shape.width // 2),
     )
     ctas = shape.ctas(product.m, product.n)
     if shape.partners == 1:
@@ -258,14 +272,14 @@ def launch_large(product: Product, device: Device, shape: Shape) -> Plan:
     return Plan(launch, shape.width)
 
 
-def wgmma_macros(width: int) -> dict[str, str]:
+def wgmma_macros(name: str, width: int) -> dict[str, str]:
     """The instruction names all its registers; see wgmma.cuh."""
     count = width // 2
     a = ", ".join(f"%{count + i}" for i in range(4))
     return {
-        "WGMMA_WIDTH": f'"{width}"',
-        "WGMMA_D": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
-        "WGMMA_A_B": f'"{{{a}}}, %{count + 4}"',
-        "WGMMA_FLAG": f'"%{count + 5}"',
-        "WGMMA_OUTPUTS": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+        f"{name}_WIDTH": f'"{width}"',
+        f"{name}_D": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
+        f"{name}_A_B": f'"{{{a}}}, %{count + 4}"',
+        f"{name}_FLAG": f'"%{count + 5}"',
+        f"{name}_OUTPUTS": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
     }
