@@ -12,6 +12,8 @@
 
 namespace BILLFISH_ISA {
 
+using billfish::Operand;
+
 constexpr int VECTOR_BYTES = 4 * LANES;
 constexpr int ROW_VECTORS = TILE_ROWS / LANES;
 constexpr int VECTORS = 8 * ROW_VECTORS;
@@ -56,7 +58,8 @@ inline Bytes unsigned_bytes(Bytes v) {
 // Codes of LOW bits, with HIGH more bits in a second plane behind the first.
 template <int LOW, int HIGH> struct Packed {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES * (LOW + HIGH) / 8;
-  static constexpr bool is_signed = false, in_place = false;
+  static constexpr Operand operand = Operand::codes;
+  static constexpr bool in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     const Bytes low = field<LOW, V>(block);
     if constexpr (HIGH == 0) return low;
@@ -74,7 +77,8 @@ template <int LOW, int HIGH> struct Packed {
 // mask for two vectors instead of a mask and a shift. Where bytes are signed, prepack stores the high code less 8.
 struct Nibbles {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
-  static constexpr bool is_signed = false, in_place = WHOLE_BYTES_FIT;
+  static constexpr Operand operand = Operand::codes;
+  static constexpr bool in_place = WHOLE_BYTES_FIT;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V % 2 && in_place) return load_bytes(block + V / 2 * VECTOR_BYTES);
     else return field<4, V>(block);
@@ -95,22 +99,26 @@ struct Nibbles {
 // Nibbles that are indices into a table of 16 bytes, which has values plus SIGNED_BIAS.
 struct Looked {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
-  static constexpr bool is_signed = true, in_place = false;
+  static constexpr Operand operand = Operand::values;
+  static constexpr bool in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t* table) { return lookup(table, field<4, V>(block)); }
   template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }
 };
 
-// Bytes that are values plus SIGNED_BIAS.
-struct Whole {
+// A byte each: values plus SIGNED_BIAS, or unsigned codes.
+template <Operand KIND> struct Unpacked {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES;
-  static constexpr bool is_signed = true, in_place = false;
+  static constexpr Operand operand = KIND;
+  static constexpr bool in_place = false;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return load_operand(block + V * VECTOR_BYTES); }
   template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }
 };
+
+using Whole = Unpacked<Operand::bytes>;
 
 // Calls f with the decoder for these codes.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {

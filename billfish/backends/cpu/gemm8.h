@@ -46,6 +46,8 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
     if constexpr (T > 1) {
       unroll<LINES<Decoder, Source>>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
       ahead += LINES<Decoder, Source> * 64;
+    } else if constexpr (ONE_ROW_AHEAD > 0) {
+      unroll<Decoder::block_bytes / 64 + 1>([&](auto line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
     }
     const uint8_t* codes = p;
     unroll<HALVES>([&](auto half) INLINED {
@@ -70,7 +72,7 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
                 constexpr int pair = decltype(p)::value / 2, pairs = PLANES == 4 ? 2 : 1;
                 sum[t][p][r] = last_of_pair ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * pairs + pair) * lanes + t) * START_INTS) : splat_int(0);
               }
-              unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::is_signed>(sum[t][p][r], bytes[i][r], piece[t][p]); });
+              unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::operand>(sum[t][p][r], bytes[i][r], piece[t][p]); });
             });
           });
         });
@@ -196,7 +198,7 @@ inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
 
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
-template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
+template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   using Source = Buffered<MINIMUMS>;
   auto call = [&](auto rows, auto planes, auto halves, auto magic) {
     constexpr int T = decltype(rows)::value;
@@ -204,8 +206,8 @@ template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, 
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
-        else run.ahead += run.count * LINES<Whole, Source> * 64;
-        add_blocks8<Whole, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
+        else run.ahead += run.count * LINES<Buffer, Source> * 64;
+        add_blocks8<Buffer, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
             w, now, {scales}, x, row + part, sums + part * TILE_ROWS);
       });
   };
@@ -221,7 +223,7 @@ template <bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, 
 
 // Whether dot() gets codes that have more than the weights' values, unsigned ones.
 inline bool unsigned_codes(const Weights& w, const Activations8& x) {
-  return w.codes != Codes::s8 && w.codes != Codes::table && !buffered(w, x.m, x.planes);
+  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.planes));
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
@@ -281,12 +283,18 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
 }
 
-// Blocks of the stream to bytes, as Whole has them.
+// What a buffer has: values, but where dot() does not take any byte, what it takes gladly.
+template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;
+
+// Blocks of the stream to bytes, as the buffer has them.
 template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
   const uint8_t* p = run.stream;
   for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
     p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
-    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, w.table, w.bias)); });
+    unroll<VECTORS>([&](auto v) {
+      if constexpr (BufferOf<Decoder>::operand == Operand::codes) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, w.table));
+      else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, w.table, w.bias));
+    });
   }
 }
 
@@ -301,7 +309,8 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
     run.stream = bytes, run.span_header = run.chunk_header = 0;
   };
   multiply_panels(w, x, bias, y, first, last, decode, [&](Blocks& run, int64_t row, float* sums) {
-    (has_minimum(w.scales) ? add_blocks_to_rows<true> : add_blocks_to_rows<false>)(w, run, scales, x, row, sums);
+    using Buffer = BufferOf<Decoder>;
+    (has_minimum(w.scales) ? add_blocks_to_rows<Buffer, true> : add_blocks_to_rows<Buffer, false>)(w, run, scales, x, row, sums);
   });
 }
 

@@ -12,6 +12,9 @@ constexpr int MANY_ROWS = 8;  // from here on, weights are decoded once for all 
 // How the bits of a code are stored; see decode.h.
 enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };
 
+// What may be in the bytes that dot() gets: unsigned codes below 64, signed values above -128, or any signed bytes.
+enum class Operand { codes, values, bytes };
+
 // How the scales of a chunk are stored; see scales.h.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum };
 

@@ -46,14 +46,16 @@ template <int N> Ints shift_left(Ints a) { return {_mm256_slli_epi32(a.v, N)}; }
 
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
-// maddubs multiplies unsigned with signed bytes and adds pairs in 16 bits: codes below 64 cannot overflow that. Signed
-// weights are widened instead, even and odd bytes apart, so that -128 times -128 is right too.
-template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
+// maddubs multiplies unsigned with signed bytes and adds pairs in 16 bits: codes below 64 cannot overflow that. For signed values
+// the sign goes from x to the weight; 128 times 127, twice, is just below 2^15. Any bytes are widened instead, even and odd ones apart,
+// so that -128 times -128 is right too.
+template <int L, billfish::Operand OPERAND> Ints dot(Ints sum, Bytes w, Activations x) {
   int32_t four;
   std::memcpy(&four, x.p + 4 * L, 4);
   const __m256i quad = _mm256_set1_epi32(four);
-  if constexpr (!SIGNED) {
-    const __m256i pairs = _mm256_maddubs_epi16(w, quad);
+  if constexpr (OPERAND != billfish::Operand::bytes) {
+    const bool codes = OPERAND == billfish::Operand::codes;
+    const __m256i pairs = codes ? _mm256_maddubs_epi16(w, quad) : _mm256_maddubs_epi16(_mm256_abs_epi8(quad), _mm256_sign_epi8(w, quad));
     return {_mm256_add_epi32(sum.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
   } else {
     const auto even = [](__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); };
@@ -62,6 +64,7 @@ template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
     return {_mm256_add_epi32(sum.v, products)};
   }
 }
+constexpr int ONE_ROW_AHEAD = 8192;  // see simd_neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 0;

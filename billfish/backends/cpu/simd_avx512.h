@@ -49,11 +49,12 @@ template <int N> Ints shift_left(Ints a) { return {_mm512_slli_epi32(a.v, N)}; }
 struct Activations { const int8_t* p; };
 inline Activations load_activations(const int8_t* p) { return {p}; }
 // vpdpbusd takes the weights as unsigned bytes, so signed ones come with 128 added.
-template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
+template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   int32_t four;
   std::memcpy(&four, x.p + 4 * L, 4);
   return {_mm512_dpbusd_epi32(sum.v, w, _mm512_set1_epi32(four))};
 }
+constexpr int ONE_ROW_AHEAD = 8192;  // see simd_neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.
 constexpr int SIGNED_BIAS = 128;

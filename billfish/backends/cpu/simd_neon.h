@@ -53,10 +53,13 @@ template <int N> Ints shift_left(Ints a) { return vshlq_n_s32(a, N); }
 // 16 bytes of x. dot<L> adds, in each lane, the products of that lane's four signed weights with bytes 4L..4L+3.
 using Activations = int8x16_t;
 inline Activations load_activations(const int8_t* p) { return vld1q_s8(p); }
-template <int L, bool SIGNED> Ints dot(Ints sum, Bytes w, Activations x) {
+template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
   return sum;
 }
+// With one row of x the stream is read as fast as it comes. How far ahead of that to ask for it: not at all, which here more than
+// halves the rate.
+constexpr int ONE_ROW_AHEAD = 0;
 // How many k-quads are decoded before their dot products: a sum that is added to twice in a row stays in its pipe.
 constexpr int QUADS_TOGETHER = 2;
 // What bytes of signed weights have more than their values when dot() gets them.
