@@ -23,8 +23,8 @@ constexpr int X_BYTES = WIDTH * 256, W_BYTES = STRIPS * 4 * Brick::bytes;
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // registers move between whole warpgroups only
 // Of 65536, what the copying warpgroup's 24 leave of the equal shares of 168 and 96 that the kernel starts with.
 constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
-// Shared memory: STAGES of x, STAGES of bricks, a kilobyte a warp for y on its way out, and an inbox for each team: what the
-// other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
+// Shared memory: STAGES of x, STAGES of bricks, four kilobytes a warpgroup for y on its way out, and an inbox for each team: what
+// the other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
 constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
 static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
 constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
@@ -112,7 +112,6 @@ struct Tile {
   __device__ __forceinline__ int strip(int i) const { return second ? first + TOGETHER - 1 - i : first + i; }
   __device__ __forceinline__ int half_from() const { return second ? WIDTH / 2 : 0; }
 };
-template <bool VALUE> struct Constant { static constexpr bool value = VALUE; };
 
 // A place in the ring.
 struct Ring {
@@ -130,14 +129,16 @@ struct Column {
   __device__ __forceinline__ float finish(float v) const { return activate(v * (scale * (1 / REDUCED)) + bias_value(bias)); }
 };
 
-// A warp's sums of ROWS rows of x and 16 columns from `column` on. It turns 16 x 16 of them at a time, by stmatrix, in its
-// kilobyte at `turned`, and stores 32 bytes of each row.
+// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on. It turns 16 rows at a time, by stmatrix, in the
+// halves of its four kilobytes at `turned`, and each warp stores 128 bytes of four of them while the next ones are turned.
 template <int ROWS, int COUNT>
-DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int lane, u16* y, int first_row, int last_row, int column, int n) {
-  const u32 write_at = turned + (lane & 15) / 8 * 256 + (lane & 7) * 32, read_at = turned + (lane >> 1) * 32;
-  const int to_column = column + (lane & 1) * 8;
-#pragma unroll
-  for (int j = 0; j < (ROWS + 15) / 16; j++) {
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, int first_row, int last_row, int column, int n) {
+  constexpr int TIMES = (ROWS + 15) / 16;
+  // Pieces of 16 bytes change places within a row: eight rows then fill all banks.
+  auto at = [&](int row, int piece) { return turned + row * 128 + ((piece ^ (row & 7)) << 4); };
+  const u32 write_at = at(lane & 15, warp * 2 + (lane >> 4)), read_at = at(warp * 4 + (lane >> 3), lane & 7);
+  const int to_column = column + (lane & 7) * 8;
+  auto turn = [&](int j) {
     // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
     u32 pairs[4];
 #pragma unroll
@@ -145,12 +146,15 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
       const int h = i >> 1, from = j * 8 + (i & 1) * 4 + h * 2;
       pairs[i] = from < ROWS / 2 ? TYPE::pack(columns[h].finish(sums[from]), columns[h].finish(sums[from + 1])) : 0;
     }
-    // Halves of 16 bytes change places in every other four rows: eight rows then fill all banks.
-    const u32 buffer = j % 2 * 512;
-    store_matrices_transposed(write_at + buffer + ((lane >> 4 ^ (lane & 7) >> 2) << 4), pairs);
-    __syncwarp();
-    const uint4 v = load_shared16(read_at + buffer + (((lane & 1) ^ (lane >> 3 & 1)) << 4));
-    const int row = j * 16 + (lane >> 1), to_row = first_row + row;
+    store_matrices_transposed(write_at + j % 2 * 2048, pairs);
+  };
+  turn(0);
+#pragma unroll
+  for (int j = 0; j < TIMES; j++) {
+    meet(barrier, 128);
+    const uint4 v = load_shared16(read_at + j % 2 * 2048);
+    if (j + 1 < TIMES) turn(j + 1);
+    const int row = j * 16 + warp * 4 + (lane >> 3), to_row = first_row + row;
     if (row < ROWS && to_row < last_row && to_column < n) {
       u16* to = y + (size_t)to_row * n + to_column;
       if (n % 8 == 0) *(uint4*)to = v;
@@ -162,7 +166,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
       }
     }
   }
-  __syncwarp();
+  meet(barrier, 128);  // before the next strip is turned there
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -241,13 +245,14 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     __syncwarp();
     if (lane == 0) barrier_arrive(emptied + 8 * stage);
   };
-  auto work = [&](auto shares) {  // whether its last strip is shared: that is known while this is compiled
-    auto is_half = [](int r) { return decltype(shares)::value && r == TALL - 1; };
+  // Once for warpgroups whose last strip is shared, once for the others: both have wgmmas of their own.
+  auto work = [&](bool shares) __attribute__((always_inline)) {
+    auto is_half = [=](int r) { return shares && r == TALL - 1; };
     Ring at;
     at.next(team);
     for (int number = first_tile; number < count; number += stride) {
       const Tile tile(number, across);
-      auto column = [&](int r) { return tile.strip(group * TALL + r) * 64 + warp * 16; };
+      auto column = [&](int r) { return tile.strip(group * TALL + r) * 64; };
       const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
       float d[TALL][WIDTH / 2];
       u32 a[BUFFERS][TALL][4];
@@ -264,7 +269,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       for (int r = 0; r < TALL; r++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const int i = min(column(r) + (lane >> 2) + h * 8, n - 1);
+          const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1);
           columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
         }
       int previous = -1;
@@ -310,12 +315,13 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       release(previous);
       at.next(TEAMS);
 
-      const u32 my_turned = turned + (threadIdx.x >> 5) * 1024;
+      const u32 my_turned = turned + warpgroup * 4096;
+      const int barrier = 2 + warpgroup;
       if constexpr (PARTNERS == 1) {
 #pragma unroll
         for (int r = 0; r < TALL; r++)
-          if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, lane, y, tile.row + tile.half_from(), m, column(r), n);
-          else store<WIDTH>(d[r], columns[r], my_turned, lane, y, tile.row, m, column(r), n);
+          if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, barrier, warp, lane, y, tile.row + tile.half_from(), m, column(r), n);
+          else store<WIDTH>(d[r], columns[r], my_turned, barrier, warp, lane, y, tile.row, m, column(r), n);
       } else {
         const int me = part * TEAMS + team;
         const u32 letters = inboxes + (group * 128 + thread) * 16;
@@ -358,10 +364,10 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           }
         const int my_first = tile.row + me * OWNED;
 #pragma unroll
-        for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, lane, y, my_first, min(m, my_first + owned(me)), column(r), n);
+        for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, barrier, warp, lane, y, my_first, min(m, my_first + owned(me)), column(r), n);
       }
     }
   };
-  if (PAIRED && group == ROW_GROUPS - 1) work(Constant<PAIRED != 0>());
-  else work(Constant<false>());
+  if (PAIRED && group == ROW_GROUPS - 1) work(true);
+  else work(false);
 }
