@@ -144,8 +144,8 @@ def launch_small(product: Product, device: Device, shape: Small) -> Plan:
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
 
 # Nanoseconds of a multiprocessor for a brick of K, by the height (columns of y; 96 and 224 where tiles are paired) and
-# width (rows of x) of a tile; what a tile costs besides; and sums that meet. Measured on an H200, roughly: for weighing
-# shapes against each other.
+# width (rows of x) of a tile; what a call and a tile cost besides; and sums that meet. What two tiles share is decoded
+# twice, which takes time where decoding does. Measured on an H200, roughly: for weighing shapes against each other.
 BRICK_NS = {
     64: {16: 150, 32: 170, 64: 230, 128: 540},
     96: {64: 360, 128: 490},
@@ -153,7 +153,7 @@ BRICK_NS = {
     224: {128: 1030},
     256: {16: 480, 32: 560, 64: 770, 128: 1190},
 }
-TILE_NS, MEETING_NS = 2500, 1000
+CALL_NS, TILE_NS, MEETING_NS, DECODED_TWICE = 1500, 1000, 1000, 1.08
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Shape:
         room = multiprocessors if self.split <= 2 else multiprocessors * 9 // 10
         rounds = -(-self.ctas(m, n) // (room // self.split * self.split))
         tile = BRICK_NS[self.height][self.width] * bricks / self.split + TILE_NS
-        return rounds * (tile + (MEETING_NS if self.split > 1 else 0))
+        return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
 
 
 def shapes(m: int) -> list[Shape]:
@@ -232,7 +232,13 @@ def large(product: Product, device: Device) -> Plan:
     fitting = [s for s in shapes(m) if s.partners <= bricks and not (many and s.tall > 1 and s.width > 64)]
     # Two stages are too few to copy while something is multiplied.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
-    return launch_large(product, device, min(flowing, key=lambda s: s.cost(m, n, bricks, device.multiprocessors)))
+    costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
+
+    def cost(shape: Shape) -> float:
+        factor = DECODED_TWICE if shape.paired and costs_to_decode else 1
+        return shape.cost(m, n, bricks, device.multiprocessors) * factor
+
+    return launch_large(product, device, min(flowing, key=cost))
 
 
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
