@@ -20,15 +20,17 @@ template <bool MINIMUMS> struct Buffered {
 template <class Decoder, class Source> constexpr int LINES = Source::direct ? Decoder::block_bytes / 128 + 1 : 2;
 
 // Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
-// Source: Reader for scales in the stream, or Buffered. HALVES: 2 where a group of weights is half a block. MAGIC:
+// Source: Reader for scales in the stream, or Buffered for `scales`. HALVES: 2 where a group of weights is half a block. MAGIC:
 // whether sums start at SUM_START. The order of statements is that of the instructions, and was chosen by measurement.
 template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
-__attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, Source source, const Activations8& x, int64_t row, float* sums) {
+__attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   constexpr bool direct = Source::direct;
+  Source source;
+  if constexpr (!direct) source.group = scales;
   Floats total[T][COUNT];
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
   constexpr int lanes = T == 1 ? 1 : X_ROWS;  // of x; T may be less where there are two planes
-  const int64_t at = x.block_of(row, run.first), lane = row % lanes;
+  const int64_t at = row / lanes * x.blocks + run.first, lane = row % lanes;  // a constant, and not x.lanes: divisions are slow
   const int8_t* x_codes = x.codes + (at * PLANES * lanes + lane) * 32;
   const float* x_scale = x.scale + at * 2 * lanes + lane;
   const float* x_totals = x.totals + at * 3 * lanes + lane;
@@ -133,13 +135,13 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
   using Source = Reader<S>;
   if (x.lanes == X_ROWS)
     unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
-      add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, {}, x, row, sums);
+      add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, nullptr, x, row, sums);
       run.ahead += run.count * LINES<Decoder, Source> * 64;
     });
-  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
+  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
   else if (x.planes == EXACT_PLANES) {
-    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
-  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, {}, x, row, sums);
+    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
+  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
 }
 
 using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t, float*);
@@ -184,7 +186,7 @@ inline FewKernel few_kernel(const Weights& w) {
 constexpr int64_t ONE_BY_ONE = 2;  // up to so many rows, one at a time is quicker
 
 inline bool buffered(const Weights& w, int64_t m, int32_t planes) {
-  return m >= MANY_ROWS || !few_kernel(w) || (planes == 2 && m > ONE_BY_ONE);
+  return m >= (planes == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (planes == 2 && m > ONE_BY_ONE);
 }
 
 // Whether exact products of few rows are made here, in four planes.
@@ -208,7 +210,7 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
         else run.ahead += run.count * LINES<Buffer, Source> * 64;
         add_blocks8<Buffer, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
-            w, now, {scales}, x, row + part, sums + part * TILE_ROWS);
+            w, now, scales, x, row + part, sums + part * TILE_ROWS);
       });
   };
   constexpr std::integral_constant<int, 1> one;
@@ -268,7 +270,8 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   };
   if (x.lanes == 1) {
     for (int64_t tile = first; tile < last; tile++) {
-      alignas(64) float sums[MANY_ROWS * TILE_ROWS] = {};
+      alignas(64) float sums[MANY_ROWS * TILE_ROWS];
+      std::fill(sums, sums + x.m * TILE_ROWS, 0.0f);
       add(tile, 0, shape.blocks, sums);
       write_tile(sums, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
     }

@@ -7,7 +7,7 @@ namespace billfish {
 
 constexpr int CHUNK = 256;  // k covered by one run of scales and codes in the stream
 constexpr int BLOCK = 32;   // k that share a scale of x
-constexpr int MANY_ROWS = 8;  // from here on, weights are decoded once for all rows of x
+constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
 // How the bits of a code are stored; see decode.h.
 enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };

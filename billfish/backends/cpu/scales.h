@@ -22,17 +22,21 @@ template <Scales S> struct Reader {
   static constexpr int bias = S == Scales::sub ? 128 : 0;  // of a group's small integer: one byte, signed for `sub` alone
   const uint8_t* group = nullptr;  // where the scales of this span are
 
-  // Two levels: a float16 for each chunk, times the small integer. What is the same for the whole chunk is worked out here.
-  Floats d[ROW_VECTORS], m[ROW_VECTORS];
-  alignas(64) float d_offset[TILE_ROWS], m_offset[TILE_ROWS];
-  template <int FIRST, int COUNT> void begin_chunk(const uint8_t* chunk) {
+  // Two levels: a float16 for each chunk, times the small integer. What is the same for the whole chunk is worked out once.
+  struct Chunk {
+    Floats d[ROW_VECTORS] = {}, m[ROW_VECTORS] = {};
+    alignas(64) float d_offset[TILE_ROWS] = {}, m_offset[TILE_ROWS] = {};
+  };
+  struct Nothing {};
+  std::conditional_t<two_levels, Chunk, Nothing> chunk;
+  template <int FIRST, int COUNT> void begin_chunk(const uint8_t* p) {
     unroll<COUNT>([&](auto i) INLINED {
       constexpr int r = FIRST + decltype(i)::value;
-      d[r] = halves_to_floats(chunk + 2 * r * LANES);
-      store_floats(d_offset + r * LANES, times_bytes_offset(d[r], bias));
+      chunk.d[r] = halves_to_floats(p + 2 * r * LANES);
+      store_floats(chunk.d_offset + r * LANES, times_bytes_offset(chunk.d[r], bias));
       if constexpr (minimums) {
-        m[r] = multiply(halves_to_floats(chunk + 2 * (R + r * LANES)), splat(-1));
-        store_floats(m_offset + r * LANES, times_bytes_offset(m[r], 0));
+        chunk.m[r] = multiply(halves_to_floats(p + 2 * (R + r * LANES)), splat(-1));
+        store_floats(chunk.m_offset + r * LANES, times_bytes_offset(chunk.m[r], 0));
       }
     });
   }
@@ -44,16 +48,16 @@ template <Scales S> struct Reader {
     if constexpr (S == Scales::f32 || S == Scales::f32_minimum) return floats_at(p + 4 * ROW);
     if constexpr (S == Scales::e8m0) return exponents_to_floats<ROW>(p);
     if constexpr (S == Scales::e4m3) return e4m3_to_floats<ROW>(p);
-    if constexpr (S == Scales::sub || S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(d[r], d_offset + ROW, p);
-    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(d[r], d_offset + ROW, p);
+    if constexpr (S == Scales::sub || S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(chunk.d[r], chunk.d_offset + ROW, p);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(chunk.d[r], chunk.d_offset + ROW, p);
   }
   template <int ROW> Floats minimum(int half) const {
     const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
     constexpr int r = ROW / LANES;
     if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + 2 * (R + ROW));
     if constexpr (S == Scales::f32_minimum) return floats_at(p + 4 * (R + ROW));
-    if constexpr (S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(m[r], m_offset + ROW, p + R);
-    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 4, 15>(m[r], m_offset + ROW, p);
+    if constexpr (S == Scales::sub_minimum) return times_bytes<ROW, 0, 255>(chunk.m[r], chunk.m_offset + ROW, p + R);
+    if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 4, 15>(chunk.m[r], chunk.m_offset + ROW, p);
     if constexpr (S == Scales::f16_zero8 || S == Scales::f16_zero16) {
       const Floats minus = multiply(scale<ROW>(half), splat(-1));
       alignas(64) float offset[LANES];
@@ -93,7 +97,8 @@ __attribute__((flatten)) void read_scales_of(Source reader, const billfish::Tile
   const size_t chunk_header = shape.chunk_header, span_header = shape.span_header, codes = shape.block_code_bytes * size_t(shape.span);
   const int halves = shape.groups_in_span(), span = shape.span;
   for (int64_t b = 0; b < blocks; b += span, p += codes) {
-    if (reader.two_levels && b % 8 == 0) reader.template begin_chunk<0, ROW_VECTORS>(p), p += chunk_header;
+    if constexpr (Source::two_levels)
+      if (b % 8 == 0) reader.template begin_chunk<0, ROW_VECTORS>(p), p += chunk_header;
     reader.group = p, p += span_header;
     for (int half = 0; half < halves; half++, out++)
       unroll<ROW_VECTORS>([&](auto r) INLINED {

@@ -57,6 +57,8 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
   return sum;
 }
+// From so many rows of x on, it pays to decode weights into a buffer first.
+constexpr int BUFFER_ROWS = 9;
 // With one row of x the stream is read as fast as it comes. How far ahead of that to ask for it: not at all, which here more than
 // halves the rate.
 constexpr int ONE_ROW_AHEAD = 0;
