@@ -14,12 +14,30 @@ struct Place {
   int64_t position;
 };
 
-// Up to four rows of one span, which attend together.
+// What attends together: up to four rows of one span, or for a single row up to four heads that share their keys and values.
 struct QueryBlock {
-  int64_t row, count;
+  int64_t row, rows, head, heads;
 };
 
 constexpr int64_t QUERY_BLOCK = 4;
+
+// All of them, those with the same keys one after the other. Heads go together only as far as each thread gets two.
+std::vector<QueryBlock> query_blocks(const std::vector<Span>& spans, const DecoderShape& s) {
+  const int64_t sharing = s.heads / s.kv_heads;
+  const int64_t together = std::clamp<int64_t>(s.heads * int64_t(spans.size()) / (2 * threads()), 1, std::min(QUERY_BLOCK, sharing));
+  std::vector<QueryBlock> blocks;
+  for (int64_t kv_head = 0; kv_head < s.kv_heads; kv_head++) {
+    int64_t row = 0;
+    for (const Span& span : spans) {
+      const int64_t heads = span.count == 1 ? together : 1;
+      for (int64_t i = 0; i < sharing; i += heads)
+        for (int64_t j = 0; j < span.count; j += QUERY_BLOCK)
+          blocks.push_back({row + j, std::min(QUERY_BLOCK, span.count - j), kv_head * sharing + i, std::min(heads, sharing - i)});
+      row += span.count;
+    }
+  }
+  return blocks;
+}
 
 // Adds the time since it was last asked to a part.
 class Stopwatch {
@@ -45,12 +63,9 @@ void add_to(float* x, const float* more, int64_t count) {
 void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
   const DecoderShape& s = shape_;
   std::vector<Place> places;
-  std::vector<QueryBlock> blocks;
-  for (const Span& span : spans) {
-    for (int64_t i = 0; i < span.count; i += QUERY_BLOCK)
-      blocks.push_back({int64_t(places.size()) + i, std::min(QUERY_BLOCK, span.count - i)});
+  for (const Span& span : spans)
     for (int64_t i = 0; i < span.count; i++) places.push_back({&span.cache, span.start + i});
-  }
+  const std::vector<QueryBlock> blocks = query_blocks(spans, s);
   const int64_t m = int64_t(places.size()), pairs = int64_t(frequencies_.size());
   const int64_t q_size = s.heads * s.head_size, kv_size = s.kv_heads * s.head_size;
   std::vector<float> cosine(size_t(m * pairs)), sine(cosine.size());
@@ -105,14 +120,14 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
       }
     });
     watch.lap(ROTATE);
-    parallel_for(s.heads * int64_t(blocks.size()), [&](int64_t first, int64_t last) {
+    parallel_for(int64_t(blocks.size()), [&](int64_t first, int64_t last) {
       for (int64_t unit = first; unit < last; unit++) {
-        const int64_t head = unit / int64_t(blocks.size());
-        const QueryBlock& block = blocks[size_t(unit % int64_t(blocks.size()))];
-        const Place& place = places[size_t(block.row)];
-        const int64_t kv_head = head / (s.heads / s.kv_heads), at = block.row * q_size + head * s.head_size;
-        kernels_.attend(q.data() + at, block.count, q_size, keys_of(*place.cache, kv_head), values_of(*place.cache, kv_head),
-                        place.position, s.head_size, out.data() + at);
+        const auto [row, rows, head, heads] = blocks[size_t(unit)];
+        const Place& place = places[size_t(row)];
+        const int64_t kv_head = head / (s.heads / s.kv_heads), at = row * q_size + head * s.head_size;
+        const float *keys = keys_of(*place.cache, kv_head), *values = values_of(*place.cache, kv_head);
+        if (heads > 1) kernels_.attend(q.data() + at, heads, s.head_size, keys, values, place.position + 1, 0, s.head_size, out.data() + at);
+        else kernels_.attend(q.data() + at, rows, q_size, keys, values, place.position + 1, 1, s.head_size, out.data() + at);
       }
     });
     attended.fill({&layer.o.weights}, [&](int64_t row, float* to) { std::copy_n(out.data() + row * q_size, q_size, to); });

@@ -43,8 +43,9 @@ struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
   void (*open_gate)(const float* gate, const float* up, bool gelu, int64_t count, float* out);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
-  // Up to four rows of q at consecutive positions from `first` on, with the keys and values of one head.
-  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t first,
+  // Up to four rows of q, with the keys and values of one head. The first sees `seen` of them, each of the others `more` more:
+  // 1 for rows at consecutive positions, 0 for heads of one position.
+  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
                  int64_t head_size, float* out);
 };
 

@@ -60,25 +60,28 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-// out [T][16] = coefficients [T][count] rows [count][16]: the inner loop of both halves of attention. Every sum is
-// added up in the order of the rows, so it does not depend on T.
-template <int T>
-__attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const float* rows,
-                                             int64_t row_stride, int64_t count, float* out, int64_t out_stride) {
+// out [T][GROUPS][16] += coefficients [T][count] rows [count][GROUPS][16]: the inner loop of both halves of attention. Every sum is
+// added up in the order of the rows, so it does not depend on T and GROUPS.
+template <int T, int GROUPS>
+__attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const float* rows, int64_t row_stride,
+                                             int64_t count, float* out, int64_t out_stride) {
   constexpr int VECTORS16 = COLUMNS / LANES;
-  Floats total[T][VECTORS16];
-  unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { total[t][c] = splat(0); }); });
+  Floats total[T][GROUPS][VECTORS16];
+  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<GROUPS>([&](auto g) { unroll<VECTORS16>([&](auto c) { f(t, g, c); }); }); }); };
+  each([&](auto t, auto g, auto c) { total[t][g][c] = load_floats(out + t * out_stride + g * COLUMNS + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
     FloatActivations piece[T];
     unroll<T>([&](auto t) { piece[t] = load_x(coefficients + t * coefficient_stride + i); });
     unroll<4>([&](auto j) {
-      unroll<VECTORS16>([&](auto c) {
-        const Floats row = load_floats(rows + (i + j) * row_stride + c * LANES);
-        unroll<T>([&](auto t) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, piece[t]); });
+      unroll<GROUPS>([&](auto g) {
+        unroll<VECTORS16>([&](auto c) {
+          const Floats row = load_floats(rows + (i + j) * row_stride + g * COLUMNS + c * LANES);
+          unroll<T>([&](auto t) { total[t][g][c] = multiply_add_x<decltype(j)::value>(total[t][g][c], row, piece[t]); });
+        });
       });
     });
   }
-  unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { store_floats(out + t * out_stride + c * LANES, total[t][c]); }); });
+  each([&](auto t, auto g, auto c) { store_floats(out + t * out_stride + g * COLUMNS + c * LANES, total[t][g][c]); });
 }
 
 // Scores of `count` keys to weights, e^(score - largest), zeros behind them up to `padded`; returns their sum, to which the
@@ -99,24 +102,44 @@ inline float exponentials(float* scores, int64_t count, int64_t padded) {
   return total_of(sums);
 }
 
+constexpr int64_t POSITIONS = 64;  // whose values stay in the first-level cache while all rows are made of them
+
+// Keys and values are read in the order in which they lie, once for all T rows.
 template <int T>
-void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, int64_t first, int64_t head_size, float* out) {
-  const int64_t seen = first + T, padded = (seen + COLUMNS - 1) / COLUMNS * COLUMNS;
+void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more, int64_t head_size, float* out) {
+  const int64_t padded = (seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
   static thread_local std::vector<float> scores;
   if (int64_t(scores.size()) < T * padded) scores.resize(size_t(2 * T * padded));
+  std::fill_n(scores.begin(), T * padded, 0.0f);
   for (int64_t block = 0; block < padded; block += COLUMNS)
-    combine<T>(q, stride, keys + block * head_size, COLUMNS, head_size, scores.data() + block, padded);
+    combine<T, 1>(q, stride, keys + block * head_size, COLUMNS, head_size, scores.data() + block, padded);
   float sums[T];
-  for (int t = 0; t < T; t++) sums[t] = exponentials(scores.data() + t * padded, first + t + 1, padded);
-  for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T>(scores.data(), padded, values + c, head_size, padded, out + c, stride);
+  for (int t = 0; t < T; t++) sums[t] = exponentials(scores.data() + t * padded, seen + t * more, padded);
+  for (int t = 0; t < T; t++) std::fill_n(out + t * stride, head_size, 0.0f);
+  if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache
+    for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores.data(), padded, values + c, head_size, padded, out + c, stride);
+  } else {
+    for (int64_t i = 0; i < padded; i += POSITIONS)
+      for (int t = 0; t < T; t++) {
+        const float *weights = scores.data() + t * padded + i, *rows = values + i * head_size;
+        const int64_t count = std::min(POSITIONS, padded - i);
+        int64_t c = 0;
+        for (; c + 64 <= head_size; c += 64) combine<1, 4>(weights, 0, rows + c, head_size, count, out + t * stride + c, 0);
+        for (; c < head_size; c += COLUMNS) combine<1, 1>(weights, 0, rows + c, head_size, count, out + t * stride + c, 0);
+      }
+  }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < head_size; i++) out[t * stride + i] /= sums[t];
 }
 
-inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t first,
+inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
                    int64_t head_size, float* out) {
-  if (rows == 4) return attend_rows<4>(q, stride, keys, values, first, head_size, out);
-  for (int64_t i = 0; i < rows; i++) attend_rows<1>(q + i * stride, stride, keys, values, first + i, head_size, out + i * stride);
+  switch (rows) {
+    case 1: return attend_rows<1>(q, stride, keys, values, seen, more, head_size, out);
+    case 2: return attend_rows<2>(q, stride, keys, values, seen, more, head_size, out);
+    case 3: return attend_rows<3>(q, stride, keys, values, seen, more, head_size, out);
+    default: return attend_rows<4>(q, stride, keys, values, seen, more, head_size, out);
+  }
 }
 
 }  // namespace BILLFISH_ISA
