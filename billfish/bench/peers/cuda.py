@@ -20,11 +20,12 @@ class Captured(Prepared):
     def __init__(self, torch: Any, dtype: Any, weights: Sequence[Any], multiply: Callable[[Any, Any], Any]) -> None:
         self.torch, self.dtype, self._weights, self._multiply = torch, dtype, weights, multiply
         self.copies = max(1, CALLS // len(weights)) * len(weights)
+        self._x: Any = None  # the graph has its address only
         self._y: Any = None
 
     def bind(self, x: Floats) -> Callable[[], object]:
         torch = self.torch
-        taken = torch.from_numpy(x).cuda().to(self.dtype)
+        taken = self._x = torch.from_numpy(x).cuda().to(self.dtype)
         for weight in self._weights:  # compiles, and makes room, before the capture
             self._multiply(taken, weight)
         torch.cuda.synchronize()
