@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import json
 import os
 import sys
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +24,7 @@ from billfish.bench import limits as machine_limits
 from billfish.bench import plot
 from billfish.bench.limits import Limits
 from billfish.bench.peers import PEERS, Case, copies_for, select
+from billfish.bench.peers.cuda import Captured
 from billfish.bench.peers.turns import take_turns
 from billfish.cli import main
 from billfish.files import write_atomically
@@ -305,6 +311,32 @@ def test_without_matplotlib_the_error_comes_before_the_work(monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["bench", "--plot", str(tmp_path / "picture.png")]) == 2
     assert capsys.readouterr().err.rstrip().endswith("pip install billfish[bench]")
+
+
+def test_a_captured_graph_keeps_the_x_that_it_reads():
+    """It knows an address only: were x given back, whoever allocates next would write there."""
+
+    class Tensor:
+        def cuda(self):
+            return self
+
+        def to(self, dtype):
+            return self
+
+    made = []
+
+    def from_numpy(x):
+        tensor = Tensor()
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    graphs = SimpleNamespace(CUDAGraph=Mock, graph=lambda graph: nullcontext(), synchronize=Mock())
+    torch = SimpleNamespace(from_numpy=from_numpy, cuda=graphs)
+    captured = Captured(torch, None, ["w"], lambda x, w: "y")
+    run = captured.bind(np.zeros((1, 32), np.float32))
+    gc.collect()
+    assert made[0]() is not None
+    run()
 
 
 # ---- the peers --------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def test_the_error_table_is_the_recorded_one():
         assert f"| {record['format']} | {gaussian['mse'] / gaussian['rtn']:.3f} |" in table
 
 
-RECORDS = ["cpu_neoverse_n1", "cpu_neoverse_n1_exact", "cpu_neoverse_n1_shapes"]
+RECORDS = ["cpu_neoverse_n1", "cpu_neoverse_n1_exact", "cpu_neoverse_n1_shapes", "cpu_neoverse_n1_512"]
 RECORDS += [f"cpu_xeon_avx512_{kind}" for kind in ("2_threads", "exact", "8_threads")]
 
 
@@ -73,6 +73,18 @@ def test_the_ratios_of_the_cpu_page_are_the_recorded_ones(name):
     for row, (start, cells) in zip(rows, ratios.items(), strict=True):
         assert row.startswith(start)
         assert row.endswith("| " + " | ".join(cells) + " |")
+
+
+def test_the_milliseconds_of_avx2_are_the_recorded_ones():
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    name = "cpu_xeon_avx2_2_threads.json"
+    record = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    assert record["machine"]["isa"] == "avx2"
+    cells: dict[str, list[str]] = {}
+    for product in record["records"]:
+        cells.setdefault(product["format"], []).append(f"{1e3 * product['seconds']:.2f}")
+    rows = page.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]
+    assert rows == [f"| {format} | {' | '.join(times)} |" for format, times in cells.items()]
 
 
 def test_the_table_of_dequantize_is_the_recorded_one():

@@ -104,7 +104,6 @@ inline float exponentials(float* scores, int64_t count, int64_t padded) {
 
 constexpr int64_t POSITIONS = 64;  // whose values stay in the first-level cache while all rows are made of them
 
-// Keys and values are read in the order in which they lie, once for all T rows.
 template <int T>
 void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more, int64_t head_size, float* out) {
   const int64_t padded = (seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
@@ -116,9 +115,9 @@ void attend_rows(const float* q, int64_t stride, const float* keys, const float*
   float sums[T];
   for (int t = 0; t < T; t++) sums[t] = exponentials(scores.data() + t * padded, seen + t * more, padded);
   for (int t = 0; t < T; t++) std::fill_n(out + t * stride, head_size, 0.0f);
-  if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache
+  if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache already
     for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores.data(), padded, values + c, head_size, padded, out + c, stride);
-  } else {
+  } else {  // values come from memory, so they are read in the order in which they lie
     for (int64_t i = 0; i < padded; i += POSITIONS)
       for (int t = 0; t < T; t++) {
         const float *weights = scores.data() + t * padded + i, *rows = values + i * head_size;
