@@ -2,8 +2,8 @@
 //
 // A *block* is TILE_ROWS rows by 32 k. Unpacked it is VECTORS byte vectors; vector v holds the k-quad v / ROW_VECTORS of
 // LANES rows, byte 4*lane + j being k = 4*quad + j of that row, which is the order in which dot() wants them.
-// Packed, every plane of bits keeps the lanes and stacks several vectors in one: nibbles of vectors 2i and 2i+1 share
-// a byte vector, 2-bit fields of 4i..4i+3, single bits of 8i..8i+7. Decoding is then shifts and masks, no shuffles.
+// Packed, several vectors share the bytes of one, lane by lane: nibbles of 2i and 2i+1, 2-bit fields of 4i..4i+3, and codes of
+// 3, 5 and 6 bits as below, so that most come by a mask alone. Decoding is shifts and masks, no shuffles.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -55,21 +55,57 @@ inline Bytes unsigned_bytes(Bytes v) {
 // sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
 // bias is 8. `code` is unsigned, the value plus code_bias(w.bias).
 //
-// Codes of LOW bits, with HIGH more bits in a second plane behind the first.
-template <int LOW, int HIGH> struct Packed {
-  static constexpr int block_bytes = VECTORS * VECTOR_BYTES * (LOW + HIGH) / 8;
+// A decoder that has `dotted`, an unsigned code, and nothing in it to make up for.
+template <class Decoder, int BITS> struct Plain {
+  static constexpr int block_bytes = VECTORS * VECTOR_BYTES * BITS / 8;
   static constexpr Operand operand = Operand::codes;
   static constexpr bool in_place = false;
-  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
-    const Bytes low = field<LOW, V>(block);
-    if constexpr (HIGH == 0) return low;
-    else return merge(low, field_at<HIGH, V, LOW>(block + VECTORS * VECTOR_BYTES * LOW / 8), ((1 << HIGH) - 1) << LOW);
-  }
   template <int V, bool CENTRED> static Bytes byte(const uint8_t* block, const uint8_t* table, int bias) {
-    return subtract(dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
+    return subtract(Decoder::template dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
   }
-  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return dotted<V>(block, table); }
+  template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return Decoder::template dotted<V>(block, table); }
   static constexpr int code_bias(int bias) { return bias; }
+};
+
+// Two bits: fields of a plane.
+struct Twos : Plain<Twos, 2> {
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return field<2, V>(block); }
+};
+
+// Five bits: vector 2i at the bottom of a byte, and above it the low three bits of 2i+1. Its other two bits are fields of a plane behind.
+struct Fives : Plain<Fives, 5> {
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
+    const Bytes both = load_bytes(block + V / 2 * VECTOR_BYTES);
+    if constexpr (V % 2 == 0) return bit_and(both, splat_byte(31));
+    else return merge(shift_right<5>(both), field_at<2, V / 2, 3>(block + VECTORS * VECTOR_BYTES / 2), 3 << 3);
+  }
+};
+
+// Six bits: vectors 4i, 4i+1 and 4i+2 at the bottom of three bytes, and above them 4i+3, its upper bits first.
+struct Sixes : Plain<Sixes, 6> {
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
+    if constexpr (V % 4 < 3) return bit_and(load_bytes(block + (V / 4 * 3 + V % 4) * VECTOR_BYTES), splat_byte(63));
+    else return shift_right<2>(tops<V / 4>(block));
+  }
+  // The topmost two bits of three bytes, side by side, and something in the last two bits.
+  template <int I> static Bytes tops(const uint8_t* block) {
+    const uint8_t* three = block + I * 3 * VECTOR_BYTES;
+    return insert_right<2>(load_bytes(three), insert_right<2>(load_bytes(three + VECTOR_BYTES), load_bytes(three + 2 * VECTOR_BYTES)));
+  }
+};
+
+// Three bits: vectors 2i and 2i+1 are the low and the high half of six.
+struct Threes : Plain<Threes, 3> {
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
+    if constexpr (V / 2 % 4 < 3) {
+      const Bytes six = load_bytes(block + (V / 8 * 3 + V / 2 % 4) * VECTOR_BYTES);
+      return bit_and(shift_right<V % 2 * 3>(six), splat_byte(7));
+    } else {
+      const Bytes six = Sixes::tops<V / 8>(block);
+      if constexpr (V % 2) return shift_right<5>(six);
+      else return bit_and(shift_right<2>(six), splat_byte(7));
+    }
+  }
 };
 
 // Nibbles. Vectors 2i and 2i+1 are two sets of rows at the same k, so they meet the same x: the dot product of the byte as
@@ -123,11 +159,11 @@ using Whole = Unpacked<Operand::bytes>;
 // Calls f with the decoder for these codes.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
   switch (codes) {
-    case billfish::Codes::u2: return f(Packed<2, 0>{});
-    case billfish::Codes::u3: return f(Packed<2, 1>{});
+    case billfish::Codes::u2: return f(Twos{});
+    case billfish::Codes::u3: return f(Threes{});
     case billfish::Codes::u4: return f(Nibbles{});
-    case billfish::Codes::u5: return f(Packed<4, 1>{});
-    case billfish::Codes::u6: return f(Packed<4, 2>{});
+    case billfish::Codes::u5: return f(Fives{});
+    case billfish::Codes::u6: return f(Sixes{});
     case billfish::Codes::s8: return f(Whole{});
     case billfish::Codes::table: return f(Looked{});
   }

@@ -150,8 +150,8 @@ using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t,
 inline FewKernel few_kernel(const Weights& w) {
   const bool halves = w.group == 16;
   switch (w.codes) {
-    case Codes::u2: return halves && w.scales == Scales::sub_nibbles ? add_chunks<Packed<2, 0>, Scales::sub_nibbles, 2> : nullptr;
-    case Codes::u3: return halves && w.scales == Scales::sub ? add_chunks<Packed<2, 1>, Scales::sub, 2> : nullptr;
+    case Codes::u2: return halves && w.scales == Scales::sub_nibbles ? add_chunks<Twos, Scales::sub_nibbles, 2> : nullptr;
+    case Codes::u3: return halves && w.scales == Scales::sub ? add_chunks<Threes, Scales::sub, 2> : nullptr;
     case Codes::u4:
       if (halves) return nullptr;
       switch (w.scales) {
@@ -165,12 +165,12 @@ inline FewKernel few_kernel(const Weights& w) {
     case Codes::u5:
       if (halves) return nullptr;
       switch (w.scales) {
-        case Scales::f16: return add_chunks<Packed<4, 1>, Scales::f16, 1>;
-        case Scales::f16_minimum: return add_chunks<Packed<4, 1>, Scales::f16_minimum, 1>;
-        case Scales::sub_minimum: return add_chunks<Packed<4, 1>, Scales::sub_minimum, 1>;
+        case Scales::f16: return add_chunks<Fives, Scales::f16, 1>;
+        case Scales::f16_minimum: return add_chunks<Fives, Scales::f16_minimum, 1>;
+        case Scales::sub_minimum: return add_chunks<Fives, Scales::sub_minimum, 1>;
         default: return nullptr;
       }
-    case Codes::u6: return halves && w.scales == Scales::sub ? add_chunks<Packed<4, 2>, Scales::sub, 2> : nullptr;
+    case Codes::u6: return halves && w.scales == Scales::sub ? add_chunks<Sixes, Scales::sub, 2> : nullptr;
     case Codes::s8: return !halves && w.scales == Scales::f16 ? add_chunks<Whole, Scales::f16, 1> : nullptr;
     case Codes::table:
       switch (w.scales) {

@@ -33,7 +33,7 @@ SCALES = (
     "f32_minimum",
 )
 GROUPS = (16, 32, 64, 128, 256)
-LAYOUT = 2  # changes with the order of bytes in the stream
+LAYOUT = 3  # changes with the order of bytes in the stream
 
 
 @dataclass(frozen=True)

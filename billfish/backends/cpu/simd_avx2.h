@@ -33,6 +33,8 @@ template <int N> Bytes shift_left(Bytes a) {
 }
 // The bits of `other` where `mask` has ones, else those of a, which are 0 there.
 inline Bytes merge(Bytes a, Bytes other, int mask) { return bit_or(a, bit_and(other, splat_byte(uint8_t(mask)))); }
+// The top N bits of a, and below them b shifted right by N.
+template <int N> Bytes insert_right(Bytes a, Bytes b) { return merge(bit_and(a, splat_byte(uint8_t(0xff00 >> N))), _mm256_srli_epi16(b, N), 0xff >> N); }
 inline Bytes high_nibbles(Bytes a) { return shift_right<4>(a); }
 constexpr int HIGH_FLIP = 0;
 inline Bytes lookup(const uint8_t* table, Bytes index) {

@@ -35,6 +35,8 @@ template <int N> Bytes shift_left(Bytes a) {
 inline Bytes merge(Bytes a, Bytes other, int mask) {
   return _mm512_ternarylogic_epi32(splat_byte(uint8_t(mask)), other, a, 0xca);  // mask ? other : a
 }
+// The top N bits of a, and below them b shifted right by N.
+template <int N> Bytes insert_right(Bytes a, Bytes b) { return merge(a, _mm512_srli_epi16(b, N), 0xff >> N); }
 inline Bytes high_nibbles(Bytes a) { return shift_right<4>(a); }
 constexpr int HIGH_FLIP = 0;
 inline Bytes lookup(const uint8_t* table, Bytes index) {

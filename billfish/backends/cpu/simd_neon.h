@@ -38,6 +38,8 @@ template <int N> Bytes shift_left(Bytes a) {
 }
 // The bits of `other` where `mask` has ones, else those of a, which are 0 there.
 inline Bytes merge(Bytes a, Bytes other, int mask) { return vbslq_u8(vdupq_n_u8(uint8_t(mask)), other, a); }
+// The top N bits of a, and below them b shifted right by N.
+template <int N> Bytes insert_right(Bytes a, Bytes b) { return vsriq_n_u8(a, b, N); }
 // High nibbles, signed: code - 8, because prepack has flipped their top bit.
 inline Bytes high_nibbles(Bytes a) { return vreinterpretq_u8_s8(vshrq_n_s8(vreinterpretq_s8_u8(a), 4)); }
 constexpr int HIGH_FLIP = 8;

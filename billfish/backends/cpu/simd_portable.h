@@ -32,6 +32,8 @@ template <int N> Bytes shift_right(Bytes a) { return a >> N; }
 template <int N> Bytes shift_left(Bytes a) { return a << N; }
 // The bits of `other` where `mask` has ones, else those of a, which are 0 there.
 inline Bytes merge(Bytes a, Bytes other, int mask) { return a | (other & uint8_t(mask)); }
+// The top N bits of a, and below them b shifted right by N.
+template <int N> Bytes insert_right(Bytes a, Bytes b) { return merge(a & uint8_t(0xff00 >> N), b >> N, 0xff >> N); }
 // High nibbles, signed: code - 8, because prepack has flipped their top bit.
 inline Bytes high_nibbles(Bytes a) { return ((a >> 4) ^ 8) - 8; }
 constexpr int HIGH_FLIP = 8;
