@@ -306,7 +306,7 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
   GroupScales scales[SLICE * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
-    read_scales<true>(w, shape, run.stream, run.count, scales);
+    read_scales<SUM_OFFSET != 0>(w, shape, run.stream, run.count, scales, -SUM_OFFSET, 1);
     if (std::is_same_v<Decoder, Whole>) return;  // bytes are multiplied where they lie
     (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
     run.stream = bytes, run.span_header = run.chunk_header = 0;

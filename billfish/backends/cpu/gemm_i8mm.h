@@ -168,7 +168,7 @@ inline void multiply_pairs(const Weights& w, const Activations8& x, const float*
   GroupScales once[SLICE * 16];
   PairScales twice[SLICE * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
-    read_scales<true>(w, shape, run.stream, run.count, once);
+    read_scales<true>(w, shape, run.stream, run.count, once, -SUM_OFFSET, 1);
     const int64_t count = (run.count + run.span - 1) / run.span * shape.groups_in_span();
     for (int64_t i = 0; i < count; i++)
       for (int r = 0; r < TILE_ROWS; r += LANES) {

@@ -85,15 +85,16 @@ template <class F> inline void with_reader(Scales scales, F&& f) {
   }
 }
 
-// The scales of a group as numbers. `offset` is what scale_sum adds: -SUM_OFFSET * scale, where a level has one.
+// The scales of a group as numbers. `offset` is what scale_sum or times_byte adds, a multiple of the scale.
 struct alignas(64) GroupScales {
   float scale[TILE_ROWS], offset[TILE_ROWS], minimum[TILE_ROWS];
 };
 
-// Decodes the scales of `blocks` blocks from the beginning of a chunk on, times `factor`. OFFSETS: whether scale_sum is used.
+// Decodes the scales of `blocks` blocks from the beginning of a chunk on, times `factor`. OFFSETS: whether there are any, each
+// `offset` times the scale.
 template <bool OFFSETS, class Source>
-__attribute__((flatten)) void read_scales_of(Source reader, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float factor) {
-  const Floats times = splat(factor), offset = splat(-SUM_OFFSET * factor);
+__attribute__((flatten)) void read_scales_of(Source reader, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float offset, float factor) {
+  const Floats times = splat(factor), offset_times = splat(offset * factor);
   const size_t chunk_header = shape.chunk_header, span_header = shape.span_header, codes = shape.block_code_bytes * size_t(shape.span);
   const int halves = shape.groups_in_span(), span = shape.span;
   for (int64_t b = 0; b < blocks; b += span, p += codes) {
@@ -105,14 +106,14 @@ __attribute__((flatten)) void read_scales_of(Source reader, const billfish::Tile
         constexpr int row = decltype(r)::value * LANES;
         const Floats scale = reader.template scale<row>(half);
         store_floats(out->scale + row, multiply(scale, times));
-        if (OFFSETS && SUM_OFFSET != 0) store_floats(out->offset + row, multiply(scale, offset));
+        if constexpr (OFFSETS) store_floats(out->offset + row, multiply(scale, offset_times));
         if (reader.minimums) store_floats(out->minimum + row, reader.template minimum<row>(half));
       });
   }
 }
 template <bool OFFSETS>
-void read_scales(const Weights& w, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float factor = 1) {
-  with_reader(w.scales, [&](auto reader) { read_scales_of<OFFSETS>(reader, shape, p, blocks, out, factor); });
+void read_scales(const Weights& w, const billfish::TileShape& shape, const uint8_t* p, int64_t blocks, GroupScales* out, float offset, float factor) {
+  with_reader(w.scales, [&](auto reader) { read_scales_of<OFFSETS>(reader, shape, p, blocks, out, offset, factor); });
 }
 
 }  // namespace BILLFISH_ISA

@@ -89,9 +89,14 @@ template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   return _mm512_sub_ps(_mm512_cvtepi32_ps(v), offset);
 }
 
+// Byte K of each lane, less a bias, times the scale; offset is (-BYTE_START - bias) * scale.
+constexpr float BYTE_START = 0;
+template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) { return multiply_add(load_floats(offset), byte_to_floats<K>(v, splat(0)), scale); }
+
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
 constexpr bool EXACT_IN_PLANES = true;
 constexpr int SUM_VECTORS = 2;
+constexpr int REGISTER_ROWS = 16;
 
 struct FloatActivations { const float* p; };
 inline FloatActivations load_x(const float* p) { return {p}; }

@@ -110,9 +110,21 @@ template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
   return vsubq_f32(vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), offset);
 }
 
+// Byte K of each lane, less a bias, times the scale; offset is (-BYTE_START - bias) * scale. In the second byte of 2^15 it makes the
+// float 2^15 + byte, and where the offset is exact, a single multiply-add is rounded once.
+alignas(16) const float TWO_TO_15[4] = {32768, 32768, 32768, 32768};
+constexpr float BYTE_START = 32768;
+template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) {
+  constexpr uint8_t keep = 255;
+  const uint8x16_t from = {keep, K, keep, keep, keep, K + 4, keep, keep, keep, K + 8, keep, keep, keep, K + 12, keep, keep};
+  const uint8x16_t word = vreinterpretq_u8_f32(load_alone<Floats>(TWO_TO_15));
+  return vfmaq_f32(load_alone<Floats>(offset), vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), scale);
+}
+
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
 constexpr bool EXACT_IN_PLANES = true;
 constexpr int SUM_VECTORS = 4;
+constexpr int REGISTER_ROWS = 16;
 
 // Four values of x; multiply_add_x<L> multiplies with value L.
 using FloatActivations = float32x4_t;
@@ -136,7 +148,6 @@ template <int ROW, int TO> uint8x16_t row_bytes(uint8x16_t rows, uint8x16_t word
 }
 // (field - bias) * d, where the field of a byte is byte >> SHIFT & MASK. In the second byte of 2^15 it makes the float 2^15 + field,
 // and with offset = -(2^15 + bias) * d, which is exact for halves d, a single multiply-add is rounded once, here not at all.
-alignas(16) const float TWO_TO_15[4] = {32768, 32768, 32768, 32768};
 inline Floats times_bytes_offset(Floats d, int bias) { return vmulq_n_f32(d, -32768.0f - float(bias)); }
 template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
   Bytes fields = shift_right<SHIFT>(vld1q_u8(rows));

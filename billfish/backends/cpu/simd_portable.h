@@ -88,9 +88,14 @@ template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
 template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) { return to_floats(subtract(a, b)); }
 template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
 
+// Byte K of each lane, less a bias, times the scale; offset is (-BYTE_START - bias) * scale.
+constexpr float BYTE_START = 0;
+template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) { return multiply_add(load_floats(offset), byte_to_floats<K>(v, splat(0)), scale); }
+
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
 constexpr bool EXACT_IN_PLANES = false;
 constexpr int SUM_VECTORS = 2;
+constexpr int REGISTER_ROWS = 8;
 
 struct FloatActivations { const float* p; };
 inline FloatActivations load_x(const float* p) { return {p}; }
