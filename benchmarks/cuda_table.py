@@ -37,14 +37,14 @@ KINDS = {
     "u4:128": Kind("Int4", "ScaleF16", "ZERO", 1, 8),
     "u8b128:128": Kind("Int8", "ScaleF16", "NONE", 1),
     "fp4:32": Kind("E2M1", "ScaleF16", "NONE", 4),
-    "mxfp4": Kind("E2M1", "ScaleE8M0", "NONE", 4),
-    "nvfp4": Kind("E2M1", "ScaleE4M3", "NONE", 8),
+    "mxfp4": Kind("E2M1", "ScaleE5M3", "NONE", 4),
+    "nvfp4": Kind("E2M1", "ScaleE5M3", "NONE", 8),
     "q4_0": Kind("Int4", "ScaleF16", "NONE", 4),
     "q4_1": Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
 }
 ROUNDS = 7
 # What says which shape of a kernel ran.
-SHAPE_MACROS = ("WARPS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
+SHAPE_MACROS = ("TEAMS", "SHARERS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
 SHAPE_MACROS += ("WARPGROUPS", "TEAMS", "TALL", "WIDTH", "STAGES", "SPLIT", "PAIRED", "BUFFERS", "BATCH")
 
 
@@ -61,10 +61,8 @@ def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
     bricks = torch.randint(0, 256, (down * along, kind.brick_bytes), dtype=torch.uint8, device="cuda")
     count = kind.group_bytes // kind.scale_dtype.itemsize
     shape = (down * along, count)
-    if kind.scale == "ScaleE8M0":
-        scales = torch.randint(125, 128, shape, device="cuda").to(torch.uint8)
-    elif kind.scale == "ScaleE4M3":
-        scales = torch.randint(0x38, 0x40, shape, device="cuda").to(torch.uint8)
+    if kind.scale == "ScaleE5M3":
+        scales = torch.randint(0x78, 0x80, shape, device="cuda").to(torch.uint8)
     else:
         scales = (torch.rand(shape, device="cuda") * 0.99 + 1).half().view(torch.uint8)
     bricks[:, kind.code_bytes : kind.code_bytes + kind.group_bytes] = scales

@@ -112,6 +112,11 @@ def test_bricks_hold_the_operand_of_the_instruction(element, scale, offset, grou
         assert (rows[:n, :columns] == expected).all()
 
 
+def decode_e5m3(codes: np.ndarray) -> np.ndarray:
+    """Exponent and three bits of a float16 that is 2^7 times the scale: float32."""
+    return (codes.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(2.0**-7)
+
+
 @pytest.mark.parametrize(("name", "size", "option", "wild"), storages())
 def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
     """What dequantize.cu does, in NumPy, from the description alone."""
@@ -128,10 +133,8 @@ def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
         w = about.codes.astype(np.float32) - center + kind.middle
     with np.errstate(all="ignore"):
         scale = about.scales.astype(np.float32)
-        if kind.scale == "ScaleE8M0":
-            scale = np.ldexp(np.float32(1), about.scales.astype(np.int32) - 127)
-        if kind.scale == "ScaleE4M3":
-            scale = bf.scales.decode_e4m3(about.scales)
+        if kind.scale == "ScaleE5M3":
+            scale = decode_e5m3(about.scales)
 
         def spread(x: np.ndarray) -> np.ndarray:
             return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
@@ -174,7 +177,7 @@ def test_scales_stay_as_small_as_the_file_has_them():
     }
     assert kinds["u4b8"].brick_bytes == 1024 + 32
     assert kinds["u4"].scale == kinds["q4_1"].scale == kinds["q8_0"].scale == "ScaleF16"
-    assert (kinds["mxfp4"].scale, kinds["nvfp4"].scale) == ("ScaleE8M0", "ScaleE4M3")
+    assert kinds["mxfp4"].scale == kinds["nvfp4"].scale == "ScaleE5M3"
     assert (kinds["mxfp4_gguf"], kinds["nvfp4_gguf"]) == (kinds["mxfp4"], kinds["nvfp4"])
     assert kinds["q4_k"].scale == "ScaleF32"
     assert kinds["iq4_nl"].table
@@ -195,15 +198,14 @@ def test_codes_are_decoded_and_scaled_with_one_rounding(factor, center):
     assert (exact == (np.arange(2 * center) - center)[:, None] * scale * 2.0**-9).all()
 
 
-def test_plain_codes_are_numbers_and_a_constant_takes_off_their_center():
-    """decode.cuh's constants: -8 as codes are in float16, also a nibble higher; -128 for bytes; -136 in bfloat16."""
-    halves = np.array([0x8008, 0x8080, 0x0400], np.uint16).view(np.float16).astype(np.float64)
-    assert halves.tolist() == [-8 * 2.0**-24, -8 * 2.0**-20, 2.0**-14]
-    assert halves[1] == -128 * 2.0**-24
+def test_plain_codes_are_numbers():
+    """decode.cuh's units: what 1 is as codes are in float16, also a nibble higher; E2M1's; and 128 in bfloat16."""
+    halves = np.array([0x0001, 0x0010, 0x0400], np.uint16).view(np.float16).astype(np.float64)
+    assert halves.tolist() == [2.0**-24, 2.0**-20, 2.0**-14]
     assert (np.arange(16, dtype=np.uint16).view(np.float16) == np.arange(16) * 2.0**-24).all()
     assert ((np.arange(16, dtype=np.uint16) << 4).view(np.float16) == np.arange(16) * 2.0**-20).all()
-    wide = (np.array([0xC308, *(0x4300 | np.arange(16))], np.uint32) << 16).view(np.float32)
-    assert wide.tolist() == [-136.0, *range(128, 144)]
+    wide = (np.arange(0x4300, 0x4310, dtype=np.uint32) << 16).view(np.float32)
+    assert wide.tolist() == list(range(128, 144))
 
 
 def test_one_multiplication_shifts_two_ways():
@@ -218,9 +220,30 @@ def test_one_multiplication_shifts_two_ways():
                 assert (apart == together).all()
 
 
-def test_e4m3_scales_are_halves_a_little_higher():
-    code = np.arange(0x7F, dtype=np.uint8)
-    assert ((code.astype(np.uint16) << 7).view(np.float16) == bf.scales.decode_e4m3(code) * 2.0**-8).all()
+def test_scales_of_one_byte_are_exact_in_products():
+    """A code times its scale as float16, and as bfloat16: gemm_small multiplies them before they are summed."""
+    scale = decode_e5m3(np.arange(0xF8, dtype=np.uint8))
+    e4m3, powers = bf.scales.decode_e4m3(np.arange(0x7F, dtype=np.uint8)), 2.0 ** np.arange(8, -25, -1)
+    assert {*e4m3, *powers} <= set(scale)
+    product = FP4.values[:, None].astype(np.float64) * 2.0**-14 * (scale * 2.0**7)
+    usual = np.isin(scale, [*e4m3, *powers[:25]])  # to 2^-24 of the largest
+    assert (product.astype(np.float16) == product)[:, usual].all()
+    assert (product.astype(np.float32).view(np.uint32) & 0xFFFF == 0).all()
+
+
+def test_scales_that_a_byte_does_not_hold_are_float32():
+    """Powers of two more than 2^32 apart; but not because of groups of zeros."""
+    codes = np.full((2, 128), 5, np.uint8)
+    codes[:, 32:64] = 8
+    exponents = np.array([[130, 0, 127, 98], [130, 254, 127, 130]], np.uint8)
+    for last, expected in ((98, "ScaleE5M3"), (97, "ScaleF32"), (255, "ScaleF32")):
+        exponents[0, 3] = last
+        q = bf.QuantizedTensor.from_planes("mxfp4", {"codes": codes, "scale": exponents}, 32)
+        about = describe(q)
+        assert about.kind.scale == expected
+        if expected == "ScaleE5M3":
+            scale = np.repeat(decode_e5m3(about.scales), 32, axis=1) * about.row_scale[:, None]
+            assert_same_bits((FP4.values[codes] * scale).astype(np.float32), bf.dequantize(q, backend="reference"))
 
 
 # ---- compiling, for GPUs that are not there -------------------------------------------------------------------------
@@ -277,6 +300,25 @@ def test_what_the_h200_runs_compiles_without_spills(m, n):
     resources(launch.source, dict(launch.macros), "sm_90a")
 
 
+@pytest.mark.parametrize("n", [4096, 8192, 14336, 28672])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind("Int4", "ScaleF16", "ZERO", 1, 8),
+        Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
+        Kind("Int8", "ScaleF16", "NONE", 4),
+        Kind("E2M1", "ScaleE5M3", "NONE", 8),
+    ],
+    ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.offset}-{kind.groups}",
+)
+def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
+    for m in (1, 8):
+        launch = chosen(product(kind, m, n), H200).launch
+        macros = dict(launch.macros)
+        registers = resources(launch.source, macros, "sm_90a")
+        assert registers * launch.threads * int(macros["RESIDENT"]) <= 65536
+
+
 @pytest.mark.parametrize("element", ["Int4", "Int8", "E2M1"])
 @pytest.mark.parametrize(("groups", "offset"), [(8, "NONE"), (4, "MINIMUM")])
 @pytest.mark.parametrize(
@@ -331,10 +373,12 @@ def test_plans_fit_the_device(kind, device):
                 assert launch.grid[0] % launch.cluster == 0
                 macros = dict(launch.macros)
                 if launch.source == "gemm_small.cu":
-                    warps, tiles, slots, resident = (int(macros[i]) for i in ("WARPS", "TILES", "SLOTS", "RESIDENT"))
+                    names = ("TEAMS", "SHARERS", "TILES", "SLOTS", "RESIDENT")
+                    teams, sharers, tiles, slots, resident = (int(macros[name]) for name in names)
                     assert (launch.shared_bytes + 2048) * resident <= device.shared_bytes + 2048
-                    assert slots % warps == 8 % tiles == 0
-                    assert 16 * tiles <= 32 * warps  # a thread has the scale and the bias of a column
+                    assert slots % teams == 8 % tiles == tiles % sharers == 0
+                    assert 16 * tiles <= launch.threads  # a thread has the scale and the bias of a column
+                    assert sharers == 1 or (teams < 16 and device is H200)  # a team meets at a barrier of its own
                     assert launch.grid[0] <= device.multiprocessors * resident or device is ADA
                 if launch.source == "gemm_large.cu":
                     assert int(macros["STAGES"]) >= 2
@@ -390,11 +434,11 @@ def test_tiles_are_paired_where_that_keeps_more_multiprocessors_at_work():
 
 def test_batch_invariance_fixes_the_order_of_additions():
     kind = Kind("Int4", "ScaleF16", "NONE", 1)
-    warps = {
-        dict(chosen(Product(kind, m, 4096, 4096, batch_invariant=True), H200).launch.macros)["WARPS"]
+    teams = {
+        dict(chosen(Product(kind, m, 4096, 4096, batch_invariant=True), H200).launch.macros)["TEAMS"]
         for m in (1, 9, 17, 33, 1000)
     }
-    assert len(warps) == 1
+    assert len(teams) == 1
 
 
 def test_without_a_gpu_the_backend_says_why():

@@ -14,13 +14,12 @@
 // Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
 // is (code - 8) * scale * `fused`, 2^-9, and rounded only once, since the factors are exact: scales are below 2.
-// `factors` makes them of a pair of equal scales.
+// `factors` makes them of a pair of scales, for the rows g and g + 8.
 //
 // For sums that are scaled later, that code under a mask is enough. `decode_plain` gives number + `center`, times `unit_low` in
-// the rows g and `unit_high` in the rows g + 8, whose codes are a nibble higher. The product of x and an operand that is
-// `constant_low` in the rows g and `constant_high` in the rows g + 8, -center times those units, takes the center off again; where
-// there is no center, the constants are the units, and the product is the sum of x. bfloat16 would lose such small numbers:
-// there, a nibble is added to 128.
+// the rows g and `unit_high` in the rows g + 8, whose codes are a nibble higher. An operand of these units, `units_low` and `units_high`
+// as pairs, times x is the sum of x, by which the center is taken off again. bfloat16 would lose such small numbers: there, a nibble
+// is added to 128.
 #pragma once
 #include "device.cuh"
 
@@ -36,20 +35,20 @@ template <class T> struct Int4 {
     f[1] = T::mul2(scale, 0x68006800);                            // 2^11, for codes that are a nibble higher
     f[2] = T::mul2(scale, T::is_half ? 0xa400a400 : 0xbd80bd80);  // -8 * fused
   }
-  DEVICE void decode_scaled(const u32* q, const u32 (&f)[2][3], u32 (&a)[4]) {
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[3], u32 (&a)[4]) {
     if constexpr (T::is_half) {
       const u32 next = q[0] >> 8;
-      a[0] = T::fma2(q[0] & 0x000f000f, f[0][0], f[0][2]);
-      a[1] = T::fma2(q[0] & 0x00f000f0, f[1][1], f[1][2]);
-      a[2] = T::fma2(next & 0x000f000f, f[0][0], f[0][2]);
-      a[3] = T::fma2(next & 0x00f000f0, f[1][1], f[1][2]);
+      a[0] = T::fma2(q[0] & 0x000f000f, twice(f[0], 0), twice(f[2], 0));
+      a[1] = T::fma2(q[0] & 0x00f000f0, twice(f[1], 1), twice(f[2], 1));
+      a[2] = T::fma2(next & 0x000f000f, twice(f[0], 0), twice(f[2], 0));
+      a[3] = T::fma2(next & 0x00f000f0, twice(f[1], 1), twice(f[2], 1));
     } else {
 #pragma unroll
-      for (int p = 0; p < 4; p++) a[p] = T::fma2(q[0] >> (4 * p) & 0x000f000f, f[p & 1][0], f[p & 1][2]);
+      for (int p = 0; p < 4; p++) a[p] = T::fma2(q[0] >> (4 * p) & 0x000f000f, twice(f[0], p & 1), twice(f[2], p & 1));
     }
   }
   static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = T::is_half ? 0x1p-20f : 1, center = T::is_half ? 8 : 136;
-  static constexpr u32 constant_low = T::is_half ? 0x80088008 : 0xc308c308, constant_high = T::is_half ? 0x80808080 : 0xc308c308;
+  static constexpr u32 units_low = T::is_half ? 0x00010001 : T::ones, units_high = T::is_half ? 0x00100010 : T::ones;
   DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
     if constexpr (T::is_half) {
       const u32 next = q[0] >> 8;
@@ -98,12 +97,12 @@ template <class T> struct Int8 {
     f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
     f[2] = T::mul2(scale, T::is_half ? 0xb400b400 : 0xbf80bf80);  // -128 * fused
   }
-  DEVICE void decode_scaled(const u32* q, const u32 (&f)[2][3], u32 (&a)[4]) {
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[3], u32 (&a)[4]) {
 #pragma unroll
-    for (int p = 0; p < 4; p++) a[p] = T::fma2(permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140), f[p & 1][0], f[p & 1][2]);
+    for (int p = 0; p < 4; p++) a[p] = T::fma2(permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140), twice(f[0], p & 1), twice(f[2], p & 1));
   }
   static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = unit_low, center = T::is_half ? 128 : 0;
-  static constexpr u32 constant_low = T::is_half ? 0x80808080 : T::ones, constant_high = constant_low;
+  static constexpr u32 units_low = T::is_half ? 0x00010001 : T::ones, units_high = units_low;
   DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
     if constexpr (T::is_half) {
 #pragma unroll
@@ -131,7 +130,7 @@ template <class T> struct E2M1 {
   static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
   static constexpr float unit_low = raw, unit_high = raw, center = 0;
-  static constexpr u32 constant_low = T::is_half ? 0x04000400 : T::ones, constant_high = constant_low;
+  static constexpr u32 units_low = T::is_half ? 0x04000400 : T::ones, units_high = units_low;
   DEVICE void decode_plain(const u32* q, u32 (&a)[4]) { decode(q, a); }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     const u32 w = q[0], sign = 0x80008000;
@@ -170,7 +169,7 @@ template <class T> struct Table4 {
     return permute(low, high, and_or(nibbles >> 1, 0x4444, 0x3210));
   }
   static constexpr float unit_low = T::is_half ? 0x1p-24f : 1, unit_high = unit_low, center = T::is_half ? 128 : 0;
-  static constexpr u32 constant_low = T::is_half ? 0x80808080 : T::ones, constant_high = constant_low;
+  static constexpr u32 units_low = T::is_half ? 0x00010001 : T::ones, units_high = units_low;
   DEVICE void bytes(const u32* q, u32 (&a)[4]) {
     const u32 even = lookup(q[0]), odd = lookup(q[0] >> 16);
 #pragma unroll
@@ -204,24 +203,14 @@ struct ScaleF32 {
   static constexpr bool halves = false;
   DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
 };
-// A bare exponent, 2^(code - 127); codes 0 and 255 do not occur here.
-struct ScaleE8M0 {
+// Exponent and three bits of a float16: the byte lies where they do, seven bits up. All of E4M3, and powers of two. `raw` brings
+// such scales to the upper end of float16, where they make up for Element::raw.
+struct ScaleE5M3 {
   static constexpr int bytes = 1;
-  static constexpr float raw = 1;
-  static constexpr bool halves = false;
-  DEVICE float2 decode(u32 word, u32) { return {__uint_as_float((word & 0xff) << 23), __uint_as_float((word & 0xff00) << 15)}; }
-};
-// E4M3 without a sign; 0x7f does not occur here. Exponent and mantissa move up as one to float16's places, which makes it
-// 2^-8 of what it was: exact, and right for subnormals too.
-struct ScaleE4M3 {
-  static constexpr int bytes = 1;
-  static constexpr float raw = 0x1p-8f;
+  static constexpr float raw = 0x1p7f;
   static constexpr bool halves = true;
   DEVICE u32 to_halves(u32 word) { return permute(word, 0, 0x4140) << 7; }
-  DEVICE float2 decode(u32 word, u32) {
-    const u32 pair = to_halves(word);
-    return {F16::to_float((u16)pair), F16::to_float((u16)(pair >> 16))};
-  }
+  DEVICE float2 decode(u32 word, u32) { return ScaleF16::decode(to_halves(word), 0); }
 };
 // Offsets are float16, beside float32 scales float32.
 template <class S> struct OffsetOf { using type = ScaleF16; };
@@ -268,6 +257,12 @@ struct Brick {
   DEVICE float2 scale(u32 brick, int g, int group) {
     const uint2 s = stored_scale(brick, g, group);
     return SCALE::decode(s.x, s.y);
+  }
+  // The same as a pair of TYPE, times Scale::raw.
+  template <class Scale> DEVICE u32 scale_pair(uint2 stored) {
+    if constexpr (TYPE::is_half && Scale::halves) return Scale::to_halves(stored.x);
+    const float2 s = Scale::decode(stored.x, stored.y);
+    return TYPE::pack(s.x, s.y);
   }
   DEVICE uint2 stored_scale(u32 brick, int g, int group) { return load<SCALE>(brick + code_bytes + g * 4 * group_words, group); }
   DEVICE uint2 stored_offset(u32 brick, int g, int group) {

@@ -16,6 +16,15 @@ DEVICE u32 andnot_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3,
 // Nibble i of `select` says which of the 8 bytes of (b, a) becomes byte i.
 DEVICE u32 permute(u32 a, u32 b, u32 select) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select)); return r; }
 
+// The low or the high half of a pair, twice. Instructions on pairs take an operand like that, so it costs nothing.
+DEVICE u32 twice(u32 pair, bool high) {
+  u32 r;
+  if (high) asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {h, h};\n}" : "=r"(r) : "r"(pair));
+  else asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %1;\nmov.b32 %0, {l, l};\n}" : "=r"(r) : "r"(pair));
+  return r;
+}
+DEVICE u32 negated2(u32 pair) { return pair ^ 0x80008000; }
+
 // A value that the compiler keeps in a register, rather than working it out again wherever it is used.
 DEVICE u32 opaque(u32 v) { asm volatile("" : "+r"(v)); return v; }
 

@@ -192,7 +192,8 @@ def no_tensor_map() -> Any:
 
 @lru_cache(maxsize=256)
 def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int) -> Any:
-    """x [rows, k], `stride` numbers from row to row, in boxes of `box_rows` by 64; outside of it there are zeros."""
+    """x [rows, k], `stride` numbers from row to row, in boxes of `box_rows` by 64, or 1 by 128; outside of it there are
+    zeros."""
     d = driver()
     swizzle = "NONE" if box_rows == 1 else "128B"  # so that eight rows lie in different banks
     kind = "BFLOAT16" if bfloat16 else "FLOAT16"
@@ -203,7 +204,7 @@ def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box
             pointer,
             [d.cuuint64_t(k), d.cuuint64_t(rows)],
             [d.cuuint64_t(stride * 2)],
-            [d.cuuint32_t(64), d.cuuint32_t(box_rows)],
+            [d.cuuint32_t(128 if box_rows == 1 else 64), d.cuuint32_t(box_rows)],
             [d.cuuint32_t(1), d.cuuint32_t(1)],
             d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),

@@ -30,10 +30,10 @@ static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
 constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
 // Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
-// make up for Element::raw: they are below 2, so 2^14 times that is still a half. E4M3 reaches 448, and stays at the 2^-8 of it
-// that its decoding gives. Sums are REDUCED by what is left until the end.
-constexpr bool FUSED = Element::fused != 0 && OFFSET == NONE && SCALE::bytes == 2;
-constexpr float REDUCED = FUSED ? Element::fused : SCALE::raw;
+// make up for Element::raw: they are below 2, so 2^14 times that is still a half. Those of one byte do as they are. Sums are REDUCED
+// by what is left until the end.
+constexpr bool FUSED = Element::fused != 0 && OFFSET == NONE && SCALE::bytes == 2, AS_IS = TYPE::is_half && SCALE::bytes == 1;
+constexpr float REDUCED = FUSED ? Element::fused : AS_IS ? Element::raw * SCALE::raw : 1;
 
 // What a lane gets by one load of 16 bytes of codes, STEPS tiles of 16 k, and the scales of the groups that begin in it.
 constexpr int STEPS = 4 / Element::words, PIECES = 8 / STEPS, PIECE_GROUPS = GROUPS > PIECES ? GROUPS / PIECES : 1;
@@ -54,34 +54,34 @@ struct Piece {
   }
 };
 
-// The scales of a piece, ready to multiply: for the rows g and g + 8, what Element::factors gives, or scale and offset.
+// The scales of a piece, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8.
 template <class Element, class Scale> struct FactorsOf {
-  // Scales that are float16 already, or nearly: they only have to be there twice.
-  static constexpr bool HALVES = TYPE::is_half && OFFSET == NONE && Scale::halves;
-  u32 of[PIECE_GROUPS][2][3];
+  static constexpr bool HALVES = TYPE::is_half && Scale::halves;  // they are float16 already, or nearly
+  u32 of[PIECE_GROUPS][3];
 
-  static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
   __device__ __forceinline__ void take(const Piece& piece) {
 #pragma unroll
     for (int i = 0; i < PIECE_GROUPS; i++) {
-      const float2 s = Scale::decode(piece.scale[i].x, piece.scale[i].y);
-      u32 low, high;
+      u32 scale, offset = 0;
       if constexpr (HALVES) {
-        const u32 pair = Scale::to_halves(piece.scale[i].x);
-        low = permute(pair, 0, 0x1010), high = permute(pair, 0, 0x3232);
-      } else low = both(s.x), high = both(s.y);
-      if constexpr (FUSED) Element::factors(low, of[i][0]), Element::factors(high, of[i][1]);
-      else {
-        // Scales of other types may be too small for a half before they make up for Element::raw.
-        of[i][0][0] = HALVES ? TYPE::mul2(low, Element::unraw) : both(s.x * (1 / Element::raw));
-        of[i][1][0] = HALVES ? TYPE::mul2(high, Element::unraw) : both(s.y * (1 / Element::raw));
+        scale = Scale::to_halves(piece.scale[i].x);
+        if constexpr (OFFSET == ZERO) offset = TYPE::fma2(negated2(piece.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
+        if constexpr (OFFSET == MINIMUM) offset = TYPE::fma2(scale, both(MIDDLE), piece.offset[i].x);
+        if constexpr (!FUSED && !AS_IS && Element::unraw != TYPE::ones) scale = TYPE::mul2(scale, Element::unraw);
+      } else {
+        const float2 s = Scale::decode(piece.scale[i].x, piece.scale[i].y);
+        const float up = FUSED ? 1 : 1 / (Element::raw * Scale::raw);  // here, where they may be too small for a half before
+        scale = TYPE::pack(s.x * up, s.y * up);
         if constexpr (OFFSET != NONE) {
           const float2 o = Brick::offset(piece.offset[i], s);
-          of[i][0][1] = both(o.x * REDUCED), of[i][1][1] = both(o.y * REDUCED);
+          offset = TYPE::pack(o.x, o.y);
         }
       }
+      if constexpr (FUSED) Element::factors(scale, of[i]);
+      else of[i][0] = scale, of[i][1] = offset;
     }
   }
+  static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
   __device__ __forceinline__ void decode(const Piece& piece, int step, u32 (&a)[4]) const {
     const auto& f = of[step * PIECE_GROUPS / STEPS];
     u32 words[Element::words];  // not known before, so that nothing is decoded into registers that wgmma still reads
@@ -91,7 +91,10 @@ template <class Element, class Scale> struct FactorsOf {
     else {
       Element::decode(words, a);
 #pragma unroll
-      for (int p = 0; p < 4; p++) a[p] = OFFSET != NONE ? TYPE::fma2(a[p], f[p & 1][0], f[p & 1][1]) : TYPE::mul2(a[p], f[p & 1][0]);
+      for (int p = 0; p < 4; p++) {
+        const u32 scale = twice(f[0], p & 1);
+        a[p] = OFFSET != NONE ? TYPE::fma2(a[p], scale, twice(f[1], p & 1)) : TYPE::mul2(a[p], scale);
+      }
     }
   }
 };

@@ -1,18 +1,18 @@
 // Few rows of x: y^T = W x^T by mma.m16n8k16, as fast as the weights come from memory.
 //
-// A CTA takes TILES tiles of 16 columns of y at a time: a pass. In a pass its warps split K, a brick of 128 k at a time, and
-// meet at the end, where their sums are added in a fixed order. Bricks and x go through a ring in shared memory, of which
-// each warp has slots of its own, and fills them itself.
+// A CTA takes TILES tiles of 16 columns of y at a time: a pass. In a pass its TEAMS of warps split K, a brick of 128 k at a time.
+// At its end they meet, and their sums are added in a fixed order. Bricks and x go through a ring in shared memory, of which
+// each team has slots of its own, and fills them itself. A team is a warp, or several that share the tiles.
 //
-// Weights are exact in the tensor core, and the scales of their groups multiply float32 sums. Where x has fewer than eight
-// rows, the columns that an mma has left over keep the sums of several groups apart, so that one multiplication does for
-// all of them: with one row, step kt of a brick has x in the column copy_of(kt), and zeros in the others. What codes are more
-// than the numbers they stand for, times x, is taken off their sums; offsets multiply the sums of x: one more product, of x
-// with a constant, gives both. With eight rows and more, the order of additions depends on WARPS and the pass, so a row's result
-// does not depend on its batch.
+// Weights are exact in the tensor core, and the scales of their groups multiply float32 sums, or, where groups are many and
+// products with their scales are exact too, the codes. Where x has fewer than eight rows, the columns that an mma has left over
+// keep the sums of several groups apart, so that one multiplication does for all of them: with one row, step kt of a brick has x
+// in the column copy_of(kt), and zeros in the others. Zero points, and what codes are more than the numbers they stand for, are
+// taken off such sums, and minimums added, times the sum of x, which is one more product, of x with a constant. With eight rows and
+// more, the order of additions depends on TEAMS and the pass, so a row's result does not depend on its batch.
 //
-// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPS, TILES, ROWS (of x: 1, 2, 4, 8, 16 or 32), SLOTS, and
-// RESIDENT, the CTAs that are to have room on a multiprocessor.
+// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), TILES, ROWS (of x: 1, 2, 4, 8, 16 or
+// 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor.
 #include "decode.cuh"
 #include "hopper.cuh"
 
@@ -20,21 +20,28 @@ constexpr int COLUMNS = ROWS < 8 ? 1 : ROWS / 8, COPIES = ROWS < 8 ? 8 / ROWS : 
 // A brick's steps of 16 k, in chunks of as many groups as are kept apart.
 constexpr int CHUNKS = GROUPS > COPIES ? GROUPS / COPIES : 1, STEPS = 8 / CHUNKS;
 static_assert(8 % TILES == 0, "bricks of eight tiles are neighbours");
-static_assert(SLOTS % WARPS == 0, "every warp has as many slots");
-constexpr int X_ROWS = ROWS == 1 ? 1 : ROWS < 8 ? 8 : ROWS, X_BYTES = X_ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
+static_assert(SLOTS % TEAMS == 0, "every team has as many slots");
+static_assert(TILES % SHARERS == 0, "every warp of a team has as many tiles");
+constexpr int WARPS = TEAMS * SHARERS, MINE = TILES / SHARERS;  // tiles of a warp
+static_assert(ROWS > 1 || ALONE, "one row is one row");
+constexpr int X_ROWS = ALONE ? 1 : ROWS < 8 ? 8 : ROWS, Y_ROWS = ALONE ? 1 : ROWS, DIFFERENT = Y_ROWS < 8 ? Y_ROWS : 8;
+constexpr int X_BYTES = X_ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
 // Codes as they are need few instructions, but the product of x with a constant: that is worth it for many tiles, or if it is
 // needed anyway.
-constexpr bool PLAIN = OFFSET != NONE || TILES >= 4 * COLUMNS;
+constexpr bool PLAIN = OFFSET != NONE || MINE >= 4;
 constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : Element::raw, UNIT_HIGH = PLAIN ? Element::unit_high : Element::raw;
-constexpr bool CENTERED = CENTER != 0, SUMMED = CENTERED || OFFSET != NONE;
+constexpr float ZERO_POINT = CENTER - (OFFSET == NONE ? 0 : MIDDLE);  // of all codes, as they are multiplied
+constexpr bool SUMMED = ZERO_POINT != 0 || OFFSET != NONE;
+constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
 constexpr bool FIRST = STEPS <= 2;  // sums of so few steps begin with what is taken off; longer ones would wait for it
 static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_tiles + GROUPS * (kt % Brick::group_tiles)) % COPIES; }
 
-// The ring, as a warp sees it: its slots are every WARPS-th. Hopper fills one with bulk copies by one lane or two, the others
-// with copies of 16 bytes by all. x is in two boxes of 64 k, rows of 128 bytes; the 16-byte piece i of row r is at i ^ (r % 8),
-// so eight rows lie in different banks.
+// The ring, as a team sees it: its slots are every TEAMS-th. Hopper fills one with bulk copies by one lane, the others with copies
+// of 16 bytes by all. x is in two boxes of 64 k, rows of 128 bytes; the 16-byte piece i of row r is at i ^ (r % 8),
+// so eight rows lie in different banks. One row is one box.
 struct Ring {
   u32 x, w, full;  // in shared memory; `full` is a barrier for each slot
+  bool elected;    // to copy
   int lane, pitch, tiles, bricks, first_row, rows, box_rows, k, x_stride;
   const u8* weights;
   const u16* source;
@@ -59,17 +66,21 @@ struct Ring {
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ void fetch_weights(int slot) const {
     const u32 bytes = min(TILES, tiles - tile) * Brick::bytes;
-    if (lane == 0) {
+    if (elected) {
       barrier_expect(full + 8 * slot, box_rows * 256 + bytes);
       copy_bulk(w + slot * W_BYTES, from, bytes, full + 8 * slot);
     }
   }
   __device__ __forceinline__ void fetch_x(int slot) const {
-    if (lane < 2) copy_box(x + slot * X_BYTES + lane * X_ROWS * 128, map, full + 8 * slot, brick * 128 + lane * 64, first_row);
+    if (elected) {
+      copy_box(x + slot * X_BYTES, map, full + 8 * slot, brick * 128, first_row);
+      if (!ALONE) copy_box(x + slot * X_BYTES + X_ROWS * 128, map, full + 8 * slot, brick * 128 + 64, first_row);
+    }
   }
   __device__ __forceinline__ void commit() const {}
   __device__ __forceinline__ void wait(int slot, u32 parity) const { barrier_wait(full + 8 * slot, parity); }
 #else
+  static_assert(SHARERS == 1, "who copies, waits");
   __device__ __forceinline__ void fetch_weights(int slot) const {
     for (int i = lane; i < min(TILES, tiles - tile) * Brick::bytes / 16; i += 32) copy_async(w + slot * W_BYTES + i * 16, from + i * 16, 16);
   }
@@ -83,20 +94,20 @@ struct Ring {
   }
   __device__ __forceinline__ void commit() const { copy_commit(); }
   __device__ __forceinline__ void wait(int, u32) const {
-    copy_wait<SLOTS / WARPS - 1>();
+    copy_wait<SLOTS / TEAMS - 1>();
     __syncwarp();
   }
 #endif
   // Every slot once, with weights or with x; false if there are no more steps than that.
-  template <bool X> __device__ __forceinline__ bool fill(int warp) {
+  template <bool X> __device__ __forceinline__ bool fill(int team) {
     begin(blockIdx.x * TILES);
-    bool more = advance(warp);
+    bool more = advance(team);
 #pragma unroll 1
-    for (int slot = warp; slot < SLOTS; slot += WARPS) {
+    for (int slot = team; slot < SLOTS; slot += TEAMS) {
       if (more && X) fetch_x(slot);
       if (more && !X) fetch_weights(slot);
       commit();
-      more = more && advance(WARPS);
+      more = more && advance(TEAMS);
     }
     return more;
   }
@@ -108,7 +119,9 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[SLOTS];
   __shared__ uint4 zeros[WARPS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+  // Known to be the same for a whole warp, it keeps what copies want in uniform registers.
+  const int warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), team = warp / SHARERS, sharer = warp % SHARERS;
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int bricks = (k + 127) / 128, tiles = (n + 15) / 16, pitch = gridDim.x * TILES;
   const int first_row = blockIdx.y * ROWS, rows = min(ROWS, m - first_row);
   Ring ring;
@@ -119,28 +132,35 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   ring.first_row = first_row, ring.rows = rows, ring.box_rows = min(ROWS, m), ring.k = k, ring.x_stride = x_stride;
   ring.weights = weights, ring.source = x, ring.map = &x_map;
   const u32 zero = shared_address(zeros + warp);
+#if __CUDA_ARCH__ >= 900
+  ring.elected = elect() && sharer == 0;
+#endif
   if (lane == 0) {
     zeros[warp] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
-    for (int i = warp; i < SLOTS; i += WARPS) barrier_init(ring.full + 8 * i, 1);
+    for (int i = team; i < SLOTS && sharer == 0; i += TEAMS) barrier_init(ring.full + 8 * i, 1);
     barrier_init_done();
 #endif
   }
-  __syncwarp();
+  auto meet_team = [&] {
+    if constexpr (SHARERS == 1) __syncwarp();
+    else meet(1 + team, SHARERS * 32);
+  };
+  meet_team();
 
   let_next_start();
-  ring.fill<false>(warp);
+  ring.fill<false>(team);
 #if __CUDA_ARCH__ >= 900
-  if (lane == 0) prefetch_map(&x_map);
+  if (ring.elected) prefetch_map(&x_map);
 #endif
   wait_for_previous();  // weights do not depend on the kernel before this one; x may
-  bool more = ring.fill<true>(warp);
+  bool more = ring.fill<true>(team);
 
-  // The warps' sums side by side, [WARPS][ROWS][LINE]: behind the ring, or in its place if there is no other pass.
+  // The teams' sums side by side, [TEAMS][Y_ROWS][LINE]: behind the ring, or in its place if there is no other pass.
   constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
   float* sums = (float*)(pitch >= tiles ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
-  float* scales = sums + WARPS * ROWS * LINE;
-  int step = warp, slot = warp;  // the step and the slot that this warp takes next
+  float* scales = sums + TEAMS * Y_ROWS * LINE;
+  int step = team, slot = team;  // the step and the slot that this team takes next
   u32 parity = 0;
   int end = bricks;  // of this pass
   for (int first_tile = blockIdx.x * TILES; first_tile < tiles; first_tile += pitch, end += bricks) {
@@ -148,15 +168,15 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     float scale_of_column = 1;
     Bias bias_of_column = 0;
     if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[column], bias_of_column = load_bias(bias, column);
-    float sum[TILES][COLUMNS][4] = {};
+    float sum[MINE][COLUMNS][4] = {};
     while (step < end) {
       ring.wait(slot, parity);
-      const u32 bricks_here = ring.w + slot * W_BYTES, x_here = ring.x + slot * X_BYTES + (ROWS < 8 ? (lane & 7) % ROWS : lane & 7) * 128;
+      const u32 bricks_here = ring.w + slot * W_BYTES + sharer * MINE * Brick::bytes, x_here = ring.x + slot * X_BYTES + (lane & 7) % DIFFERENT * 128;
       u32 b[COLUMNS][4];
       auto load_x = [&](int kt) {  // of two steps
 #pragma unroll
         for (int mt = 0; mt < COLUMNS; mt++) {
-          u32 from = x_here + (kt / 4 * X_ROWS + mt * 8) * 128 + ((kt % 4 * 2 + (lane >> 3) ^ (lane & 7) % ROWS) << 4);
+          u32 from = x_here + (kt / 4 * X_ROWS + mt * 8) * 128 + ((kt % 4 * 2 + (lane >> 3) ^ (lane & 7) % DIFFERENT) << 4);
           if (COPIES > 1 && (lane & 7) / ROWS != (lane < 16 ? copy_of(kt) : copy_of(kt + 1))) from = zero;
           load_matrices(b[mt], from);
         }
@@ -164,13 +184,24 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 #pragma unroll
       for (int chunk = 0; chunk < CHUNKS; chunk++) {
         constexpr int AT_ONCE = STEPS * Element::words < 4 ? STEPS * Element::words : 4;  // words of codes
-        u32 codes[TILES][AT_ONCE];
-        float part[TILES][COLUMNS][4], x_sum[COLUMNS][4] = {};
+        u32 codes[MINE][AT_ONCE];
+        float part[MINE][COLUMNS][4], x_sum[COLUMNS][4] = {};
         auto add_x = [&](int kt) {
-          const u32 constant[4] = {Element::constant_low, Element::constant_high, Element::constant_low, Element::constant_high};
+          const u32 units[4] = {Element::units_low, Element::units_high, Element::units_low, Element::units_high};
 #pragma unroll
-          for (int mt = 0; mt < COLUMNS; mt++) TYPE::mma(x_sum[mt], constant, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
+          for (int mt = 0; mt < COLUMNS; mt++) TYPE::mma(x_sum[mt], units, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
         };
+        // A lane's two columns are of the same group, but for one row of x, where they are of neighbours.
+        constexpr bool TWO = ROWS == 1 && GROUPS > 1;
+        const int group = (chunk * COPIES + (COPIES > 1 ? 2 * c / ROWS : 0)) % GROUPS;
+        uint2 scales_here[MINE][1 + TWO], offsets_here[MINE][1 + TWO];  // on their way while codes are multiplied
+#pragma unroll
+        for (int t = 0; t < MINE; t++)
+#pragma unroll
+          for (int i = 0; i < 1 + TWO; i++) {
+            scales_here[t][i] = Brick::stored_scale(bricks_here + t * Brick::bytes, g, group + i);
+            if constexpr (OFFSET != NONE) offsets_here[t][i] = Brick::stored_offset(bricks_here + t * Brick::bytes, g, group + i);
+          }
         if constexpr (FIRST) {
           if (chunk * STEPS % 2 == 0) load_x(chunk * STEPS);
 #pragma unroll
@@ -182,57 +213,59 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           if (!FIRST && kt % 2 == 0) load_x(kt);
           if (!FIRST && SUMMED) add_x(kt);
 #pragma unroll
-          for (int t = 0; t < TILES; t++) {
+          for (int t = 0; t < MINE; t++) {
             if (word == 0) Brick::codes(codes[t], bricks_here + t * Brick::bytes, kt * Element::words, lane);
             u32 a[4];
             if constexpr (PLAIN) Element::decode_plain(codes[t] + word, a);
             else Element::decode(codes[t] + word, a);
+            if constexpr (PRESCALED) {
+              const u32 scale = Brick::scale_pair<SCALE>(scales_here[t][0]);
+#pragma unroll
+              for (int p = 0; p < 4; p++) a[p] = TYPE::mul2(a[p], twice(scale, p & 1));
+            }
 #pragma unroll
             for (int mt = 0; mt < COLUMNS; mt++) {
 #pragma unroll
-              for (int i = 0; i < 4 && j == 0; i++) part[t][mt][i] = FIRST && CENTERED ? x_sum[mt][i] : 0;
-              TYPE::mma(part[t][mt], a, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
+              for (int i = 0; i < 4 && j == 0; i++) part[t][mt][i] = FIRST && ZERO_POINT != 0 ? -ZERO_POINT * x_sum[mt][i] : 0;
+              TYPE::mma(PRESCALED ? sum[t][mt] : part[t][mt], a, b[mt][kt % 2 * 2], b[mt][kt % 2 * 2 + 1]);
             }
           }
         }
-        // A lane's two columns are of the same group, but for one row of x, where they are of neighbours.
-        constexpr bool TWO = ROWS == 1 && GROUPS > 1;
-        const int group = (chunk * COPIES + (COPIES > 1 ? 2 * c / ROWS : 0)) % GROUPS;
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-          const u32 brick = bricks_here + t * Brick::bytes;
+        for (int t = 0; t < MINE && !PRESCALED; t++) {
           float2 s[2], o[2];
 #pragma unroll
-          for (int i = 0; i < 1 + TWO; i++) {
-            s[i] = Brick::scale(brick, g, group + i);
-            if constexpr (OFFSET != NONE) o[i] = Brick::offset(Brick::stored_offset(brick, g, group + i), s[i]);
+          for (int i = 0; i < 2; i++) {
+            s[i] = SCALE::decode(scales_here[t][i & TWO].x, scales_here[t][i & TWO].y);
+            if constexpr (OFFSET != NONE) o[i] = Brick::decode_offset(offsets_here[t][i & TWO]);
           }
-          if (!TWO) s[1] = s[0], o[1] = o[0];
 #pragma unroll
           for (int mt = 0; mt < COLUMNS; mt++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-              const float centered = !FIRST && CENTERED ? part[t][mt][i] + x_sum[mt][i] : part[t][mt][i];
-              float& v = sum[t][mt][i];
-              v += centered * (i < 2 ? s[i & 1].x : s[i & 1].y);
-              if constexpr (OFFSET != NONE) v += x_sum[mt][i] * ((i < 2 ? o[i & 1].x : o[i & 1].y) * (CENTERED ? -1 / CENTER : 1.0f));
+              const float scale = i < 2 ? s[i & 1].x : s[i & 1].y, offset = i < 2 ? o[i & 1].x : o[i & 1].y;
+              float centered = part[t][mt][i];
+              if constexpr (!FIRST && ZERO_POINT != 0) centered -= ZERO_POINT * x_sum[mt][i];
+              if constexpr (OFFSET == ZERO) centered -= offset * x_sum[mt][i];
+              sum[t][mt][i] += centered * scale;
+              if constexpr (OFFSET == MINIMUM) sum[t][mt][i] += offset * x_sum[mt][i];
             }
         }
       }
-      __syncwarp();  // all lanes have read this slot
+      meet_team();  // all have read this slot
       if (more) {
         ring.fetch_weights(slot);
         ring.fetch_x(slot);
-        more = ring.advance(WARPS);
+        more = ring.advance(TEAMS);
       }
       ring.commit();
-      step += WARPS, slot += WARPS;
-      if (slot >= SLOTS) slot = warp, parity ^= 1;
+      step += TEAMS, slot += TEAMS;
+      if (slot >= SLOTS) slot = team, parity ^= 1;
     }
 
     if constexpr (COPIES > 1) {  // a row's columns, of which a lane has one or two, and others the rest
 #pragma unroll
-      for (int t = 0; t < TILES; t++)
+      for (int t = 0; t < MINE; t++)
 #pragma unroll
         for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {
           float& v = sum[t][0][i];
@@ -243,13 +276,13 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     }
     __syncthreads();
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < MINE; t++)
 #pragma unroll
       for (int mt = 0; mt < COLUMNS; mt++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int row = mt * 8 + 2 * c + (i & 1);
-          if (COPIES == 1 || row < ROWS) sums[(warp * ROWS + row) * LINE + t * 16 + g + (i >> 1) * 8] = sum[t][mt][i];
+          if (row < Y_ROWS) sums[(team * Y_ROWS + row) * LINE + (sharer * MINE + t) * 16 + g + (i >> 1) * 8] = sum[t][mt][i];
         }
     if (threadIdx.x < WIDTH) scales[threadIdx.x] = scale_of_column, scales[WIDTH + threadIdx.x] = bias_value(bias_of_column);
     __syncthreads();
@@ -258,7 +291,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       if (out >= n) continue;
       float v = 0;
 #pragma unroll
-      for (int s = 0; s < WARPS; s++) v += sums[(s * ROWS + row) * LINE + column];
+      for (int s = 0; s < TEAMS; s++) v += sums[(s * Y_ROWS + row) * LINE + column];
       const float unit = (column & 8 ? 1 / UNIT_HIGH : 1 / UNIT_LOW) * (1 / SCALE::raw);
       y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * unit * scales[column] + scales[WIDTH + column]), 0);
     }

@@ -20,6 +20,7 @@ from billfish.elements import E2M1, Integer, Signed, Table
 from billfish.errors import DataError, complaint
 from billfish.files import replacing
 from billfish.format import Format, Planes
+from billfish.scales import decode_e4m3
 from billfish.tensor import QuantizedTensor
 
 TILE, BRICK = 16, 128  # rows and k of a brick
@@ -27,6 +28,7 @@ GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 # Where the sign and the other three bits of pair p's codes go; see E2M1 in decode.cuh.
 E2M1_SIGN, E2M1_REST = (15, 12, 14, 13), (9, 6, 3, 0)
+E5M3_RAW = 128  # as in decode.cuh
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -37,7 +39,7 @@ class Kind:
     """What a kernel is compiled for, in the words of decode.cuh."""
 
     element: str  # Int4, Int8, E2M1 or Table4
-    scale: str  # ScaleF16, ScaleF32, ScaleE8M0 or ScaleE4M3
+    scale: str  # ScaleF16, ScaleF32 or ScaleE5M3
     offset: str  # NONE, ZERO or MINIMUM
     groups: int  # of scales in a brick: 1, 2, 4 or 8
     middle: int = 0  # what elements are less than codes; not 0 only with an offset
@@ -104,7 +106,7 @@ def describe(tensor: QuantizedTensor) -> Description:
     middle = 1 << format.element.bits - 1 if offset != "NONE" else 0
     element, codes, table = _element(format, planes["codes"], middle)
     groups = GROUPS[size]
-    bytewise = _byte_scales(format, planes)
+    bytewise = _byte_scales(format, planes, size)
     if bytewise is not None:
         name, stored, row_scale = bytewise
         if element == "Table4":  # ggml's doubled E2M1 with halved scales; of its two zeros it knows one
@@ -127,21 +129,31 @@ def _element(format: Format, codes: Codes, middle: int) -> tuple[str, Codes, tup
     return name, codes + np.uint8(center - element.bias - middle), ()
 
 
-def _byte_scales(format: Format, planes: Planes) -> tuple[str, NDArray[np.uint8], Floats] | None:
-    """Scales that stay one byte, if this format's do and none of them means something special."""
+def _byte_scales(format: Format, planes: Planes, size: int) -> tuple[str, NDArray[np.uint8], Floats] | None:
+    """Scales that stay one byte, ScaleE5M3, if this format's do and all of them are in its range: relative to the
+    largest of their row those of E8M0, as they are those of E4M3."""
     codes = planes["scale"]
     if codes.dtype != np.uint8:
         return None
     if format.scale.startswith("e8m0"):
-        largest = codes.max(axis=1, keepdims=True).astype(np.int16)
-        relative = codes.astype(np.int16) - largest + 127
-        if largest.max() == 255 or relative.min() < 1:
+        if codes.max() == 255:
             return None
-        row_scale = np.ldexp(np.float32(1), largest[:, 0].astype(np.int32) - 127).astype(np.float32)
-        return "ScaleE8M0", relative.astype(np.uint8), row_scale
-    if codes.max() >= 0x7F:
+        # Groups of zeros often have the smallest scale there is. Theirs may be any.
+        starts = np.arange(0, planes["codes"].shape[1], size)
+        empty = np.maximum.reduceat(planes["codes"] & 7, starts, axis=1) == 0
+        largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
+        scale = np.ldexp(np.float32(1), np.where(empty, 0, codes - largest) + 8)
+        row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
+    else:
+        if codes.max() >= 0x7F:
+            return None
+        scale, row_scale = decode_e4m3(codes), np.full(len(codes), planes["global_scale"], np.float32)
+    raised = scale * np.float32(E5M3_RAW)
+    half = raised.astype(np.float16)
+    bits = half.view(np.uint16)
+    if (half != raised).any() or (bits & 127).any():
         return None
-    return "ScaleE4M3", codes, np.full(len(codes), planes["global_scale"], np.float32)
+    return "ScaleE5M3", (bits >> 7).astype(np.uint8), row_scale
 
 
 def _float_scales(

@@ -66,10 +66,11 @@ def plan(product: Product, device: Device) -> Plan | None:
 class Small:
     """A shape of gemm_small; the names are those of its macros."""
 
-    warps: int
+    teams: int
     tiles: int
     slots: int
     resident: int = 1
+    sharers: int = 1
 
     def rounds(self, tiles: int, device: Device) -> int:
         """How often a CTA has to start over. Where kernels overlap, there are no more CTAs than there is room for."""
@@ -82,10 +83,13 @@ class Small:
     def cost(self, tiles: int, device: Device) -> float:
         """Tiles of the multiprocessor that has most to do, and what meeting once more costs."""
         grid, rounds = self.grid(tiles, device), self.rounds(tiles, device)
+        most = -(-grid // device.multiprocessors) * rounds * self.tiles
+        if self.resident == 1:
+            return most + (rounds - 1) * (0.1 if self.sharers > 1 else 0.5)
         # Room for two, but hardly more than one: the next kernel's CTAs would share some of them and leave others.
-        uneven = self.resident > 1 and 5 * grid < 6 * device.multiprocessors
-        meetings = (rounds - 1) * (0.6 if self.resident == 1 else 0.7)
-        return -(-grid // device.multiprocessors) * rounds * self.tiles + meetings + (tiles if uneven else 0)
+        uneven = 5 * grid < 6 * device.multiprocessors
+        # Two that share a multiprocessor leave bandwidth to those that are alone on theirs.
+        return (most + tiles / device.multiprocessors) / 2 + (rounds - 1) * 2 + (tiles if uneven else 0)
 
 
 def rows_at_once(product: Product) -> int:
@@ -94,38 +98,41 @@ def rows_at_once(product: Product) -> int:
     return next(rows for rows in (1, 2, 4, 8, 16, 32) if rows == 32 or rows >= max(product.m, least))
 
 
-def small_shapes(product: Product) -> list[Small]:
+def small_shapes(product: Product, hopper: bool) -> list[Small]:
     """That are worth weighing, of equal ones the better first. Some 100 KB under way on a multiprocessor are enough."""
     if product.batch_invariant:
-        return [Small(8, 2, 16)]  # the warps decide about the order of additions
-    rows, wide = rows_at_once(product), product.n >= 12288
+        return [Small(8, 2, 16)]  # the teams decide about the order of additions
+    rows, wide, long = rows_at_once(product), product.n >= 12288, product.k > 4096
     if rows == 32:
         return [Small(4, 4, 8) if wide else Small(8, 1, 16)]
     if rows == 16:
-        return [Small(8, 4, 16) if wide else Small(16, 2, 32) if product.k >= 8192 else Small(8, 2, 24)]
-    return [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(16, 1, 32)]
+        return [Small(8, 4, 16) if wide else Small(8, 2, 16)]
+    if not hopper:
+        return [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(16, 1, 32)]
+    two = Small(16, 2, 32) if long and product.m == 1 else Small(8, 2, 24 if long else 16)
+    return [Small(8, 4, 16, 2), Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), two, Small(16, 1, 32)]
 
 
 def small(product: Product, device: Device) -> Plan:
     tiles = -(-product.n // 16)
-    shapes = [fitting(product, device, shape) for shape in small_shapes(product)]
+    shapes = [fitting(product, device, shape) for shape in small_shapes(product, device.capability >= (9, 0))]
     return launch_small(product, device, min(shapes, key=lambda shape: shape.cost(tiles, device)))
 
 
 def small_bytes(product: Product, device: Device, shape: Small) -> int:
-    """Of shared memory, as in gemm_small.cu: the ring, and the warps' sums in its place, or behind it."""
-    rows, rounds = rows_at_once(product), shape.rounds(-(-product.n // 16), device)
-    ring = shape.slots * ((1 if rows == 1 else max(8, rows)) * 256 + shape.tiles * product.kind.brick_bytes)
-    sums = (shape.warps * rows * (16 * shape.tiles + 4) + 2 * 16 * shape.tiles) * 4
+    """Of shared memory, as in gemm_small.cu: the ring, and the teams' sums in its place, or behind it."""
+    rows, rounds, alone = rows_at_once(product), shape.rounds(-(-product.n // 16), device), product.m == 1
+    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.tiles * product.kind.brick_bytes)
+    sums = (shape.teams * (1 if alone else rows) * (16 * shape.tiles + 4) + 2 * 16 * shape.tiles) * 4
     return ring + sums if rounds > 1 else max(ring, sums)
 
 
 def fitting(product: Product, device: Device, shape: Small) -> Small:
     """With as many slots, and then tiles, as there is room for; its barriers, and the system, want a kilobyte each."""
     room = (device.shared_bytes + 2048) // shape.resident - 2048
-    while small_bytes(product, device, shape) > room and (shape.slots > shape.warps or shape.tiles > 1):
-        if shape.slots > shape.warps:
-            shape = replace(shape, slots=shape.slots - shape.warps)
+    while small_bytes(product, device, shape) > room and (shape.slots > shape.teams or shape.tiles > shape.sharers):
+        if shape.slots > shape.teams:
+            shape = replace(shape, slots=shape.slots - shape.teams)
         else:
             shape = replace(shape, tiles=shape.tiles // 2)
     return shape
@@ -133,10 +140,13 @@ def fitting(product: Product, device: Device, shape: Small) -> Small:
 
 def launch_small(product: Product, device: Device, shape: Small) -> Plan:
     rows, tiles = rows_at_once(product), -(-product.n // 16)
-    macros = product.macros(WARPS=shape.warps, TILES=shape.tiles, ROWS=rows, SLOTS=shape.slots, RESIDENT=shape.resident)
+    named = {name.upper(): value for name, value in vars(shape).items()}
+    macros = product.macros(ROWS=rows, ALONE=int(product.m == 1), **named)
     grid = (shape.grid(tiles, device), -(-product.m // rows))
-    threads, overlap = shape.warps * 32, device.capability >= (9, 0)
+    threads, overlap = shape.teams * shape.sharers * 32, device.capability >= (9, 0)
     shared_bytes = small_bytes(product, device, shape)
+    if overlap:  # no room for one more: which multiprocessors the next kernel's CTAs then find is left to chance
+        shared_bytes = max(shared_bytes, (device.shared_bytes + 2048) // (shape.resident + 1))
     launch = Launch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
     return Plan(launch, min(product.m, rows))
 
