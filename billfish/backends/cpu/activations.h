@@ -26,13 +26,12 @@ template <int PLANES> __attribute__((always_inline)) inline void quantize_block(
   int32_t whole[32];
   for (int i = 0; i < 32; i++) whole[i] = round_to_int(x[i] * inverse);
   if (!usable) std::fill(whole, whole + 32, 0);
-  billfish::finish_block(out, row, b, usable ? largest / top : finite ? 0.0f : std::nanf(""), whole);
-  int8_t* low = out.codes_of(row, b, PLANES - 1);
-  for (int i = 0; i < 32; i++) low[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
-  if constexpr (PLANES == 2) {
-    int8_t* high = out.codes_of(row, b, 0);
-    for (int i = 0; i < 32; i++) high[i] = int8_t((whole[i] - low[i]) >> 8);
-  }
+  int32_t part[PLANES][32];
+  for (int i = 0; i < 32; i++) part[PLANES - 1][i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
+  if constexpr (PLANES == 2)
+    for (int i = 0; i < 32; i++) part[0][i] = (whole[i] - part[1][i]) >> 8;
+  billfish::finish_block(out, row, b, usable ? largest / top : finite ? 0.0f : std::nanf(""), part, 256);
+  for (int plane = 0; plane < PLANES; plane++) std::copy(part[plane], part[plane] + 32, out.codes_of(row, b, plane));
 }
 
 // 2^exponent, for -149 .. 127.
@@ -64,16 +63,7 @@ inline void quantize_exactly(const float* x, const Activations8& out, int64_t ro
     for (int i = 0; i < 32; i++) digits[i] = int8_t(uint8_t(bytes[i] >> (24 - 8 * plane)) ^ 0x80);
     std::copy(digits, digits + 32, out.codes_of(row, b, plane));
   }
-  const int64_t at = out.block_of(row, b), lanes = out.lanes, lane = row % lanes;
-  out.scale[at * 2 * lanes + lane] = scale, out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
-  int32_t sums[2][3] = {};  // of each half, and of all
-  for (int p = 0; p < 2; p++) {
-    for (int i = 0; i < 16; i++) sums[p][0] += pair[p][i];
-    for (int i = 16; i < 32; i++) sums[p][1] += pair[p][i];
-    sums[p][2] = sums[p][0] + sums[p][1];
-    for (int part = 0; part < 3; part++) out.sums[((at * 2 + p) * 3 + part) * lanes + lane] = sums[p][part];
-  }
-  for (int part = 0; part < 3; part++) out.totals[(at * 3 + part) * lanes + lane] = scale * (float(sums[0][part]) * 65536.0f + float(sums[1][part]));
+  billfish::finish_block(out, row, b, scale, pair, 65536);
 }
 
 // Blocks [first, last) of a row of x [k], which is padded with zeros to whole blocks: quantize(block of 32, number of the block).

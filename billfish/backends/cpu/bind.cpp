@@ -206,10 +206,10 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++)
       for (int64_t b = part.first_block; b < part.last_block; b++) {
         const int8_t* from = codes.data() + row * d.k + b * 32;
-        int32_t whole[32];
-        std::copy(from, from + 32, whole);
+        int32_t whole[1][32];
+        std::copy(from, from + 32, whole[0]);
         std::copy(from, from + 32, x.integers.codes_of(row, b, 0));
-        finish_block(x.integers, row, b, scale.data()[row * blocks + b], whole);
+        finish_block(x.integers, row, b, scale.data()[row * blocks + b], whole, 1);
       }
     x.finish(part);
     return true;

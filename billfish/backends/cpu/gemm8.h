@@ -70,19 +70,19 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           unroll<T>([&](auto t) INLINED {
             unroll<PLANES>([&](auto p) INLINED {
               if constexpr (decltype(step)::value == 0) {
-                constexpr bool last_of_pair = PLANES == 1 || decltype(p)::value % 2;
-                constexpr int pair = decltype(p)::value / 2, pairs = PLANES == 4 ? 2 : 1;
-                sum[t][p][r] = last_of_pair ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * pairs + pair) * lanes + t) * START_INTS) : splat_int(0);
+                constexpr int parts = PLANES == 1 ? 1 : 2, each = PLANES / parts, part = decltype(p)::value / each;
+                constexpr bool last_of_part = decltype(p)::value % each == each - 1;
+                sum[t][p][r] = last_of_part ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * parts + part) * lanes + t) * START_INTS) : splat_int(0);
               }
               unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::operand>(sum[t][p][r], bytes[i][r], piece[t][p]); });
             });
           });
         });
       });
-      if constexpr (PLANES > 1)
+      if constexpr (PLANES == 4)
         unroll<T>([&](auto t) INLINED {
           unroll<COUNT>([&](auto r) INLINED {
-            unroll<PLANES / 2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+            unroll<2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
           });
         });
       if constexpr (direct)
@@ -104,16 +104,18 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           if constexpr (in_place) return difference_to_floats<MAGIC>(sum[t][plane][r], sum[t][plane][r - 1]);
           else return sum_to_floats<MAGIC>(sum[t][plane][r]);
         };
-        constexpr std::integral_constant<int, PLANES - 1> last;
+        auto whole = [&](auto t) INLINED {
+          const Floats last = value(t, std::integral_constant<int, PLANES - 1>{});
+          if constexpr (PLANES == 1) return last;
+          else return multiply_add(last, value(t, std::integral_constant<int, PLANES / 2 - 1>{}), splat(PLANES == 2 ? 256 : 65536));
+        };
         if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
-          Floats whole = value(0, last);
-          if constexpr (PLANES == 4) whole = multiply_add(whole, value(0, std::integral_constant<int, 1>{}), splat(65536));
-          total[0][r] = multiply_add(total[0][r], multiply_x<0>(whole, x_scales[in_place]), scale[half][r]);
+          total[0][r] = multiply_add(total[0][r], multiply_x<0>(whole(0), x_scales[in_place]), scale[half][r]);
         } else {
           Floats scaled[T];
           unroll<T>([&](auto t) INLINED {
-            if constexpr (direct) scaled[t] = multiply(value(t, last), scale[half][r]);
-            else scaled[t] = scale_sum<MAGIC>(sum[t][last][r], scale[half][r], source.group[half].offset + row_at);
+            if constexpr (direct || PLANES > 1) scaled[t] = multiply(whole(t), scale[half][r]);
+            else scaled[t] = scale_sum<MAGIC>(sum[t][0][r], scale[half][r], source.group[half].offset + row_at);
           });
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
         }
@@ -141,7 +143,7 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
   else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
   else if (x.planes == EXACT_PLANES) {
     if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
-  } else add_blocks8<Decoder, Source, 1, 2, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
+  } else add_blocks8<Decoder, Source, 1, 2, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
 }
 
 using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t, float*);
@@ -183,10 +185,14 @@ inline FewKernel few_kernel(const Weights& w) {
   return nullptr;
 }
 
-constexpr int64_t ONE_BY_ONE = 2;  // up to so many rows, one at a time is quicker
+// Up to so many rows, one at a time is quicker than several. With two planes there is as much to multiply as to decode, and nibbles
+// and bytes, which hardly need decoding, may be decoded again for every row.
+inline int64_t one_by_one(const Weights& w, int32_t planes) {
+  return planes == 1 ? 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
+}
 
 inline bool buffered(const Weights& w, int64_t m, int32_t planes) {
-  return m >= (planes == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (planes == 2 && m > ONE_BY_ONE);
+  return m >= (planes == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (planes == 2 && m > one_by_one(w, planes));
 }
 
 // Whether exact products of few rows are made here, in four planes.
@@ -194,7 +200,7 @@ inline bool exact_in_planes(const Weights& w, int64_t m) { return EXACT_IN_PLANE
 
 // How many rows of x go together, for this many of them.
 inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
-  return planes == EXACT_PLANES || (m <= ONE_BY_ONE && !buffered(w, m, planes)) ? 1 : X_ROWS;
+  return planes == EXACT_PLANES || (m <= one_by_one(w, planes) && !buffered(w, m, planes)) ? 1 : X_ROWS;
 }
 
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   constexpr std::integral_constant<int, X_ROWS> four;
   constexpr std::true_type yes;
   constexpr std::false_type no;
-  if (x.planes == 2) w.group == 16 ? call(two, two, two, no) : call(two, two, one, no);
+  if (x.planes == 2) w.group == 16 ? call(two, two, two, yes) : call(two, two, one, yes);
   else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
   else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
 }
@@ -229,10 +235,10 @@ inline bool unsigned_codes(const Weights& w, const Activations8& x) {
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
-// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, pairs, lanes,
+// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, parts, lanes,
 // START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
 inline int64_t start_stride(const Weights& w, const Activations8& x) {
-  return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.pairs() * x.lanes * START_INTS;
+  return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.parts() * x.lanes * START_INTS;
 }
 
 // For groups of rows [first, last) and blocks [begin, end).
@@ -241,20 +247,20 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
     if (first > 0 || begin > 0) return;
     last = end = 1;
   }
-  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, pairs = x.pairs();
+  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = x.parts();
   const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   for (int64_t group = first; group < last; group++)
     for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++)
       for (int half = 0; half < halves; half++)
-        for (int i = 0; i < pairs * lanes; i++) {  // of each pair of planes, the lanes
-          const int32_t sum = x.start_stride ? x.sums[((at * pairs + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes] : 0;
+        for (int i = 0; i < parts * lanes; i++) {  // of each part, the lanes
+          const int32_t sum = x.start_stride ? x.sums[((at * parts + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes] : 0;
           const uint32_t even = uint32_t(zero - bias * sum);
           // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
           const uint32_t odd = in_place ? even + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
-          int32_t* out = x.starts + at * x.start_stride + (half * 2 * pairs * lanes + i) * START_INTS;
+          int32_t* out = x.starts + at * x.start_stride + (half * 2 * parts * lanes + i) * START_INTS;
           std::fill(out, out + START_INTS, int32_t(even));
-          std::fill(out + pairs * lanes * START_INTS, out + (pairs * lanes + 1) * START_INTS, int32_t(odd));
+          std::fill(out + parts * lanes * START_INTS, out + (parts * lanes + 1) * START_INTS, int32_t(odd));
         }
 }
 

@@ -155,7 +155,7 @@ using PairKernel = void (*)(Blocks, const PairScales*, int first, const Activati
 template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int planes) {
   const bool halves = w.group == 16;
   if (planes == 2) return halves ? add_pairs<2, 2, false, MINIMUMS> : add_pairs<2, 1, false, MINIMUMS>;
-  if (magic_sums(w, planes)) return halves ? add_pairs<1, 2, true, MINIMUMS> : add_pairs<1, 1, true, MINIMUMS>;
+  if (magic_sums(w, 1)) return halves ? add_pairs<1, 2, true, MINIMUMS> : add_pairs<1, 1, true, MINIMUMS>;
   return halves ? add_pairs<1, 2, false, MINIMUMS> : add_pairs<1, 1, false, MINIMUMS>;
 }
 

@@ -23,7 +23,7 @@ class Prepared {
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.groups() * blocks), rows = all * size_t(integers.lanes);
       codes_.resize(rows * size_t(planes_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
-      sums_.resize(rows * 3 * size_t(integers.pairs()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
+      sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
       integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
       integers.sums = sums_.data(), integers.starts = starts_.data();
       if (planes_ == EXACT_PLANES) values_.resize(size_t(m)), integers.power = values_.data();

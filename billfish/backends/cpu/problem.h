@@ -34,19 +34,18 @@ constexpr int EXACT_PLANES = 4;
 
 // x in integers: int8 codes in one plane, in two for q16 (256 * first + second), or in four for exact products with few rows,
 // with a scale for each block. Rows go side by side in groups of `lanes`, as many as a kernel takes at a time:
-// [groups, blocks, ..., lanes]. Sums of four planes do not fit into an integer, so there are two: of the first two planes
-// and of the last two.
+// [groups, blocks, ..., lanes]. Sums are in two parts where there are several planes: one for each of two, or for each pair of four.
 struct Activations8 {
   int8_t* codes;    // [groups, blocks, planes, lanes, 32]
   float* scale;     // [groups, blocks, 2, lanes]: the scale, and a sixteenth of it
-  int32_t* sums;    // [groups, blocks, pairs, 3, lanes]: of the codes of each half of a block, and of all 32
+  int32_t* sums;    // [groups, blocks, parts, 3, lanes]: of the codes of each half of a block, and of all 32
   float* totals;    // [groups, blocks, 3, lanes]: the same times the scale
   float* power;     // [m], for exact products: what each row was divided by beforehand, a power of two
   int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
   int64_t start_stride, m, blocks;
   int32_t planes, lanes;
 
-  int pairs() const { return planes == EXACT_PLANES ? 2 : 1; }
+  int parts() const { return planes == 1 ? 1 : 2; }
   int64_t groups() const { return (m + lanes - 1) / lanes; }
   int64_t block_of(int64_t row, int64_t block) const { return row / lanes * blocks + block; }
   int8_t* codes_of(int64_t row, int64_t block, int plane) const {
@@ -54,18 +53,21 @@ struct Activations8 {
   }
 };
 
-// The scale and the sums of one block, once its codes are known.
-inline void finish_block(const Activations8& out, int64_t row, int64_t block, float scale, const int32_t* whole) {
+// The scale and the sums of one block, whose codes are part[0], or part[0] * base + part[1].
+template <int PARTS> void finish_block(const Activations8& out, int64_t row, int64_t block, float scale, const int32_t (&part)[PARTS][BLOCK], float base) {
   const int64_t at = out.block_of(row, block), lanes = out.lanes, lane = row % lanes;
   out.scale[at * 2 * lanes + lane] = scale;
   out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
-  int32_t sums[3] = {};
-  for (int i = 0; i < 16; i++) sums[0] += whole[i];
-  for (int i = 16; i < 32; i++) sums[1] += whole[i];
-  sums[2] = sums[0] + sums[1];
+  int32_t sums[PARTS][3] = {};  // of each half, and of all
+  for (int p = 0; p < PARTS; p++) {
+    for (int i = 0; i < 16; i++) sums[p][0] += part[p][i];
+    for (int i = 16; i < 32; i++) sums[p][1] += part[p][i];
+    sums[p][2] = sums[p][0] + sums[p][1];
+    for (int i = 0; i < 3; i++) out.sums[((at * PARTS + p) * 3 + i) * lanes + lane] = sums[p][i];
+  }
   for (int i = 0; i < 3; i++) {
-    out.sums[(at * 3 + i) * lanes + lane] = sums[i];
-    out.totals[(at * 3 + i) * lanes + lane] = scale * float(sums[i]);
+    const float first = float(sums[0][i]);
+    out.totals[(at * 3 + i) * lanes + lane] = scale * (PARTS == 1 ? first : first * base + float(sums[PARTS - 1][i]));
   }
 }
 

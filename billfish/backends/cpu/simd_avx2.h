@@ -67,6 +67,7 @@ template <int L, billfish::Operand OPERAND> Ints dot(Ints sum, Bytes w, Activati
   }
 }
 constexpr int BUFFER_ROWS = 8;  // see simd_neon.h
+constexpr int ONE_BY_ONE_16 = 2;  // see simd_neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd_neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd_neon.h
 // What bytes of signed weights have more than their values when dot() gets them.

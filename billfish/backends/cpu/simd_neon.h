@@ -61,6 +61,8 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
 }
 // From so many rows of x on, it pays to decode weights into a buffer first.
 constexpr int BUFFER_ROWS = 9;
+// With x in two planes, rows go one by one up to here, and then through the buffer.
+constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.
 constexpr int ONE_ROW_AHEAD = 0;
 // How many k-quads are decoded before their dot products: a sum that is added to twice in a row stays in its pipe.

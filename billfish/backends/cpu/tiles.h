@@ -24,8 +24,9 @@ struct Blocks {
   const uint8_t* ahead = nullptr;
 };
 
-// Float32 scales may be anything, infinite too; the offset of scale_sum is exact and finite for all others.
-inline bool magic_sums(const Weights& w, int planes) { return planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum; }
+// Whether sums start at SUM_START. Float32 scales may be anything, infinite too; the offset of scale_sum, which is for one plane, is
+// exact and finite for all others. Sums of two planes together are too large.
+inline bool magic_sums(const Weights& w, int planes) { return planes == 2 || (planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum); }
 
 // power: what rows of x were divided by, or null.
 inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
