@@ -9,14 +9,23 @@ from support import gaussian
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
 
-BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
+SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
+LONG_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+BLOCKS = SHORT_BLOCKS + LONG_BLOCKS
+SHAPES = [(name, n, k) for name in SHORT_BLOCKS for n, k in [(1, 32), (16, 256), (37, 288), (50, 640)]]
+SHAPES += [(name, n, k) for name in LONG_BLOCKS for n, k in [(1, 256), (50, 768)]]
 
 
 @pytest.mark.parametrize("level", _cpu.levels())
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize(("n", "k"), [(1, 32), (16, 256), (37, 288), (50, 640)])
+@pytest.mark.parametrize(("name", "n", "k"), SHAPES)
 def test_blocks_and_planes_pack_to_the_same_bytes(level, name, n, k):
     q = bf.quantize(gaussian((n, k), n), name)
+    if name in LONG_BLOCKS:  # every pattern of small integers and of codes, below scales that are numbers
+        blocks = np.random.default_rng(k).integers(0, 256, q.storage["blocks"].shape, np.uint8)
+        for field in ("d", "dmin"):
+            if field in (q.format.struct.names or ()):
+                blocks.view(q.format.struct)[field] = 0.5
+        q = bf.QuantizedTensor.from_storage(name, {"blocks": blocks})
     backend = CpuBackend()
     backend.level = level
     assert _blocks_with_scales(q) is not None

@@ -258,8 +258,8 @@ def _field(values: NDArray[Any], words: bool, looked_up: bool = False) -> _cpu.F
 
 
 def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
-    """Blocks of 32 whose codes and float16 scales the packer reads as they are, or None."""
-    if not isinstance(tensor.format, BlockFormat) or tensor.format.block_size != 32:
+    """Blocks whose codes and float16 scales the packer reads as they are, or None."""
+    if not isinstance(tensor.format, BlockFormat):
         return None
     source = storage_of(tensor)
     return source if source.about["scale_offset"] >= 0 else None
@@ -294,7 +294,7 @@ class CpuBackend(Backend):
         return self.prepack_all([tensor])[0]
 
     def prepack_all(self, tensors: Iterable[QuantizedTensor]) -> list[PackedWeights]:
-        """Many matrices at once, those that lie in blocks of 32 in one call that leaves Python to other threads."""
+        """Many matrices at once, those that lie in blocks in one call that leaves Python to other threads."""
         packed: dict[int, PackedWeights] = {}
         blocks, places, all_tensors = [], [], list(tensors)
         for place, tensor in enumerate(all_tensors):

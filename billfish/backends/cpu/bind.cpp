@@ -98,10 +98,10 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   };
   const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
   const uint8_t padding = padding_of(w);
-  auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) {
-    const int64_t at = block * BLOCK, count = std::min<int64_t>(BLOCK, d.k - at);
+  auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
+    const int64_t at = chunk * CHUNK, count = std::min<int64_t>(CHUNK, d.k - at);
     std::copy_n(codes.data() + row * d.k + at, count, to);
-    std::fill(to + count, to + BLOCK, padding);
+    std::fill(to + count, to + CHUNK, padding);
   };
   nb::gil_scoped_release unlocked;
   parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
@@ -131,8 +131,8 @@ Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
 
 namespace {
 
-// One matrix to pack from blocks of 32 as a file holds them, with float16 scales inside: description, blocks, what the Python
-// side says about them, and where the stream goes.
+// One matrix to pack from blocks as a file holds them, with float16 scales inside: description, blocks, what the Python side says about
+// them, and where the stream goes.
 using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
 
 // As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together. Returns for each
@@ -142,7 +142,7 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
   struct Job {
     Weights weights;
     Storage storage;
-    std::vector<Field> fields;
+    std::vector<Field> halves;
     uint8_t* out;
     size_t tile_bytes;
     int64_t first_tile;
@@ -155,7 +155,7 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
     const Storage s = storage_of(bytes.data(), about);
     Job job{w, s, {}, out.data(), shape.tile_bytes, tiles};
     for (const int offset : {s.scale_offset, s.minimum_offset})
-      if (offset >= 0) job.fields.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
+      if (offset >= 0) job.halves.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
     jobs.push_back(job);
     tiles += (w.n + shape.rows - 1) / shape.rows;
   }
@@ -163,15 +163,23 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
   nb::gil_scoped_release unlocked;
   parallel_for(tiles, [&](int64_t first, int64_t last) {
     size_t at = 0;
+    std::vector<uint8_t> integers;
     for (int64_t tile = first; tile < last; tile++) {
       while (at + 1 < jobs.size() && jobs[at + 1].first_tile <= tile) at++;
       const Job& job = jobs[at];
-      const int64_t own = tile - job.first_tile;
-      auto read_codes = [&](int64_t row, int64_t block, uint8_t* to) { level.read_codes(job.storage, row, block, to); };
-      pack_tile(job.weights, level, read_codes, padding_of(job.weights), {}, job.fields, own, job.out + own * job.tile_bytes);
-      const Field& scales = job.fields[0];
-      const int64_t rows = level.tile_rows, end = std::min(job.weights.n, (own + 1) * rows);
-      for (int64_t row = own * rows; row < end; row++)
+      const Storage& s = job.storage;
+      const int64_t own = tile - job.first_tile, begin = own * level.tile_rows, end = std::min(s.n, begin + level.tile_rows);
+      const uint8_t padding = padding_of(job.weights);
+      auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
+        const int64_t start = chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.k - start);
+        for (int64_t i = 0; i < count; i += s.block) level.read_codes(s, row, (start + i) / s.block, to + i);
+        std::fill(to + count, to + CHUNK, padding);
+      };
+      uint8_t* out = job.out + own * job.tile_bytes;
+      if (has_two_levels(s)) pack_tile(job.weights, level, read_codes, padding, job.halves, small_integers(s, begin, end, integers), own, out);
+      else pack_tile(job.weights, level, read_codes, padding, {}, job.halves, own, out);
+      const Field& scales = job.halves[0];
+      for (int64_t row = begin; row < end; row++)
         for (int64_t i = 0; i < scales.count; i++) {
           const uint8_t high = scales.data[row * scales.row_stride + i * scales.item_stride + 1];
           if ((high & 0x7c) == 0x7c) odd[at] = true;  // its exponent is all ones

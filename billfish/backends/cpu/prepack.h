@@ -12,16 +12,19 @@ struct Field {
   const uint8_t* data;
   int64_t row_stride, item_stride, count;
   int size;
+  int64_t first_row = 0;  // which row data begins with
 };
 
-// Packs the codes of one block, [rows][32], as decode.h has them. Four codes of a row are one word, so that a shift moves all of them.
+// Packs the codes of one block of 32, of rows of a chunk, as decode.h has them. Four codes of a row are one word, so that a shift moves
+// all of them.
 struct BlockPacker {
-  const uint8_t* codes;
-  int row_vectors, lanes;
+  const uint8_t* codes;  // [rows][CHUNK], from this block on
+  int row_vectors, lanes;  // powers of two, of which the first one is needed as a shift: divisions would take most of the time
+  int row_shift = __builtin_ctz(unsigned(row_vectors));
 
   uint32_t word(int vector, int lane) const {
     uint32_t four;
-    std::memcpy(&four, codes + (vector % row_vectors * lanes + lane) * BLOCK + vector / row_vectors * 4, 4);
+    std::memcpy(&four, codes + ((vector & (row_vectors - 1)) * lanes + lane) * CHUNK + (vector >> row_shift) * 4, 4);
     return four;
   }
   // `bytes` of them for every `step` vectors and each lane: f(number of the first vector, which byte, lane).
@@ -66,36 +69,69 @@ struct BlockPacker {
   }
 };
 
-// read_codes(row, block, out) writes the 32 codes of one block of a row, `padding` where the row has ended.
+// read_codes(row, chunk, out) writes the 256 codes of a chunk of a row, `padding` where the row has ended.
 template <class ReadCodes>
 void pack_tile(const Weights& w, const Level& level, ReadCodes read_codes, uint8_t padding, const std::vector<Field>& chunk_fields,
                const std::vector<Field>& group_fields, int64_t tile, uint8_t* out) {
   const TileShape shape(w, level.tile_rows);
   const int rows = level.tile_rows, lanes = level.row_lanes;
   const uint8_t bias = w.codes == Codes::s8 ? uint8_t(level.signed_bias) : 0;
-  std::vector<uint8_t> codes(size_t(rows) * BLOCK, uint8_t(padding + bias));
+  std::vector<uint8_t> codes(size_t(rows) * CHUNK, uint8_t(padding + bias));
   std::memset(out, 0, shape.tile_bytes);
   auto put_field = [&](const Field& field, int64_t index) {
     for (int r = 0; r < rows; r++, out += field.size) {
       const int64_t row = tile * rows + r, item = std::min(index, field.count - 1);
-      if (row < w.n) std::memcpy(out, field.data + row * field.row_stride + item * field.item_stride, field.size);
+      if (row >= w.n) continue;
+      const uint8_t* from = field.data + (row - field.first_row) * field.row_stride + item * field.item_stride;
+      if (field.size == 2) std::memcpy(out, from, 2);  // one instruction, where memcpy of any size is a call
+      else if (field.size == 1) *out = *from;
+      else std::memcpy(out, from, size_t(field.size));
     }
   };
   for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
-    const int blocks = shape.blocks_in(chunk);
+    for (int r = 0; r < rows && tile * rows + r < w.n; r++) {
+      uint8_t* row = codes.data() + r * CHUNK;
+      read_codes(tile * rows + r, chunk, row);
+      for (int i = 0; i < CHUNK; i++) row[i] = uint8_t(row[i] + bias);
+    }
     for (const Field& field : chunk_fields) put_field(field, chunk);
-    for (int b = 0; b < blocks; b++, out += shape.block_code_bytes) {
+    for (int b = 0; b < shape.blocks_in(chunk); b++, out += shape.block_code_bytes) {
       if (b % shape.span == 0)
         for (int g = 0; g < shape.groups_in_span(); g++)
           for (const Field& field : group_fields) put_field(field, (chunk * 8 + b) * BLOCK / w.group + g);
-      for (int r = 0; r < rows && tile * rows + r < w.n; r++) {
-        uint8_t* row = codes.data() + r * BLOCK;
-        read_codes(tile * rows + r, chunk * 8 + b, row);
-        for (int i = 0; i < BLOCK; i++) row[i] = uint8_t(row[i] + bias);
-      }
-      BlockPacker{codes.data(), rows / lanes, lanes}.pack(w.codes, uint32_t(level.high_flip), out);
+      BlockPacker{codes.data() + b * BLOCK, rows / lanes, lanes}.pack(w.codes, uint32_t(level.high_flip), out);
     }
   }
+}
+
+// Whether blocks are as long as a chunk, and have small integers for their groups below a float16 for all of them.
+inline bool has_two_levels(const Storage& s) {
+  return s.scales == Storage::six_bit_pairs || s.scales == Storage::nibble_pairs || s.scales == Storage::six_bits || s.scales == Storage::signed_bytes;
+}
+
+// These integers for rows [first, last), a byte each as kernels have them (see scales.h), with a field for each kind; `bytes` keeps them.
+// Layouts as in billfish/formats/kquants.py.
+inline std::vector<Field> small_integers(const Storage& s, int64_t first, int64_t last, std::vector<uint8_t>& bytes) {
+  const int64_t chunks = s.k / s.block, groups = s.k / s.group, kinds = s.scales == Storage::six_bit_pairs ? 2 : 1;
+  bytes.resize(size_t((last - first) * groups * kinds));
+  uint8_t *scale = bytes.data(), *minimum = scale + (last - first) * groups;
+  std::vector<Field> fields;
+  for (int64_t i = 0; i < kinds; i++) fields.push_back({scale + i * (minimum - scale), groups, 1, groups, 1, first});
+  for (int64_t row = first; row < last; row++)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const uint8_t* from = s.bytes + row * s.row_bytes + chunk * s.block_bytes + s.sub_offset;
+      if (s.scales == Storage::six_bit_pairs)
+        for (int i = 0; i < 8; i++) {  // the first four whole, the others as nibbles with two bits left over from those
+          *scale++ = i < 4 ? from[i] & 63 : uint8_t((from[i + 4] & 15) | from[i - 4] >> 6 << 4);
+          *minimum++ = i < 4 ? from[i + 4] & 63 : uint8_t(from[i + 4] >> 4 | from[i] >> 6 << 4);
+        }
+      else
+        for (int i = 0; i < 16; i++) {
+          const int low = from[i % 8] >> (i / 8 * 4) & 15, high = from[8 + i % 4] >> (i / 4 * 2) & 3;
+          *scale++ = uint8_t(s.scales == Storage::nibble_pairs ? from[i] : s.scales == Storage::signed_bytes ? from[i] + 128 : low + 16 * high - 32 + 128);
+        }
+    }
+  return fields;
 }
 
 }  // namespace billfish
