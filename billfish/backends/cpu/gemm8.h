@@ -12,7 +12,7 @@ using billfish::EXACT_PLANES;
 
 // Scales in a buffer, as a source for add_blocks8; a Reader gets them from the stream.
 template <bool MINIMUMS> struct Buffered {
-  static constexpr bool minimums = MINIMUMS, direct = false;
+  static constexpr bool minimums = MINIMUMS, direct = false, two_levels = false;
   const GroupScales* group;
 };
 
@@ -24,7 +24,8 @@ template <class Decoder, class Source> constexpr int LINES = Source::direct ? De
 // whether sums start at SUM_START. The order of statements is that of the instructions, and was chosen by measurement.
 template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
 __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
-  constexpr bool direct = Source::direct;
+  // By level: sums are multiplied by their small integers, and once for a chunk by what these have in common.
+  constexpr bool direct = Source::direct, by_level = T == 1 && Source::two_levels;
   Source source;
   if constexpr (!direct) source.group = scales;
   Floats total[T][COUNT];
@@ -36,12 +37,18 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
   const float* x_totals = x.totals + at * 3 * lanes + lane;
   const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
   const uint8_t *p = run.stream, *ahead = run.ahead;
+  const uint8_t* chunk = p;
   Floats scale[HALVES][COUNT] = {}, minimum[HALVES][COUNT] = {};  // of this span
+  Floats chunk_total[COUNT] = {}, chunk_minimum[COUNT] = {};
   for (int64_t b = 0; b < run.count; b++) {
     const bool begins = (b & (run.span - 1)) == 0;  // a span
     if constexpr (direct) {
       if constexpr (Source::two_levels)
-        if ((b & 7) == 0) source.template begin_chunk<FIRST, COUNT>(p), p += run.chunk_header;
+        if ((b & 7) == 0) {
+          if constexpr (by_level) chunk = p, unroll<COUNT>([&](auto r) INLINED { chunk_total[r] = chunk_minimum[r] = splat(0); });
+          else source.template begin_chunk<FIRST, COUNT>(p);
+          p += run.chunk_header;
+        }
       if (begins) source.group = p;
     } else if (begins && b > 0) source.group += HALVES;
     if (begins) p += run.span_header;
@@ -89,8 +96,10 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
         if (__builtin_expect(begins, 1))
           unroll<COUNT>([&](auto r) INLINED {
             constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
-            scale[half][r] = source.template scale<row_at>(half);
-            if constexpr (Source::minimums) minimum[half][r] = source.template minimum<row_at>(half);
+            if constexpr (by_level) scale[half][r] = source.template lower_scale<row_at>(half);
+            else scale[half][r] = source.template scale<row_at>(half);
+            if constexpr (by_level && Source::minimums) minimum[half][r] = source.template lower_minimum<row_at>(half);
+            else if constexpr (Source::minimums) minimum[half][r] = source.template minimum<row_at>(half);
           });
       const FloatActivations x_scales[2] = {load_x(x_scale), load_x(x_scale + lanes)}, totals = load_x(x_totals + (HALVES == 2 ? half : 2) * lanes);
       unroll<COUNT>([&](auto r) INLINED {
@@ -110,7 +119,8 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           else return multiply_add(last, value(t, std::integral_constant<int, PLANES / 2 - 1>{}), splat(PLANES == 2 ? 256 : 65536));
         };
         if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
-          total[0][r] = multiply_add(total[0][r], multiply_x<0>(whole(0), x_scales[in_place]), scale[half][r]);
+          Floats& to = by_level ? chunk_total[r] : total[0][r];
+          to = multiply_add(to, multiply_x<0>(whole(0), x_scales[in_place]), scale[half][r]);
         } else {
           Floats scaled[T];
           unroll<T>([&](auto t) INLINED {
@@ -120,9 +130,19 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
         }
         if constexpr (Source::minimums)
-          unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], totals); });
+          unroll<T>([&](auto t) INLINED {
+            Floats& to = by_level ? chunk_minimum[r] : total[t][r];
+            to = multiply_add_x<decltype(t)::value>(to, minimum[half][r], totals);
+          });
       });
     });
+    if constexpr (by_level)
+      if ((b & 7) == 7 || b + 1 == run.count)
+        unroll<COUNT>([&](auto r) INLINED {
+          constexpr int row_at = (FIRST + decltype(r)::value) * LANES;
+          total[0][r] = multiply_add(total[0][r], chunk_total[r], Source::template upper_scale<row_at>(chunk));
+          if constexpr (Source::minimums) total[0][r] = multiply_add(total[0][r], chunk_minimum[r], Source::template upper_minimum<row_at>(chunk));
+        });
     p += Decoder::block_bytes;
     x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
   }

@@ -22,27 +22,36 @@ template <Scales S> struct Reader {
   static constexpr int bias = S == Scales::sub ? 128 : 0;  // of a group's small integer: one byte, signed for `sub` alone
   const uint8_t* group = nullptr;  // where the scales of this span are
 
-  // Two levels: a float16 for each chunk, times the small integer. What is the same for the whole chunk is worked out once.
+  // Two levels: a float16 for each chunk, times the small integer of a group. With several rows of x they are multiplied here, with what
+  // is the same for the whole chunk worked out once; with one row, each level is applied to sums (gemm8.h).
   struct Chunk {
     Floats d[ROW_VECTORS] = {}, m[ROW_VECTORS] = {};
     alignas(64) float d_offset[TILE_ROWS] = {}, m_offset[TILE_ROWS] = {};
   };
   struct Nothing {};
   std::conditional_t<two_levels, Chunk, Nothing> chunk;
+  template <int ROW> static Floats upper_scale(const uint8_t* p) { return halves_to_floats(p + 2 * ROW); }
+  template <int ROW> static Floats upper_minimum(const uint8_t* p) { return multiply(halves_to_floats(p + 2 * (R + ROW)), splat(-1)); }
   template <int FIRST, int COUNT> void begin_chunk(const uint8_t* p) {
     unroll<COUNT>([&](auto i) INLINED {
       constexpr int r = FIRST + decltype(i)::value;
-      chunk.d[r] = halves_to_floats(p + 2 * r * LANES);
+      chunk.d[r] = upper_scale<r * LANES>(p);
       store_floats(chunk.d_offset + r * LANES, times_bytes_offset(chunk.d[r], bias));
       if constexpr (minimums) {
-        chunk.m[r] = multiply(halves_to_floats(p + 2 * (R + r * LANES)), splat(-1));
+        chunk.m[r] = upper_minimum<r * LANES>(p);
         store_floats(chunk.m_offset + r * LANES, times_bytes_offset(chunk.m[r], 0));
       }
     });
   }
+  template <int ROW> Floats lower_scale(int half) const { return byte_fields<ROW, 0, S == Scales::sub_nibbles ? 15 : 255>(of(half), bias); }
+  template <int ROW> Floats lower_minimum(int half) const {
+    if constexpr (S == Scales::sub_nibbles) return byte_fields<ROW, 4, 15>(of(half), 0);
+    else return byte_fields<ROW, 0, 255>(of(half) + R, 0);
+  }
+  const uint8_t* of(int half) const { return group + half * int(billfish::group_scale_bytes(S)) * R; }
 
   template <int ROW> Floats scale(int half) const {
-    const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
+    const uint8_t* p = of(half);
     constexpr int r = ROW / LANES;
     if constexpr (S == Scales::f16 || S == Scales::f16_minimum || S == Scales::f16_zero8 || S == Scales::f16_zero16) return halves_to_floats(p + 2 * ROW);
     if constexpr (S == Scales::f32 || S == Scales::f32_minimum) return floats_at(p + 4 * ROW);
@@ -52,7 +61,7 @@ template <Scales S> struct Reader {
     if constexpr (S == Scales::sub_nibbles) return times_bytes<ROW, 0, 15>(chunk.d[r], chunk.d_offset + ROW, p);
   }
   template <int ROW> Floats minimum(int half) const {
-    const uint8_t* p = group + half * int(billfish::group_scale_bytes(S)) * R;
+    const uint8_t* p = of(half);
     constexpr int r = ROW / LANES;
     if constexpr (S == Scales::f16_minimum) return halves_to_floats(p + 2 * (R + ROW));
     if constexpr (S == Scales::f32_minimum) return floats_at(p + 4 * (R + ROW));

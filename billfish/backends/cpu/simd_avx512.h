@@ -111,8 +111,11 @@ inline Floats halves_to_floats(const uint8_t* p) { return _mm512_cvtph_ps(_mm256
 inline __m512i widen(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 // (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
 inline Floats times_bytes_offset(Floats d, int bias) { return multiply(d, splat(float(-bias))); }
+template <int ROW, int SHIFT, int MASK> Floats byte_fields(const uint8_t* rows, int bias) {  // field - bias
+  return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(widen(rows + ROW), SHIFT), _mm512_set1_epi32(MASK))), splat(float(bias)));
+}
 template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
-  return multiply_add(load_floats(offset), _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(widen(rows + ROW), SHIFT), _mm512_set1_epi32(MASK))), d);
+  return multiply_add(load_floats(offset), byte_fields<ROW, SHIFT, MASK>(rows, 0), d);
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) { return _mm512_castsi512_ps(_mm512_slli_epi32(widen(rows + ROW), 23)); }

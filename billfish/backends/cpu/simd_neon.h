@@ -151,11 +151,17 @@ template <int ROW, int TO> uint8x16_t row_bytes(uint8x16_t rows, uint8x16_t word
 // (field - bias) * d, where the field of a byte is byte >> SHIFT & MASK. In the second byte of 2^15 it makes the float 2^15 + field,
 // and with offset = -(2^15 + bias) * d, which is exact for halves d, a single multiply-add is rounded once, here not at all.
 inline Floats times_bytes_offset(Floats d, int bias) { return vmulq_n_f32(d, -32768.0f - float(bias)); }
-template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
+template <int ROW, int SHIFT, int MASK> Floats fields_in_word(const uint8_t* rows) {
   Bytes fields = shift_right<SHIFT>(vld1q_u8(rows));
   if constexpr (MASK << SHIFT < 128) fields = bit_and(fields, splat_byte(MASK));  // else the shift has left no other bits
-  const uint8x16_t word = vreinterpretq_u8_f32(load_alone<Floats>(TWO_TO_15));
-  return vfmaq_f32(load_alone<Floats>(offset), vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, word)), d);
+  return vreinterpretq_f32_u8(row_bytes<ROW, 1>(fields, vreinterpretq_u8_f32(load_alone<Floats>(TWO_TO_15))));
+}
+template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
+  return vfmaq_f32(load_alone<Floats>(offset), fields_in_word<ROW, SHIFT, MASK>(rows), d);
+}
+// field - bias.
+template <int ROW, int SHIFT, int MASK> Floats byte_fields(const uint8_t* rows, int bias) {
+  return vsubq_f32(fields_in_word<ROW, SHIFT, MASK>(rows), vdupq_n_f32(32768.0f + float(bias)));
 }
 // Bytes e to 2^(e - 127), for e from 1 to 254.
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {

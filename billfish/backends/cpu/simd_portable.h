@@ -110,8 +110,11 @@ inline Floats halves_to_floats(const uint8_t* p) {
 }
 // (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
 inline Floats times_bytes_offset(Floats d, int bias) { return d * float(-bias); }
+template <int ROW, int SHIFT, int MASK> Floats byte_fields(const uint8_t* rows, int bias) {  // field - bias
+  return each_lane([&](int i) { return float((rows[ROW + i] >> SHIFT & MASK) - bias); });
+}
 template <int ROW, int SHIFT, int MASK> Floats times_bytes(Floats d, const float* offset, const uint8_t* rows) {
-  return load_floats(offset) + each_lane([&](int i) { return float(rows[ROW + i] >> SHIFT & MASK); }) * d;
+  return load_floats(offset) + byte_fields<ROW, SHIFT, MASK>(rows, 0) * d;
 }
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {
   return each_lane([&](int i) { return bits_to_float(uint32_t(rows[ROW + i]) << 23); });
