@@ -7,18 +7,6 @@
 namespace BILLFISH_ISA {
 namespace {
 
-// What is left to do with elements: value = (element - zero) * scale + minimum. A code times a half, or times a half and a small
-// integer, is exact: there, product and sum can be one operation.
-enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum };
-
-template <Rest REST> inline Floats finish(Floats x, float scale, const float* offset) {
-  if constexpr (REST == Rest::nothing) return x;
-  if constexpr (REST == Rest::scale) return times(x, scale);
-  if constexpr (REST == Rest::zero_scale) return times(x - *offset, scale);
-  if constexpr (REST == Rest::scale_minimum) return times(x, scale) + *offset;
-  if constexpr (REST == Rest::fused_minimum) return times_plus(x, scale, offset);
-}
-
 // Codes at a time where values wait in the first-level cache, to be rounded.
 constexpr int64_t SHORT_RUN = 1024;
 
@@ -30,7 +18,7 @@ struct Run {
   Counted counted;
   int shift;  // of codes in rows of bytes or nibbles, 2^shift have a scale in common
   bool has_minimum, exact_products, has_tables;
-  GroupNumbers groups{};
+  GroupNumbers groups;
 
   explicit Run(const Storage& storage) : s(storage), lookup(storage.table), counted5(storage.bias), counted(storage.bias) {
     for (shift = 4; shift < 14 && 1 << shift < s.group; shift++) {}
@@ -39,73 +27,63 @@ struct Run {
     exact_products = s.scales == Storage::apart ? s.scale.kind == GroupField::f16 : s.scales != Storage::looked_up;
   }
 
-  // One block, or 32 codes of a row, whose planes begin at `low` and `high`. scale(v) and offset(v) are those of its codes 16 v to
-  // 16 v + 15.
-  template <class Codes, Rest REST, class Element, class ScaleOf, class OffsetOf>
-  static INLINED void decode_block(const Element& element, const uint8_t* low, const uint8_t* high, Sixteen flip, ScaleOf scale,
-                                   OffsetOf offset, float* __restrict out) {
-    unroll<Codes::count / 32>([&](auto pair) INLINED {
-      Values x[2];
-      unroll<2>([&](auto i) INLINED {
-        Sixteen codes = Codes::template get<2 * pair + i>(low, high);
-        if constexpr (Codes::bits == 8) codes ^= flip;
-        x[i] = element(codes);
+  // `count` codes from p on, a multiple of Codes::count. element(i) knows the values of codes of block i, and group(i, v) is that of
+  // its codes 16 v to 16 v + 15.
+  template <class Codes, Rest REST, class ElementOf, class GroupOf>
+  INLINED void decode_blocks(const uint8_t* p, int64_t count, ElementOf element, GroupOf group, float* __restrict out) const {
+    constexpr int SIXTEENS = Codes::count / 16;
+    const int64_t low = s.plane[0].offset, high = s.plane[1].offset, last = count / Codes::count - 1;
+    const Sixteen flip = Sixteen{} + s.flip;
+    auto codes = [&](const uint8_t* block, auto v) INLINED {
+      const Sixteen sixteen = Codes::template get<v>(block + low, block + high);
+      return Codes::bits == 8 ? sixteen ^ flip : sixteen;
+    };
+    Parts parts[2];
+    unroll<2>([&](auto i) INLINED { parts[i] = look(element(int64_t(0)), codes(p, i)); });
+    for (int64_t i = 0; i <= last; i++, out += Codes::count) {
+      const int64_t following = std::min(i + 1, last);  // after the last block it is looked up again, and nobody wants to know
+      const uint8_t* ahead = p + (following - i) * s.block_bytes;
+      unroll<SIXTEENS / 2>([&](auto pair) INLINED {
+        constexpr int v = 2 * pair, next_v = (v + 2) % SIXTEENS;
+        const uint8_t* block = next_v ? p : ahead;
+        const Sixteen next[2] = {codes(block, std::integral_constant<int, next_v>()), codes(block, std::integral_constant<int, next_v + 1>())};
+        const Group groups[2] = {group(i, v), group(i, v + 1)};
+        decode_pair<REST>(element(next_v ? i : following), parts, next, groups, out + 16 * v);
       });
-      unroll<2>([&](auto i) INLINED {
-        constexpr int v = 2 * pair + i;
-        const float by = scale(v);
-        unroll<16 / LANES>([&](auto j) INLINED { x[i].part[j] = finish<REST>(x[i].part[j], by, offset(v)); });
-      });
-      // In large blocks gcc would change the order of stores, and a line that is not written from end to end is read first.
-      auto in_order = [&]() INLINED {
-        if constexpr (Codes::count > 64) asm volatile("" : "+r"(out));
-      };
-      store(out + 32 * pair, x[0]), in_order();
-      store(out + 32 * pair + 16, x[1]), in_order();
-    });
+      p = ahead;
+    }
   }
 
-  // `count` codes from p on, a multiple of Codes::count, whose groups have been read.
+  // Of blocks, or rows, whose groups have been read.
   template <class Codes, Rest REST, class Element>
-  __attribute__((noinline)) void decode_groups(const Element& element, const uint8_t* p, int64_t count, float* __restrict out) const {
-    const uint8_t *low = p + s.plane[0].offset, *high = p + s.plane[1].offset;
-    const int64_t stride = s.block_bytes, by = shift;
+  __attribute__((noinline)) void decode_groups(const Element& element, const uint8_t* p, int64_t count, float* out) const {
     const float *scale = groups.scale, (*offset)[4] = groups.offset;
-    const Sixteen flip = Sixteen{} + s.flip;
-    for (int64_t at = 0; at < count; at += Codes::count, low += stride, high += stride) {
-      auto group = [&](int v) INLINED { return Codes::group ? 16 * v / std::max(Codes::group, 1) : (at + 16 * v) >> by; };
-      decode_block<Codes, REST>(element, low, high, flip, [&](int v) INLINED { return scale[group(v)]; },
-                                  [&](int v) INLINED { return offset[group(v)]; }, out + at);
-      if constexpr (Codes::group > 0) scale += Codes::count / Codes::group, offset += Codes::count / Codes::group;
-    }
+    const int64_t by = shift;
+    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED -> const Element& { return element; }, [&](int64_t i, int v) INLINED {
+      const int64_t group = Codes::group ? i * (Codes::count / std::max(Codes::group, 1)) + 16 * v / std::max(Codes::group, 1) : (i * Codes::count + 16 * v) >> by;
+      return Group{scale[group], offset[group]};
+    }, out);
   }
 
   // The same for blocks with one half as their scale, and perhaps one as their minimum, which are read here.
   template <class Codes, Rest REST, class Element>
-  __attribute__((noinline)) void decode_halves(const Element& element, const uint8_t* p, int64_t count, float* __restrict out) const {
-    const int64_t stride = s.block_bytes, low = s.plane[0].offset, high = s.plane[1].offset;
-    const int64_t scale_at = s.scale_offset, minimum_at = s.minimum_offset;
-    const Sixteen flip = Sixteen{} + s.flip;
-    for (const float* end = out + count; out < end; out += Codes::count, p += stride) {
-      const float scale = read_half(p + scale_at);
-      alignas(16) float offset[4];
-      if constexpr (REST == Rest::fused_minimum) put(offset, read_half(p + minimum_at));
-      decode_block<Codes, REST>(element, p + low, p + high, flip, [&](int) INLINED { return scale; },
-                                  [&](int) INLINED { return offset; }, out);
-    }
+  __attribute__((noinline)) void decode_halves(const Element& element, const uint8_t* p, int64_t count, float* out) const {
+    const uint8_t *scale = p + s.scale_offset, *minimum = p + s.minimum_offset;
+    const int64_t stride = s.block_bytes, last = count / Codes::count - 1;
+    alignas(16) float offset[2][4];
+    if constexpr (REST == Rest::fused_minimum) put(offset[0], read_half(minimum));
+    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED -> const Element& { return element; }, [&](int64_t i, int v) INLINED {
+      if (REST == Rest::fused_minimum && v == 0) put(offset[~i & 1], read_half(minimum + std::min(i + 1, last) * stride));
+      return Group{read_half(scale + i * stride), offset[i & 1]};
+    }, out);
   }
 
   // The same where each 32 codes have a byte as their scale, and Storage::scaled_tables a table for each byte.
   template <class Codes, class Table>
-  __attribute__((noinline)) void decode_scaled(const uint8_t* p, const uint8_t* byte, int64_t byte_stride, int64_t count,
-                                               float* __restrict out) const {
-    const int64_t stride = s.block_bytes;
-    const uint8_t *tables = s.scaled_tables, *low = p + s.plane[0].offset;
-    for (const float* end = out + count; out < end; out += Codes::count, low += stride, byte += byte_stride) {
-      const Table table(tables + 32 * *byte);
-      decode_block<Codes, Rest::nothing>(table, low, low, Sixteen{}, [](int) INLINED { return 1.0f; },
-                                         [](int) INLINED { return nullptr; }, out);
-    }
+  __attribute__((noinline)) void decode_scaled(const uint8_t* p, const uint8_t* byte, int64_t byte_stride, int64_t count, float* out) const {
+    const uint8_t* tables = s.scaled_tables;
+    decode_blocks<Codes, Rest::nothing>(p, count, [&](int64_t i) INLINED { return Table(tables + 32 * byte[i * byte_stride]); },
+                                        [](int64_t, int) INLINED { return Group{1, nullptr}; }, out);
   }
 
   // Codes from p on, at k of a row; a multiple of a block.

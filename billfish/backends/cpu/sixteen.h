@@ -49,31 +49,60 @@ inline INLINED void store(float* out, const Values& v) {
   unroll<16 / LANES>([&](auto i) INLINED { store_floats(out + LANES * i, v.part[i]); });
 }
 
+// What is left to do with elements: value = (element - zero) * scale + minimum. A code times a half, or times a half and a small
+// integer, is exact: there, product and sum can be one operation.
+enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum };
+
+// What this does to the codes of a group. An offset, if any, is a zero point or a minimum, and stands there four times where
+// vectors have four lanes.
+struct Group {
+  float scale;
+  const float* offset;
+};
+
 #if defined(BILLFISH_simd_neon)  // which header the level has, by CMake
 
-// Sixteen floats, byte j of float i being byte from(i, j) of two vectors, 16 and up of the second, 255 for a zero. The
-// instruction wants neighbouring registers; with its intrinsic, gcc 12 copies both for each of the four, or spills them.
-template <class F> inline INLINED Values pick(uint8x16_t first, uint8x16_t second, F from) {
-  Values v;
-  uint8x16_t index[4];
-  unroll<16>([&](auto i) INLINED { unroll<4>([&](auto j) INLINED { index[i / 4][i % 4 * 4 + j] = from(i, j); }); });
-  register uint8x16_t a asm("v30") = first, b asm("v31") = second;
-  asm("tbl %0.16b, {%4.16b, %5.16b}, %6.16b\n\ttbl %1.16b, {%4.16b, %5.16b}, %7.16b\n\t"
-      "tbl %2.16b, {%4.16b, %5.16b}, %8.16b\n\ttbl %3.16b, {%4.16b, %5.16b}, %9.16b"
-      : "=&w"(v.part[0]), "=&w"(v.part[1]), "=&w"(v.part[2]), "=&w"(v.part[3])
-      : "w"(a), "w"(b), "w"(index[0]), "w"(index[1]), "w"(index[2]), "w"(index[3]));
-  return v;
+// The kernels below are written in the order in which instructions are to be issued, and gcc keeps it because they are volatile: the queues
+// of the Neoverse-N1's two vector pipes are so short that whatever has to wait for its operands soon holds up the others.
+
+// Of the bytes of a pair of vectors, which become float 4 I to 4 I + 3: byte j of float i is byte from(i, j), 16 and up of the second,
+// 255 for a zero. The instruction wants neighbouring registers; with its intrinsic, gcc 12 copies both for each use.
+struct Parts {
+  uint8x16_t first, second;
+};
+template <int PAIR> INLINED inline Floats pick(const Parts& from, uint8x16_t index) {
+  Floats four;
+  if constexpr (PAIR == 0) {
+    register uint8x16_t a asm("v28") = from.first, b asm("v29") = from.second;
+    asm volatile("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(four) : "w"(a), "w"(b), "w"(index));
+  } else {
+    register uint8x16_t a asm("v30") = from.first, b asm("v31") = from.second;
+    asm volatile("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(four) : "w"(a), "w"(b), "w"(index));
+  }
+  return four;
+}
+template <class F> INLINED inline uint8x16_t index_of(int part, F from) {
+  uint8x16_t index{};
+  unroll<4>([&](auto i) INLINED { unroll<4>([&](auto j) INLINED { index[4 * i + j] = from(4 * part + i, j); }); });
+  return index;
+}
+INLINED inline uint8x16_t lookup_alone(uint8x16_t table, Sixteen codes) {
+  uint8x16_t found;
+  asm volatile("tbl %0.16b, {%1.16b}, %2.16b" : "=w"(found) : "w"(table), "w"(codes));
+  return found;
 }
 
-// Floats of their upper halves, given the low and the high byte of each.
-inline INLINED Values pick_halves(uint8x16_t low, uint8x16_t high) {
-  return pick(low, high, [](int i, int byte) { return uint8_t(byte < 2 ? 255 : i + 16 * (byte - 2)); });
+template <class Element> INLINED inline Parts look(const Element& element, Sixteen codes) {
+  Parts parts;
+  element.low(parts, codes), element.high(parts, codes);
+  return parts;
 }
 
 // Whether it pays to have a table for each scale instead of a product for each value.
 constexpr bool TABLES_PAY = true;
 
-// Values of a table of 16, each of which fits a bfloat16, the upper half of a float: two lookups make sixteen of these halves.
+// Values of a table of 16, each of which fits a bfloat16, the upper half of a float: two lookups make sixteen of these halves, and
+// four more put them in place.
 class Lookup {
  public:
   explicit Lookup(const float* table) {
@@ -83,9 +112,10 @@ class Lookup {
     }
   }
   explicit Lookup(const uint8_t* rows) : low_(vld1q_u8(rows)), high_(vld1q_u8(rows + 16)) {}
-  INLINED Values operator()(Sixteen codes) const {
-    return pick_halves(vqtbl1q_u8(low_, codes), vqtbl1q_u8(high_, codes));
-  }
+  INLINED void low(Parts& parts, Sixteen codes) const { parts.first = lookup_alone(low_, codes); }
+  INLINED void high(Parts& parts, Sixteen codes) const { parts.second = lookup_alone(high_, codes); }
+  static constexpr uint8_t from(int i, int byte) { return uint8_t(byte < 2 ? 255 : i + 16 * (byte - 2)); }
+  static INLINED Floats centred(Floats x) { return x; }
 
  private:
   uint8x16_t low_{}, high_{};
@@ -100,46 +130,81 @@ class Counted5 {
       low_[i / 16][i % 16] = uint8_t(bits >> 16), high_[i / 16][i % 16] = uint8_t(bits >> 24);
     }
   }
-  INLINED Values operator()(Sixteen codes) const {
-    register uint8x16_t a asm("v26") = low_[0], b asm("v27") = low_[1], c asm("v28") = high_[0], d asm("v29") = high_[1];
-    uint8x16_t low, high;
-    asm("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(low) : "w"(a), "w"(b), "w"(codes));
-    asm("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(high) : "w"(c), "w"(d), "w"(codes));
-    return pick_halves(low, high);
+  INLINED void low(Parts& parts, Sixteen codes) const {
+    register uint8x16_t a asm("v24") = low_[0], b asm("v25") = low_[1];
+    asm volatile("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(parts.first) : "w"(a), "w"(b), "w"(codes));
   }
+  INLINED void high(Parts& parts, Sixteen codes) const {
+    register uint8x16_t a asm("v26") = high_[0], b asm("v27") = high_[1];
+    asm volatile("tbl %0.16b, {%1.16b, %2.16b}, %3.16b" : "=w"(parts.second) : "w"(a), "w"(b), "w"(codes));
+  }
+  static constexpr uint8_t from(int i, int byte) { return Lookup::from(i, byte); }
+  static INLINED Floats centred(Floats x) { return x; }
 
  private:
   uint8x16_t low_[2] = {}, high_[2] = {};
 };
-
-// x * scale, and x * scale + offset where the product is exact. In assembly, since gcc would first copy the scale to all lanes,
-// and the offset for each use. It stands in memory four times: loads are free here, and copies of registers are not.
-inline Floats times(Floats x, float scale) {
-  Floats product;
-  asm("fmul %0.4s, %1.4s, %2.s[0]" : "=w"(product) : "w"(x), "w"(scale));
-  return product;
-}
-inline Floats times_plus(Floats x, float scale, const float* offset) {
-  Floats sum;
-  asm volatile("ldr %q0, %1" : "=w"(sum) : "m"(*reinterpret_cast<const Floats*>(offset)));
-  asm("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(x), "w"(scale));
-  return sum;
-}
 
 // Codes less a bias. In bits 8 to 15 of the float 2^15, a code counts by ones; the difference is exact, so it is as good as a
 // conversion, which blocks a pipe for two cycles.
 class Counted {
  public:
   explicit Counted(int bias) : offset_(vdupq_n_f32(32768 + float(bias))) {}
+  static INLINED void low(Parts& parts, Sixteen codes) { parts.first = codes; }
+  static INLINED void high(Parts& parts, Sixteen) { parts.second = vdupq_n_u8(0x47); }
+  static constexpr uint8_t from(int i, int byte) { return uint8_t(byte == 1 ? i : byte == 3 ? 16 : 255); }
+  INLINED Floats centred(Floats x) const {
+    asm volatile("fsub %0.4s, %0.4s, %1.4s" : "+w"(x) : "w"(offset_));
+    return x;
+  }
   INLINED Values operator()(Sixteen codes) const {
-    Values v = pick(codes, vdupq_n_u8(0x47), [](int i, int byte) { return uint8_t(byte == 1 ? i : byte == 3 ? 16 : 255); });
-    unroll<4>([&](auto i) INLINED { v.part[i] = vsubq_f32(v.part[i], offset_); });
+    const Parts parts = look(*this, codes);
+    Values v;
+    unroll<4>([&](auto i) INLINED { v.part[i] = centred(pick<0>(parts, index_of(i, from))); });
     return v;
   }
 
  private:
   Floats offset_;
 };
+
+// In assembly also because gcc would first copy the scale to all lanes, and the offset for each use. It stands in memory four times:
+// loads are free here, and copies of registers are not.
+template <Rest REST> INLINED inline Floats finish(Floats x, Floats sum, const Group& group) {
+  if constexpr (REST == Rest::zero_scale) x -= load_floats(group.offset);
+  if constexpr (REST == Rest::scale || REST == Rest::zero_scale || REST == Rest::scale_minimum)
+    asm volatile("fmul %0.4s, %0.4s, %1.s[0]" : "+w"(x) : "w"(group.scale));
+  if constexpr (REST == Rest::scale_minimum) return x + load_floats(group.offset);
+  if constexpr (REST == Rest::fused_minimum) {
+    asm volatile("fmla %0.4s, %1.4s, %2.s[0]" : "+w"(sum) : "w"(x), "w"(group.scale));
+    return sum;
+  }
+  return x;
+}
+
+// 32 codes that have been parts up to values, and meanwhile `element` looks up the next.
+template <Rest REST, class Element>
+INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const Sixteen (&next)[2], const Group (&group)[2],
+                                float* out) {
+  constexpr int CENTRE = 1, FINISH = 2, STORE = 4;  // so many later than picked
+  Floats x[8], sum[8];
+  unroll<8 + STORE>([&](auto step) INLINED {
+    if constexpr (step < 8) {
+      if constexpr (REST == Rest::fused_minimum) sum[step] = load_alone<Floats>(group[step / 4].offset);
+      x[step] = pick<step / 4>(parts[step / 4], index_of(step % 4, Element::from));
+    }
+    if constexpr (step >= CENTRE && step < 8 + CENTRE) x[step - CENTRE] = element.centred(x[step - CENTRE]);
+    if constexpr (step >= FINISH && step < 8 + FINISH) {
+      constexpr int i = step - FINISH;
+      x[i] = finish<REST>(x[i], sum[i], group[i / 4]);
+    }
+    if constexpr (step >= STORE) asm volatile("str %q1, %0" : "=m"(*reinterpret_cast<Floats*>(out + 4 * (step - STORE))) : "w"(x[step - STORE]));
+    if constexpr (step == 4) element.low(parts[0], next[0]);
+    if constexpr (step == 5) element.high(parts[0], next[0]);
+    if constexpr (step == 8) element.low(parts[1], next[1]);
+    if constexpr (step == 9) element.high(parts[1], next[1]);
+  });
+}
 
 #else
 
@@ -201,8 +266,26 @@ struct Lookup {
 
 using Counted5 = Counted;
 
-inline Floats times(Floats x, float scale) { return x * scale; }
-inline Floats times_plus(Floats x, float scale, const float* offset) { return x * scale + *offset; }
+template <Rest REST> inline Floats finish(Floats x, const Group& group) {
+  if constexpr (REST == Rest::nothing) return x;
+  if constexpr (REST == Rest::scale) return x * group.scale;
+  if constexpr (REST == Rest::zero_scale) return (x - *group.offset) * group.scale;
+  return x * group.scale + *group.offset;
+}
+
+// 32 codes to values, which gives way to the next.
+using Parts = Sixteen;
+template <class Element> Parts look(const Element&, Sixteen codes) { return codes; }
+template <Rest REST, class Element>
+INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const Sixteen (&next)[2], const Group (&group)[2],
+                                float* out) {
+  unroll<2>([&](auto i) INLINED {
+    Values x = element(parts[i]);
+    unroll<16 / LANES>([&](auto j) INLINED { x.part[j] = finish<REST>(x.part[j], group[i]); });
+    store(out + 16 * i, x);
+    parts[i] = next[i];
+  });
+}
 
 #endif
 
