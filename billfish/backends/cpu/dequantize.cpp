@@ -33,6 +33,7 @@ struct Run {
   INLINED void decode_blocks(const uint8_t* p, int64_t count, ElementOf element, GroupOf group, float* __restrict out) const {
     constexpr int SIXTEENS = Codes::count / 16;
     const int64_t low = s.plane[0].offset, high = s.plane[1].offset, last = count / Codes::count - 1;
+    const int64_t stride = s.block_bytes, run_bytes = RUN / s.block * s.block_bytes;
     const Sixteen flip = Sixteen{} + s.flip;
     auto codes = [&](const uint8_t* block, auto v) INLINED {
       const Sixteen sixteen = Codes::template get<v>(block + low, block + high);
@@ -42,7 +43,8 @@ struct Run {
     unroll<2>([&](auto i) INLINED { parts[i] = look(element(int64_t(0)), codes(p, i)); });
     for (int64_t i = 0; i <= last; i++, out += Codes::count) {
       const int64_t following = std::min(i + 1, last);  // after the last block it is looked up again, and nobody wants to know
-      const uint8_t* ahead = p + (following - i) * s.block_bytes;
+      const uint8_t* ahead = i < last ? p + stride : p;
+      if constexpr (Codes::count == 256) for (int64_t j = 0; j < stride; j += 64) __builtin_prefetch(p + run_bytes + j);
       unroll<SIXTEENS / 2>([&](auto pair) INLINED {
         constexpr int v = 2 * pair, next_v = (v + 2) % SIXTEENS;
         const uint8_t* block = next_v ? p : ahead;
@@ -56,10 +58,11 @@ struct Run {
 
   // Of blocks, or rows, whose groups have been read.
   template <class Codes, Rest REST, class Element>
-  __attribute__((noinline)) void decode_groups(const Element& element, const uint8_t* p, int64_t count, float* out) const {
+  __attribute__((noinline)) void decode_groups(const Element& of, const uint8_t* p, int64_t count, float* out) const {
+    const Element element = of;  // in registers, where stores cannot change it
     const float *scale = groups.scale, (*offset)[4] = groups.offset;
     const int64_t by = shift;
-    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED -> const Element& { return element; }, [&](int64_t i, int v) INLINED {
+    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED { return element; }, [&](int64_t i, int v) INLINED {
       const int64_t group = Codes::group ? i * (Codes::count / std::max(Codes::group, 1)) + 16 * v / std::max(Codes::group, 1) : (i * Codes::count + 16 * v) >> by;
       return Group{scale[group], offset[group]};
     }, out);
@@ -67,12 +70,13 @@ struct Run {
 
   // The same for blocks with one half as their scale, and perhaps one as their minimum, which are read here.
   template <class Codes, Rest REST, class Element>
-  __attribute__((noinline)) void decode_halves(const Element& element, const uint8_t* p, int64_t count, float* out) const {
+  __attribute__((noinline)) void decode_halves(const Element& of, const uint8_t* p, int64_t count, float* out) const {
+    const Element element = of;  // in registers, where stores cannot change it
     const uint8_t *scale = p + s.scale_offset, *minimum = p + s.minimum_offset;
     const int64_t stride = s.block_bytes, last = count / Codes::count - 1;
     alignas(16) float offset[2][4];
     if constexpr (REST == Rest::fused_minimum) put(offset[0], read_half(minimum));
-    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED -> const Element& { return element; }, [&](int64_t i, int v) INLINED {
+    decode_blocks<Codes, REST>(p, count, [&](int64_t) INLINED { return element; }, [&](int64_t i, int v) INLINED {
       if (REST == Rest::fused_minimum && v == 0) put(offset[~i & 1], read_half(minimum + std::min(i + 1, last) * stride));
       return Group{read_half(scale + i * stride), offset[i & 1]};
     }, out);
@@ -102,7 +106,8 @@ struct Run {
     });
   }
 
-  template <class Codes, class Element> void decode_elements(const Element& element, const uint8_t* p, int64_t count, float* out) const {
+  template <class Codes, class Element> void decode_elements(const Element& of, const uint8_t* p, int64_t count, float* out) const {
+    const Element element = of;  // in registers, where stores cannot change it
     if constexpr (Codes::count == 32) {
       if constexpr (Codes::group == 32)
         if (s.scales == Storage::halves && has_minimum) return decode_halves<Codes, Rest::fused_minimum>(element, p, count, out);

@@ -1,5 +1,6 @@
 // Codes as files hold them, sixteen at a time.
 #pragma once
+#include <algorithm>
 #include <array>
 
 #include "sixteen.h"
@@ -9,14 +10,18 @@ namespace BILLFISH_ISA {
 using billfish::Storage;
 
 // Fields as billfish.formats.ggml.unfold has them: of each run of WIDTH bytes, all lowest fields first, then the next ones.
-// `get<V, AT>` are fields 16 V to 16 V + 15, from bit AT of each byte on, all other bits zero.
+// `get<V>` are fields 16 V to 16 V + 15, `moved<V, AT>` the same from bit AT of each byte on, with other bits around them.
 template <int WIDTH, int BITS> struct Plane {
   static constexpr int bits = BITS;
-  template <int V, int AT> static Sixteen get(const uint8_t* p) {
-    constexpr int parts = WIDTH / 16, run = V / (parts * 8 / bits), from = V / parts % (8 / bits) * bits, part = V % parts;
+  static constexpr int from(int v) { return v / (WIDTH / 16) % (8 / bits) * bits; }
+  template <int V, int AT> static Sixteen moved(const uint8_t* p) {
+    constexpr int parts = WIDTH / 16, run = V / (parts * 8 / bits), part = V % parts, by = AT - from(V);
     const Sixteen v = load_sixteen(p + run * WIDTH + part * 16);
-    const Sixteen there = from >= AT ? v >> uint8_t(from - AT < 0 ? 0 : from - AT) : v << uint8_t(AT - from < 0 ? 0 : AT - from);
-    return from + bits == 8 && AT == 0 ? there : there & uint8_t(((1 << bits) - 1) << AT);
+    return by < 0 ? v >> uint8_t(std::max(-by, 0)) : v << uint8_t(std::max(by, 0));
+  }
+  template <int V> static Sixteen get(const uint8_t* p) {
+    const Sixteen v = moved<V, 0>(p);
+    return from(V) + bits == 8 ? v : v & uint8_t((1 << bits) - 1);  // the topmost are alone after the shift
   }
 };
 
@@ -26,7 +31,7 @@ template <> struct Plane<1, 8> : Plane<16, 8> {};
 // Two nibbles of a byte are neighbours.
 template <> struct Plane<1, 4> {
   static constexpr int bits = 4;
-  template <int V, int> static Sixteen get(const uint8_t* p) {
+  template <int V> static Sixteen get(const uint8_t* p) {
     const Sixteen v = load_sixteen(p + V / 2 * 16);
     return interleave<V % 2 == 1>(v & uint8_t(15), v >> uint8_t(4));
   }
@@ -35,7 +40,7 @@ template <> struct Plane<1, 4> {
 // Eight low nibbles, eight high ones.
 template <> struct Plane<8, 4> {
   static constexpr int bits = 4;
-  template <int V, int> static Sixteen get(const uint8_t* p) {
+  template <int V> static Sixteen get(const uint8_t* p) {
     const Sixteen v = two_eights(load_eight(p + V * 8), load_eight(p + V * 8));
     return (v >> Sixteen{0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4}) & uint8_t(15);
   }
@@ -52,7 +57,7 @@ template <int AT> constexpr std::array<uint64_t, 256> SPREAD_BITS = spread_bits<
 
 template <> struct Plane<1, 1> {
   static constexpr int bits = 1;
-  template <int V, int AT> static Sixteen get(const uint8_t* p) {
+  template <int V, int AT> static Sixteen moved(const uint8_t* p) {
     return two_eights(SPREAD_BITS<AT>[p[2 * V]], SPREAD_BITS<AT>[p[2 * V + 1]]);
   }
 };
@@ -71,8 +76,9 @@ template <int COUNT, int GROUP, Minimums MINIMUMS, class Low, class High = NoPla
   static constexpr Minimums minimums = MINIMUMS;
   // Codes 16 V to 16 V + 15 of a block, given where its planes begin.
   template <int V> static Sixteen get(const uint8_t* low, const uint8_t* high) {
-    if constexpr (High::bits == 0) return Low::template get<V, 0>(low);
-    else return Low::template get<V, 0>(low) | High::template get<V, Low::bits>(high);
+    const Sixteen codes = Low::template get<V>(low);
+    if constexpr (High::bits == 0) return codes;
+    else return insert<((1 << High::bits) - 1) << Low::bits>(codes, High::template moved<V, Low::bits>(high));
   }
 };
 

@@ -98,6 +98,9 @@ template <class Element> INLINED inline Parts look(const Element& element, Sixte
   return parts;
 }
 
+// The bits of MASK of `other`, beside those of v, which has none there.
+template <int MASK> INLINED inline Sixteen insert(Sixteen v, Sixteen other) { return vbslq_u8(vdupq_n_u8(MASK), other, v); }
+
 // Whether it pays to have a table for each scale instead of a product for each value.
 constexpr bool TABLES_PAY = true;
 
@@ -207,6 +210,8 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const
 }
 
 #else
+
+template <int MASK> inline Sixteen insert(Sixteen v, Sixteen other) { return v | (other & uint8_t(MASK)); }
 
 constexpr bool TABLES_PAY = false;
 
