@@ -114,7 +114,11 @@ struct Run {
       if (s.scales == Storage::halves) return decode_halves<Codes, Rest::scale>(element, p, count, out);
     }
     if constexpr (Codes::minimums != Minimums::never)
-      if (has_minimum && exact_products) return decode_groups<Codes, Rest::fused_minimum>(element, p, count, out);
+      if (has_minimum && exact_products) {
+        if constexpr (SUBNORMALS_PAY && Codes::minimums == Minimums::always)
+          if (groups.raised) return decode_groups<Codes, Rest::fused_minimum>(Subnormal(), p, count, out);
+        return decode_groups<Codes, Rest::fused_minimum>(element, p, count, out);
+      }
     if constexpr (Codes::group == 0) {
       if (has_minimum) return decode_groups<Codes, Rest::scale_minimum>(element, p, count, out);
       if (s.zero.kind != GroupField::none) return decode_groups<Codes, Rest::zero_scale>(element, p, count, out);
@@ -161,6 +165,7 @@ void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64
     for (GroupField* field : {&rows.scale, &rows.minimum, &rows.zero}) field->data += first * field->row_stride;
     first = 0, last = std::min<int64_t>(last, 1);
   }
+  const WithSubnormals with_subnormals;
   Run run(rows);
   const int64_t step = run.longest(type);
   for (int64_t row = first; row < last; row++)

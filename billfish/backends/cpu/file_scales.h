@@ -11,13 +11,14 @@ using billfish::GroupField;
 using billfish::Storage;
 
 // Codes that are decoded at a time: many, because between two runs the stream of stores to memory stops.
-constexpr int64_t RUN = 16384;
+constexpr int64_t RUN = 65536;
 
 // What the groups of a run do to their codes. An offset, if any, is a zero point or a minimum, and stands there four times
 // where vectors have four lanes.
 struct GroupNumbers {
   alignas(64) float scale[RUN / 16];
   alignas(64) float offset[RUN / 16][4];
+  bool raised;  // scales have been multiplied by 2^133: see Subnormal
 };
 
 template <class T> inline T read(const uint8_t* p) {
@@ -32,23 +33,41 @@ inline void put(float* four, float x) {
   else *four = x;
 }
 
-// Sixteen small integers of a two-level scale, less a bias.
-struct Integers {
-  alignas(64) float x[16];
-  Integers(Sixteen bytes, int bias) {
-    const Values values = Counted(bias)(bytes);
-    unroll<16 / LANES>([&](auto i) INLINED { store_floats(x + LANES * i, values.part[i]); });
+// COUNT of sixteen numbers, from number FROM on, to so many groups.
+template <int COUNT, int FROM = 0> inline void put_scales(float* scale, const Values& v) {
+  if constexpr (FROM == 0 && COUNT % LANES == 0) {
+    unroll<COUNT / LANES>([&](auto i) INLINED { store_floats(scale + LANES * i, v.part[i]); });
+  } else {
+    alignas(64) float x[16];
+    store(x, v);
+    std::memcpy(scale, x + FROM, COUNT * sizeof(float));
   }
-};
+}
+template <int COUNT, int FROM = 0> inline void put_offsets(float (*offset)[4], const Values& v) {
+  alignas(64) float x[16];
+  store(x, v);
+  for (int i = 0; i < COUNT; i++) put(offset[i], x[FROM + i]);
+}
+
+inline Values times(Values v, float by) {
+  unroll<16 / LANES>([&](auto i) INLINED { v.part[i] = v.part[i] * by; });
+  return v;
+}
+
+// The half 2^-11: what is smaller, times an integer of six bits, is below 2^-5, and finite times 2^133.
+constexpr uint16_t LARGEST_RAISED = 0x1000;
 
 // Of `count` blocks. Layouts as in billfish/formats/kquants.py.
 inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, GroupNumbers& out) {
+  const int64_t stride = s.block_bytes, groups = s.block / s.group;
+  const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
+  out.raised = SUBNORMALS_PAY && sub >= 0 && minimum_at >= 0;
+  for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < LARGEST_RAISED;
+  const float by[2] = {out.raised ? 0x1p100f : 1, out.raised ? 0x1p33f : 1};
   // f(small integers of the block, the numbers above them, its first group)
   auto each = [&](auto f) {
-    const int64_t stride = s.block_bytes, groups = s.block / s.group;
-    const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
     for (int64_t i = 0; i < count; i++, block += stride)
-      f(block + sub, at < 0 ? 0 : read_half(block + at), minimum_at < 0 ? 0 : -read_half(block + minimum_at), i * groups);
+      f(block + sub, at < 0 ? 0 : read_half(block + at) * by[0] * by[1], minimum_at < 0 ? 0 : -read_half(block + minimum_at), i * groups);
   };
   switch (s.scales) {
     case Storage::halves:
@@ -62,32 +81,27 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
       return each([&](const uint8_t* sub, float d, float m, int64_t first) {
         uint64_t a = read<uint32_t>(sub), b = read<uint32_t>(sub + 4), c = read<uint32_t>(sub + 8);
         asm("" : "+r"(a), "+r"(b), "+r"(c));  // or gcc moves them to vectors, which takes longer than it saves
-        const Integers both(two_eights((a & 0x3f3f3f3f) | ((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32,
-                                       (b & 0x3f3f3f3f) | ((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32), 0);
-        for (int i = 0; i < 8; i++) out.scale[first + i] = d * both.x[i];
-        float minimums[8];
-        for (int i = 0; i < 8; i++) minimums[i] = m * both.x[8 + i];
-        for (int i = 0; i < 8; i++) put(out.offset[first + i], minimums[i]);
+        const Values both = Counted(0)(two_eights((a & 0x3f3f3f3f) | ((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32,
+                                                  (b & 0x3f3f3f3f) | ((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32));
+        put_scales<8>(out.scale + first, times(both, d)), put_offsets<8, 8>(out.offset + first, times(both, m));
       });
     case Storage::nibble_pairs:
       return each([&](const uint8_t* sub, float d, float m, int64_t first) {
         const Sixteen both = load_sixteen(sub);
-        const Integers scales(both & uint8_t(15), 0), minimums(both >> uint8_t(4), 0);
-        for (int i = 0; i < 16; i++) out.scale[first + i] = d * scales.x[i];
-        for (int i = 0; i < 16; i++) put(out.offset[first + i], m * minimums.x[i]);
+        put_scales<16>(out.scale + first, times(Counted(0)(both & uint8_t(15)), d));
+        put_offsets<16>(out.offset + first, times(Counted(0)(both >> uint8_t(4)), m));
       });
     case Storage::six_bits:
       return each([&](const uint8_t* sub, float d, float, int64_t first) {
         // Eight bytes of low nibbles, and of the last four the lowest two bits for scales 0..3, the next for 4..7, and so on.
         const uint64_t low = load_eight(sub), top = read<uint32_t>(sub + 8), nibbles = 0x0f0f0f0f0f0f0f0f;
-        const Integers scales(two_eights((low & nibbles) | (top & 0x03030303) << 4 | (top & 0x0c0c0c0c) << 34,
-                                         (low >> 4 & nibbles) | (top & 0x30303030) | (top & 0xc0c0c0c0) << 30), 32);
-        for (int i = 0; i < 16; i++) out.scale[first + i] = d * scales.x[i];
+        const Sixteen sixteen = two_eights((low & nibbles) | (top & 0x03030303) << 4 | (top & 0x0c0c0c0c) << 34,
+                                           (low >> 4 & nibbles) | (top & 0x30303030) | (top & 0xc0c0c0c0) << 30);
+        put_scales<16>(out.scale + first, times(Counted(32)(sixteen), d));
       });
     case Storage::signed_bytes:
       return each([&](const uint8_t* sub, float d, float, int64_t first) {
-        const Integers scales(load_sixteen(sub) ^ uint8_t(128), 128);
-        for (int i = 0; i < 16; i++) out.scale[first + i] = d * scales.x[i];
+        put_scales<16>(out.scale + first, times(Counted(128)(load_sixteen(sub) ^ uint8_t(128)), d));
       });
     case Storage::apart: return;
   }

@@ -163,12 +163,42 @@ class Counted {
   INLINED Values operator()(Sixteen codes) const {
     const Parts parts = look(*this, codes);
     Values v;
-    unroll<4>([&](auto i) INLINED { v.part[i] = centred(pick<0>(parts, index_of(i, from))); });
+    unroll<4>([&](auto i) INLINED { v.part[i] = pick<0>(parts, index_of(i, from)); });
+    unroll<4>([&](auto i) INLINED { v.part[i] = centred(v.part[i]); });
     return v;
   }
 
  private:
   Floats offset_;
+};
+
+// Codes from 0 on. In bits 16 to 23 of a float that is 0 otherwise, a code counts by 2^-133, whether subnormal or not, and needs neither
+// lookup nor difference. So scales must have been multiplied by 2^133 and still be finite, and subnormals must not be flushed to zero.
+class Subnormal {
+ public:
+  static INLINED void low(Parts& parts, Sixteen codes) { parts.first = codes; }
+  static INLINED void high(Parts&, Sixteen) {}
+  static constexpr uint8_t from(int i, int byte) { return uint8_t(byte == 2 ? i : 255); }
+  static INLINED Floats centred(Floats x) { return x; }
+};
+constexpr bool SUBNORMALS_PAY = true;
+
+// While it lives, this thread calculates with subnormals.
+class WithSubnormals {
+ public:
+  WithSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_ & ~FLUSH));
+  }
+  ~WithSubnormals() {
+    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_));
+  }
+  WithSubnormals(const WithSubnormals&) = delete;
+  WithSubnormals& operator=(const WithSubnormals&) = delete;
+
+ private:
+  static constexpr uint64_t FLUSH = 1 << 24;
+  uint64_t before_;
 };
 
 // In assembly also because gcc would first copy the scale to all lanes, and the offset for each use. It stands in memory four times:
@@ -194,7 +224,9 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const
   unroll<8 + STORE>([&](auto step) INLINED {
     if constexpr (step < 8) {
       if constexpr (REST == Rest::fused_minimum) sum[step] = load_alone<Floats>(group[step / 4].offset);
-      x[step] = pick<step / 4>(parts[step / 4], index_of(step % 4, Element::from));
+      const uint8x16_t index = index_of(step % 4, Element::from);
+      if constexpr (std::is_same_v<Element, Subnormal>) x[step] = vreinterpretq_f32_u8(lookup_alone(parts[step / 4].first, index));
+      else x[step] = pick<step / 4>(parts[step / 4], index);
     }
     if constexpr (step >= CENTRE && step < 8 + CENTRE) x[step - CENTRE] = element.centred(x[step - CENTRE]);
     if constexpr (step >= FINISH && step < 8 + FINISH) {
@@ -213,7 +245,8 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const
 
 template <int MASK> inline Sixteen insert(Sixteen v, Sixteen other) { return v | (other & uint8_t(MASK)); }
 
-constexpr bool TABLES_PAY = false;
+constexpr bool TABLES_PAY = false, SUBNORMALS_PAY = false;
+struct WithSubnormals {};
 
 #if defined(BILLFISH_simd_avx512)
 inline __m512i widened(Sixteen codes) { return _mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(codes)); }
