@@ -48,7 +48,7 @@ struct Run {
       unroll<SIXTEENS / 2>([&](auto pair) INLINED {
         constexpr int v = 2 * pair, next_v = (v + 2) % SIXTEENS;
         const uint8_t* block = next_v ? p : ahead;
-        const Sixteen next[2] = {codes(block, std::integral_constant<int, next_v>()), codes(block, std::integral_constant<int, next_v + 1>())};
+        auto next = [&](auto j) INLINED { return codes(block, Index<next_v + j>()); };
         const Group groups[2] = {group(i, v), group(i, v + 1)};
         decode_pair<REST>(element(next_v ? i : following), parts, next, groups, out + 16 * v);
       });
@@ -82,6 +82,37 @@ struct Run {
     }, out);
   }
 
+  // Signed bytes with one half as their scale. (code - 128) * d is code * 2^-133 * (2^133 d) - 2^7 d, exactly, and has the right sign of
+  // zero where d is positive: so for ordinary halves from 2^-14 to 2^-5, both factors are made of its bits, a block ahead.
+  template <class Codes>
+  __attribute__((noinline)) void decode_raised(const uint8_t* p, int64_t count, float* out) const {
+    struct Raised {
+      float offset[4], scale, unused[3];
+    };
+    alignas(64) Raised raised[2];  // in one line of the cache
+    auto raise = [](Raised& to, const uint8_t* half) INLINED {
+      const uint32_t d = uint32_t(read<uint16_t>(half)) << 13, scale = d + ((112 + 133) << 23);  // 112: from a half's exponent to a float's
+      uint64_t minus = d + (uint32_t(0x100 + 112 + 7) << 23);
+      minus |= minus << 32;
+      asm("" : "+r"(minus));  // or gcc would copy it in a vector
+      std::memcpy(to.offset, &minus, 8), std::memcpy(to.offset + 2, &minus, 8), std::memcpy(&to.scale, &scale, 4);
+    };
+    const uint8_t* scale = p + s.scale_offset;
+    const int64_t stride = s.block_bytes, last = count / Codes::count - 1;
+    Raised *now = raised, *next = raised + 1;
+    raise(*next, scale);
+    decode_blocks<Codes, Rest::perhaps_raised>(p, count, [&, element = counted](int64_t) INLINED { return element; }, [&](int64_t i, int v) INLINED {
+      if (v == 0) {
+        std::swap(now, next);
+        raise(*next, i < last ? scale + stride : scale);
+      }
+      const bool fits = uint32_t(read<uint16_t>(scale)) - 0x400 < 0x2800 - 0x400;
+      const Group group = fits ? Group{now->scale, now->offset} : Group{read_half(scale), nullptr};
+      if (v == 1) scale += stride;
+      return group;
+    }, out);
+  }
+
   // The same where each 32 codes have a byte as their scale, and Storage::scaled_tables a table for each byte.
   template <class Codes, class Table>
   __attribute__((noinline)) void decode_scaled(const uint8_t* p, const uint8_t* byte, int64_t byte_stride, int64_t count, float* out) const {
@@ -111,6 +142,8 @@ struct Run {
     if constexpr (Codes::count == 32) {
       if constexpr (Codes::group == 32)
         if (s.scales == Storage::halves && has_minimum) return decode_halves<Codes, Rest::fused_minimum>(element, p, count, out);
+      if constexpr (SUBNORMALS_PAY && Codes::bits == 8)
+        if (s.scales == Storage::halves && s.bias == 128) return decode_raised<Codes>(p, count, out);
       if (s.scales == Storage::halves) return decode_halves<Codes, Rest::scale>(element, p, count, out);
     }
     if constexpr (Codes::minimums != Minimums::never)

@@ -40,6 +40,8 @@ template <bool SECOND> Sixteen interleave(Sixteen a, Sixteen b) {
 #endif
 }
 
+template <int I> using Index = std::integral_constant<int, I>;
+
 // Sixteen floats in vectors of LANES.
 struct Values {
   Floats part[16 / LANES];
@@ -51,7 +53,7 @@ inline INLINED void store(float* out, const Values& v) {
 
 // What is left to do with elements: value = (element - zero) * scale + minimum. A code times a half, or times a half and a small
 // integer, is exact: there, product and sum can be one operation.
-enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum };
+enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum, perhaps_raised };
 
 // What this does to the codes of a group. An offset, if any, is a zero point or a minimum, and stands there four times where
 // vectors have four lanes.
@@ -108,6 +110,7 @@ constexpr bool TABLES_PAY = true;
 // four more put them in place.
 class Lookup {
  public:
+  static constexpr bool LOOKS = true;
   explicit Lookup(const float* table) {
     for (int i = 0; i < 16; i++) {
       const uint32_t bits = float_to_bits(table[i]);
@@ -127,6 +130,7 @@ class Lookup {
 // Codes of 5 bits less a bias, by a table of 32.
 class Counted5 {
  public:
+  static constexpr bool LOOKS = true;
   explicit Counted5(int bias) {
     for (int i = 0; i < 32; i++) {
       const uint32_t bits = float_to_bits(float(i - bias));
@@ -152,6 +156,7 @@ class Counted5 {
 // conversion, which blocks a pipe for two cycles.
 class Counted {
  public:
+  static constexpr bool LOOKS = false;
   explicit Counted(int bias) : offset_(vdupq_n_f32(32768 + float(bias))) {}
   static INLINED void low(Parts& parts, Sixteen codes) { parts.first = codes; }
   static INLINED void high(Parts& parts, Sixteen) { parts.second = vdupq_n_u8(0x47); }
@@ -176,6 +181,7 @@ class Counted {
 // lookup nor difference. So scales must have been multiplied by 2^133 and still be finite, and subnormals must not be flushed to zero.
 class Subnormal {
  public:
+  static constexpr bool LOOKS = false;
   static INLINED void low(Parts& parts, Sixteen codes) { parts.first = codes; }
   static INLINED void high(Parts&, Sixteen) {}
   static constexpr uint8_t from(int i, int byte) { return uint8_t(byte == 2 ? i : 255); }
@@ -216,11 +222,16 @@ template <Rest REST> INLINED inline Floats finish(Floats x, Floats sum, const Gr
 }
 
 // 32 codes that have been parts up to values, and meanwhile `element` looks up the next.
-template <Rest REST, class Element>
-INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const Sixteen (&next)[2], const Group (&group)[2],
-                                float* out) {
-  constexpr int CENTRE = 1, FINISH = 2, STORE = 4;  // so many later than picked
+template <Rest REST, class Element, class Next>
+INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next next, const Group (&group)[2], float* out) {
+  if constexpr (REST == Rest::perhaps_raised) {
+    if (group[0].offset) return decode_pair<Rest::fused_minimum>(Subnormal(), parts, next, group, out);
+    return decode_pair<Rest::scale>(element, parts, next, group, out);
+  }
+  constexpr int CENTRE = 1, FINISH = 2, STORE = 6;  // so many later than picked
   Floats x[8], sum[8];
+  Sixteen codes[2];
+  if constexpr (Element::LOOKS) codes[0] = next(Index<0>()), codes[1] = next(Index<1>());
   unroll<8 + STORE>([&](auto step) INLINED {
     if constexpr (step < 8) {
       if constexpr (REST == Rest::fused_minimum) sum[step] = load_alone<Floats>(group[step / 4].offset);
@@ -234,10 +245,12 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const
       x[i] = finish<REST>(x[i], sum[i], group[i / 4]);
     }
     if constexpr (step >= STORE) asm volatile("str %q1, %0" : "=m"(*reinterpret_cast<Floats*>(out + 4 * (step - STORE))) : "w"(x[step - STORE]));
-    if constexpr (step == 4) element.low(parts[0], next[0]);
-    if constexpr (step == 5) element.high(parts[0], next[0]);
-    if constexpr (step == 8) element.low(parts[1], next[1]);
-    if constexpr (step == 9) element.high(parts[1], next[1]);
+    if constexpr (step == 4 || step == 8) {
+      constexpr int i = step / 4 - 1;
+      if constexpr (!Element::LOOKS) codes[i] = next(Index<i>());  // in the place of the last ones, which have been used
+      element.low(parts[i], codes[i]);
+    }
+    if constexpr (step == 5 || step == 9) element.high(parts[step / 4 - 1], codes[step / 4 - 1]);
   });
 }
 
@@ -314,14 +327,13 @@ template <Rest REST> inline Floats finish(Floats x, const Group& group) {
 // 32 codes to values, which gives way to the next.
 using Parts = Sixteen;
 template <class Element> Parts look(const Element&, Sixteen codes) { return codes; }
-template <Rest REST, class Element>
-INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], const Sixteen (&next)[2], const Group (&group)[2],
-                                float* out) {
+template <Rest REST, class Element, class Next>
+INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next next, const Group (&group)[2], float* out) {
   unroll<2>([&](auto i) INLINED {
     Values x = element(parts[i]);
     unroll<16 / LANES>([&](auto j) INLINED { x.part[j] = finish<REST>(x.part[j], group[i]); });
     store(out + 16 * i, x);
-    parts[i] = next[i];
+    parts[i] = next(i);
   });
 }
 
