@@ -17,13 +17,15 @@ struct Run {
   Counted5 counted5;
   Counted counted;
   int shift;  // of codes in rows of bytes or nibbles, 2^shift have a scale in common
-  bool has_minimum, exact_products, has_tables;
+  bool has_minimum, exact_products, has_tables, apart_in_place;
   GroupNumbers groups;
 
   explicit Run(const Storage& storage) : s(storage), lookup(storage.table), counted5(storage.bias), counted(storage.bias) {
-    for (shift = 4; shift < 14 && 1 << shift < s.group; shift++) {}
+    for (shift = 4; 1 << shift < std::min<int64_t>(s.group, RUN); shift++) {}
     has_tables = TABLES_PAY && s.scaled_tables && s.group == 32;
     has_minimum = s.minimum.kind != GroupField::none || s.minimum_offset >= 0;
+    apart_in_place = s.scales == Storage::apart && !has_minimum && s.zero.kind == GroupField::none && s.k % s.block == 0 &&
+                     (s.scale.kind == GroupField::looked_up || (s.scale.kind == GroupField::f16 && s.group >= 32));
     exact_products = s.scales == Storage::apart ? s.scale.kind == GroupField::f16 : s.scales != Storage::looked_up;
   }
 
@@ -113,6 +115,17 @@ struct Run {
     }, out);
   }
 
+  // Of rows, where GROUP codes, or a multiple of so many, have a scale in common that number(p) reads from an array.
+  template <class Codes, int GROUP, class Element, class Number>
+  __attribute__((noinline)) void decode_apart(const Element& of, const uint8_t* p, const uint8_t* scale, int64_t count, Number number,
+                                              float* out) const {
+    const Element element = of;
+    const int64_t by = shift, stride = s.scale.stride;
+    decode_blocks<Codes, Rest::scale>(p, count, [&](int64_t) INLINED { return element; }, [&](int64_t i, int v) INLINED {
+      return Group{number(scale + ((i * Codes::count + 16 * v / GROUP * GROUP) >> by) * stride), nullptr};
+    }, out);
+  }
+
   // The same where each 32 codes have a byte as their scale, and Storage::scaled_tables a table for each byte.
   template <class Codes, class Table>
   __attribute__((noinline)) void decode_scaled(const uint8_t* p, const uint8_t* byte, int64_t byte_stride, int64_t count, float* out) const {
@@ -123,22 +136,31 @@ struct Run {
 
   // Codes from p on, at k of a row; a multiple of a block.
   void decode(int64_t row, int64_t k, const uint8_t* p, int64_t count, float* out) const {
+    const uint8_t* apart = s.scale.data + row * s.scale.row_stride + k / s.group * s.scale.stride;
     with_codes(s, [&](auto codes) {
       using Codes = decltype(codes);
       if constexpr (TABLES_PAY && Codes::count == 32 && Codes::bits == 4)
         if (has_tables) {
-          const uint8_t* apart = s.scale.data + row * s.scale.row_stride + k / 32 * s.scale.stride;
           if (s.scales == Storage::apart) return decode_scaled<Codes, Lookup>(p, apart, s.scale.stride, count, out);
           return decode_scaled<Codes, Lookup>(p, p + s.sub_offset, s.block_bytes, count, out);
         }
-      if constexpr (Codes::bits <= 4) decode_elements<Codes>(lookup, p, count, out);
-      else if constexpr (Codes::bits == 5) decode_elements<Codes>(counted5, p, count, out);
-      else decode_elements<Codes>(counted, p, count, out);
+      auto elements = [&](const auto& element) {
+        if constexpr (Codes::group == 0)
+          if (apart_in_place) {
+            auto half = [](const uint8_t* at) INLINED { return read_half(at); };
+            if (s.scale.kind == GroupField::f16) return decode_apart<Codes, 32>(element, p, apart, count, half, out);
+            auto value = [values = s.byte_values](const uint8_t* at) INLINED { return values[*at]; };
+            return decode_apart<Codes, 16>(element, p, apart, count, value, out);
+          }
+        decode_elements<Codes>(element, p, count, out);
+      };
+      if constexpr (Codes::bits <= 4) elements(lookup);
+      else if constexpr (Codes::bits == 5) elements(counted5);
+      else elements(counted);
     });
   }
 
-  template <class Codes, class Element> void decode_elements(const Element& of, const uint8_t* p, int64_t count, float* out) const {
-    const Element element = of;  // in registers, where stores cannot change it
+  template <class Codes, class Element> void decode_elements(const Element& element, const uint8_t* p, int64_t count, float* out) const {
     if constexpr (Codes::count == 32) {
       if constexpr (Codes::group == 32)
         if (s.scales == Storage::halves && has_minimum) return decode_halves<Codes, Rest::fused_minimum>(element, p, count, out);
@@ -160,7 +182,7 @@ struct Run {
   }
 
   // Whether kernels read scales themselves.
-  bool in_place() const { return s.scales == Storage::halves || has_tables; }
+  bool in_place() const { return s.scales == Storage::halves || has_tables || apart_in_place; }
 
   // How many codes decode_run takes at most.
   int64_t longest(int type) const { return type != 0 || s.k % s.block ? SHORT_RUN : in_place() ? s.k : RUN; }
@@ -206,20 +228,47 @@ void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64
       run.decode_run(row, k, std::min(step, rows.k - k), rows.bytes + row * rows.row_bytes + k / s.block * s.block_bytes, out, type);
 }
 
-// A strip of columns is turned at a time: then each of them is a row of bytes or nibbles.
+// A strip of columns is turned at a time: then each of them is a row of bytes or nibbles, as long as possible, because its values
+// are one stream of stores.
+namespace {
+constexpr int64_t STRIP = 32, TURNED_BYTES = 2048, APART = 64;  // further than a power of two, or columns would share lines of the cache
+using Turned = uint8_t[STRIP][TURNED_BYTES + APART];
+
+// Words [rows, columns], `stride` from one row to the next. Rows are far apart, so the next ones are asked for.
+void turn(const uint32_t* words, int64_t stride, int64_t rows, int64_t columns, Turned& turned) {
+  auto word = [&](int64_t r, int64_t c) INLINED { std::memcpy(turned[c] + 4 * r, words + r * stride + c, 4); };
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    for (int64_t i = 0; i < 4; i++)
+      for (int64_t c = 0; c < columns; c += 16) __builtin_prefetch(words + (r + 8 + i) * stride + c);
+    int64_t c = 0;
+    for (; c + 4 <= columns; c += 4) {
+      Sixteen line[4];
+      unroll<4>([&](auto i) INLINED { line[i] = load_sixteen(reinterpret_cast<const uint8_t*>(words + (r + i) * stride + c)); });
+      turn_four(line);
+      unroll<4>([&](auto i) INLINED { std::memcpy(turned[c + i] + 4 * r, &line[i], 16); });
+    }
+    for (; c < columns; c++) unroll<4>([&](auto i) INLINED { word(r + i, c); });
+  }
+  for (; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) word(r, c);
+}
+
+}  // namespace
+
 void dequantize_words(const Storage& s, void* out, int type, int64_t first, int64_t last) {
-  constexpr int64_t STRIP = 64, APART = 16;  // so much further than a power of two, or columns would share lines of the cache
   const uint32_t* words = reinterpret_cast<const uint32_t*>(s.bytes);
-  const int64_t per = 32 / s.plane[0].bits;
+  const int64_t bits = s.plane[0].bits, per = 32 / bits;
+  const WithSubnormals with_subnormals;
   Run run(s);
-  alignas(64) uint32_t turned[STRIP][SHORT_RUN / 4 + APART];
+  const int64_t step = std::min(run.longest(type), TURNED_BYTES * 8 / bits);
+  alignas(64) Turned turned;
   for (int64_t n = first; n < last; n += STRIP) {
     const int64_t columns = std::min(STRIP, last - n);
-    for (int64_t k = 0; k < s.k; k += SHORT_RUN) {
-      const int64_t count = std::min(SHORT_RUN, s.k - k);
-      for (int64_t r = 0; r < count / per; r++)
-        for (int64_t c = 0; c < columns; c++) turned[c][r] = words[(k / per + r) * s.n + n + c];
-      for (int64_t c = 0; c < columns; c++) run.decode_run(n + c, k, count, reinterpret_cast<const uint8_t*>(turned[c]), out, type);
+    for (int64_t k = 0; k < s.k; k += step) {
+      const int64_t count = std::min(step, s.k - k);
+      turn(words + k / per * s.n + n, s.n, count / per, columns, turned);
+      for (int64_t c = 0; c < columns; c++) run.decode_run(n + c, k, count, turned[c], out, type);
     }
   }
 }

@@ -33,7 +33,7 @@ template <> struct Plane<1, 4> {
   static constexpr int bits = 4;
   template <int V> static Sixteen get(const uint8_t* p) {
     const Sixteen v = load_sixteen(p + V / 2 * 16);
-    return interleave<V % 2 == 1>(v & uint8_t(15), v >> uint8_t(4));
+    return interleave<uint8_t, V % 2 == 1>(v & uint8_t(15), v >> uint8_t(4));
   }
 };
 

@@ -28,16 +28,27 @@ inline Sixteen two_eights(uint64_t first, uint64_t second) {
   return reinterpret_cast<Sixteen>(Two{first, second});
 }
 
-// The first (or second) eight bytes of a and b, one of each in turn.
-template <bool SECOND> Sixteen interleave(Sixteen a, Sixteen b) {
-  constexpr uint8_t i = SECOND ? 8 : 0;
+// The first (or second) halves of a and b, a T of each in turn.
+template <class T, bool SECOND, int... I> Sixteen interleave(Sixteen a, Sixteen b, std::integer_sequence<int, I...>) {
+  typedef T Elements __attribute__((vector_size(16)));
+  constexpr int all = 16 / sizeof(T), from = SECOND ? all / 2 : 0;
+  const Elements first = reinterpret_cast<Elements>(a), second = reinterpret_cast<Elements>(b);
 #if defined(__clang__)
-  return __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5, i + 21, i + 6,
-                                 i + 22, i + 7, i + 23);
+  return reinterpret_cast<Sixteen>(__builtin_shufflevector(first, second, (from + I / 2 + I % 2 * all)...));
 #else
-  return __builtin_shuffle(a, b, Sixteen{i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5, i + 21, i + 6,
-                                         i + 22, i + 7, i + 23});
+  return reinterpret_cast<Sixteen>(__builtin_shuffle(first, second, Elements{T(from + I / 2 + I % 2 * all)...}));
 #endif
+}
+template <class T, bool SECOND> Sixteen interleave(Sixteen a, Sixteen b) {
+  return interleave<T, SECOND>(a, b, std::make_integer_sequence<int, 16 / sizeof(T)>());
+}
+
+// Four rows of four words to columns.
+inline void turn_four(Sixteen (&rows)[4]) {
+  const Sixteen first[2] = {interleave<uint32_t, false>(rows[0], rows[2]), interleave<uint32_t, false>(rows[1], rows[3])};
+  const Sixteen second[2] = {interleave<uint32_t, true>(rows[0], rows[2]), interleave<uint32_t, true>(rows[1], rows[3])};
+  rows[0] = interleave<uint32_t, false>(first[0], first[1]), rows[1] = interleave<uint32_t, true>(first[0], first[1]);
+  rows[2] = interleave<uint32_t, false>(second[0], second[1]), rows[3] = interleave<uint32_t, true>(second[0], second[1]);
 }
 
 template <int I> using Index = std::integral_constant<int, I>;
@@ -259,7 +270,10 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next 
 template <int MASK> inline Sixteen insert(Sixteen v, Sixteen other) { return v | (other & uint8_t(MASK)); }
 
 constexpr bool TABLES_PAY = false, SUBNORMALS_PAY = false;
-struct WithSubnormals {};
+struct Subnormal {};
+struct WithSubnormals {
+  ~WithSubnormals() {}
+};
 
 #if defined(BILLFISH_simd_avx512)
 inline __m512i widened(Sixteen codes) { return _mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(codes)); }
