@@ -10,14 +10,15 @@ namespace BILLFISH_ISA {
 using billfish::GroupField;
 using billfish::Storage;
 
-// Codes that are decoded at a time: many, because between two runs the stream of stores to memory stops.
-constexpr int64_t RUN = 65536;
+// How many groups are read before their codes are decoded: many, because between two runs the stream of stores to memory stops,
+// but no more than stay in the first-level cache.
+constexpr int64_t RUN_GROUPS = 2048;
 
 // What the groups of a run do to their codes. An offset, if any, is a zero point or a minimum, and stands there four times
 // where vectors have four lanes.
 struct GroupNumbers {
-  alignas(64) float scale[RUN / 16];
-  alignas(64) float offset[RUN / 16][4];
+  alignas(64) float scale[RUN_GROUPS];
+  alignas(64) float offset[RUN_GROUPS][4];
   bool raised;  // scales have been multiplied by 2^133: see Subnormal
 };
 
@@ -55,27 +56,26 @@ inline Values times(Values v, float by) {
 }
 
 // The half 2^-11: what is smaller, times an integer of six bits, is below 2^-5, and finite times 2^133.
-constexpr uint16_t LARGEST_RAISED = 0x1000;
+constexpr uint16_t TOO_LARGE = 0x1000;
 
 // Of `count` blocks. Layouts as in billfish/formats/kquants.py.
 inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, GroupNumbers& out) {
   const int64_t stride = s.block_bytes, groups = s.block / s.group;
   const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
   out.raised = SUBNORMALS_PAY && sub >= 0 && minimum_at >= 0;
-  for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < LARGEST_RAISED;
+  for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < TOO_LARGE;
   const float by[2] = {out.raised ? 0x1p100f : 1, out.raised ? 0x1p33f : 1};
   // f(small integers of the block, the numbers above them, its first group)
   auto each = [&](auto f) {
-    for (int64_t i = 0; i < count; i++, block += stride)
-      f(block + sub, at < 0 ? 0 : read_half(block + at) * by[0] * by[1], minimum_at < 0 ? 0 : -read_half(block + minimum_at), i * groups);
+    for (int64_t i = 0; i < count; i++, block += stride) {
+      const float minimum = minimum_at < 0 ? 0 : -read_half(block + minimum_at);
+      f(block + sub, read_half(block + at) * by[0] * by[1], minimum, i * groups);
+    }
   };
   switch (s.scales) {
-    case Storage::halves:
-      return each([&](const uint8_t*, float d, float m, int64_t i) { out.scale[i] = d, put(out.offset[i], -m); });
     case Storage::looked_up:
-      return each([&, per_block = s.block / s.group](const uint8_t* sub, float, float, int64_t first) {
-        for (int i = 0; i < per_block; i++) out.scale[first + i] = s.byte_values[sub[i]];
-      });
+      for (int64_t i = 0; i < count * groups; i++) out.scale[i] = s.byte_values[block[i / groups * stride + sub + i % groups]];
+      return;
     case Storage::six_bit_pairs:
       // Four bytes at a time: the low six bits of bytes 0..7; and the halves of bytes 8..11 below the bits left over from those.
       return each([&](const uint8_t* sub, float d, float m, int64_t first) {
@@ -103,7 +103,7 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
       return each([&](const uint8_t* sub, float d, float, int64_t first) {
         put_scales<16>(out.scale + first, times(Counted(128)(load_sixteen(sub) ^ uint8_t(128)), d));
       });
-    case Storage::apart: return;
+    case Storage::apart: case Storage::halves: return;
   }
 }
 

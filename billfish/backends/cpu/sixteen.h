@@ -64,7 +64,7 @@ inline INLINED void store(float* out, const Values& v) {
 
 // What is left to do with elements: value = (element - zero) * scale + minimum. A code times a half, or times a half and a small
 // integer, is exact: there, product and sum can be one operation.
-enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum, perhaps_raised };
+enum class Rest { nothing, scale, zero_scale, scale_minimum, fused_minimum, perhaps_raised };  // the last: see Run::decode_raised
 
 // What this does to the codes of a group. An offset, if any, is a zero point or a minimum, and stands there four times where
 // vectors have four lanes.
@@ -75,11 +75,11 @@ struct Group {
 
 #if defined(BILLFISH_simd_neon)  // which header the level has, by CMake
 
-// The kernels below are written in the order in which instructions are to be issued, and gcc keeps it because they are volatile: the queues
-// of the Neoverse-N1's two vector pipes are so short that whatever has to wait for its operands soon holds up the others.
+// What follows stands in the order in which it is to be issued, and is volatile so that gcc keeps it: the queues before the two
+// vector pipes of the Neoverse-N1 are short, and what waits there for its operands soon holds up all the rest.
 
-// Of the bytes of a pair of vectors, which become float 4 I to 4 I + 3: byte j of float i is byte from(i, j), 16 and up of the second,
-// 255 for a zero. The instruction wants neighbouring registers; with its intrinsic, gcc 12 copies both for each use.
+// The bytes that sixteen floats are made of. pick<PAIR> makes four of them: byte i of the result is byte index[i], 16 and up of the
+// second vector, 255 for a zero. The instruction wants neighbouring registers; with its intrinsic, gcc 12 copies both for each use.
 struct Parts {
   uint8x16_t first, second;
 };
@@ -94,6 +94,7 @@ template <int PAIR> INLINED inline Floats pick(const Parts& from, uint8x16_t ind
   }
   return four;
 }
+// For floats 4 part to 4 part + 3, where byte j of float i is byte from(i, j).
 template <class F> INLINED inline uint8x16_t index_of(int part, F from) {
   uint8x16_t index{};
   unroll<4>([&](auto i) INLINED { unroll<4>([&](auto j) INLINED { index[4 * i + j] = from(4 * part + i, j); }); });
@@ -188,8 +189,8 @@ class Counted {
   Floats offset_;
 };
 
-// Codes from 0 on. In bits 16 to 23 of a float that is 0 otherwise, a code counts by 2^-133, whether subnormal or not, and needs neither
-// lookup nor difference. So scales must have been multiplied by 2^133 and still be finite, and subnormals must not be flushed to zero.
+// Codes from 0 on. In bits 16 to 23 of a float that is 0 otherwise, a code counts by 2^-133, be it subnormal or not, and needs
+// neither lookup nor difference. So scales are multiplied by 2^133 before, must still be finite, and subnormals must count.
 class Subnormal {
  public:
   static constexpr bool LOOKS = false;
@@ -200,15 +201,15 @@ class Subnormal {
 };
 constexpr bool SUBNORMALS_PAY = true;
 
-// While it lives, this thread calculates with subnormals.
+// While it lives, this thread does not flush subnormals to zero, as somebody may have told it to.
 class WithSubnormals {
  public:
   WithSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_ & ~FLUSH));
+    asm volatile("mrs %0, fpcr" : "=r"(before_) : : "memory");
+    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_ & ~FLUSH) : "memory");
   }
   ~WithSubnormals() {
-    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_));
+    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
   }
   WithSubnormals(const WithSubnormals&) = delete;
   WithSubnormals& operator=(const WithSubnormals&) = delete;
@@ -218,8 +219,8 @@ class WithSubnormals {
   uint64_t before_;
 };
 
-// In assembly also because gcc would first copy the scale to all lanes, and the offset for each use. It stands in memory four times:
-// loads are free here, and copies of registers are not.
+// In assembly also because gcc would first copy the scale to all lanes, and the offset for each use. It stands in memory four
+// times: loads are free here, and copies of registers are not.
 template <Rest REST> INLINED inline Floats finish(Floats x, Floats sum, const Group& group) {
   if constexpr (REST == Rest::zero_scale) x -= load_floats(group.offset);
   if constexpr (REST == Rest::scale || REST == Rest::zero_scale || REST == Rest::scale_minimum)
@@ -232,14 +233,14 @@ template <Rest REST> INLINED inline Floats finish(Floats x, Floats sum, const Gr
   return x;
 }
 
-// 32 codes that have been parts up to values, and meanwhile `element` looks up the next.
+// The values of 32 codes, of which `parts` are there, and meanwhile the parts of the next, by `element`.
 template <Rest REST, class Element, class Next>
 INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next next, const Group (&group)[2], float* out) {
   if constexpr (REST == Rest::perhaps_raised) {
     if (group[0].offset) return decode_pair<Rest::fused_minimum>(Subnormal(), parts, next, group, out);
     return decode_pair<Rest::scale>(element, parts, next, group, out);
   }
-  constexpr int CENTRE = 1, FINISH = 2, STORE = 6;  // so many later than picked
+  constexpr int CENTRE = 1, FINISH = 2, STORE = 6;  // so many steps after a vector has been picked
   Floats x[8], sum[8];
   Sixteen codes[2];
   if constexpr (Element::LOOKS) codes[0] = next(Index<0>()), codes[1] = next(Index<1>());
@@ -255,7 +256,10 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next 
       constexpr int i = step - FINISH;
       x[i] = finish<REST>(x[i], sum[i], group[i / 4]);
     }
-    if constexpr (step >= STORE) asm volatile("str %q1, %0" : "=m"(*reinterpret_cast<Floats*>(out + 4 * (step - STORE))) : "w"(x[step - STORE]));
+    if constexpr (step >= STORE) {
+      constexpr int i = step - STORE;
+      asm volatile("str %q1, %0" : "=m"(*reinterpret_cast<Floats*>(out + 4 * i)) : "w"(x[i]));
+    }
     if constexpr (step == 4 || step == 8) {
       constexpr int i = step / 4 - 1;
       if constexpr (!Element::LOOKS) codes[i] = next(Index<i>());  // in the place of the last ones, which have been used
