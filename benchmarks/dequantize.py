@@ -30,6 +30,7 @@ from billfish.bench.peers.turns import Turns, settle, timed
 from billfish.files import write_atomically
 
 N, K = 4096, 4096
+DEVIATION = 1 / 32  # of the weights, which are normally distributed
 ROUNDS = 7
 PASSES = 4  # in a turn, so that waking up threads does not show
 FORMATS = "q4_0,q4_1,q5_0,q5_1,q8_0,iq4_nl,q2_k,q3_k,q4_k,q5_k,q6_k,mxfp4,nvfp4,u4b8,affine4"
@@ -71,7 +72,10 @@ class Ggml:
 def measure(name: str, ggml: Ggml, out: np.ndarray) -> dict[str, Any]:
     """Medians of a format, in seconds, and the output in GB/s."""
     format = bf.get_format(name)
-    tensor = Case(format, format.default_group_size, K, N, "exact").tensor()
+    case = Case(format, format.default_group_size, K, N, "exact")
+    distinct = bf.quantize(case.rows * DEVIATION, format, group_size=case.group_size).planes
+    planes = {plane: values if values.ndim == 0 else case.repeated(values) for plane, values in distinct.items()}
+    tensor = bf.QuantizedTensor.from_planes(format, planes, case.group_size)
     theirs = SAME.get((name, tensor.group_size), name)
 
     def ours() -> None:

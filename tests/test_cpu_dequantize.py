@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from support import assert_same_bits, random_storage
 from test_cpu import FORMATS, LEVELS, backend_at
 
@@ -12,6 +16,16 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = _cpu.threads()
+    _cpu.set_threads(count)
+    try:
+        yield
+    finally:
+        _cpu.set_threads(before)
 
 
 def check(level: str, q: bf.QuantizedTensor) -> None:
@@ -36,8 +50,9 @@ def random_tensor(format: str, n: int, k: int, group_size: int | None = None, **
 @LEVELS
 @FORMATS
 def test_rows_longer_than_what_is_decoded_at_a_time(level, format):
-    """17408 codes are more than a run of 16384; three rows are one run after the other, of several threads' pieces."""
-    check(level, random_tensor(format.name, 3, 17408))
+    """Rows of one thread follow one another, and 2048 groups of them are a run: here at most 262144 codes."""
+    with threads(1):
+        check(level, random_tensor(format.name, 5, 66048))
 
 
 @LEVELS
@@ -104,13 +119,48 @@ def test_every_scale_with_every_code(level, name):
 
 
 @LEVELS
+def test_q8_0_with_every_scale(level):
+    """Those that are raised by 2^133 and those that are not, with codes of either sign, zero and the extremes."""
+    blocks = np.zeros((256, 256), bf.get_format("q8_0").struct)
+    blocks["d"] = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
+    blocks["qs"] = np.resize(np.int8([-128, -127, -1, 0, 1, 127]), 32)
+    check(level, bf.QuantizedTensor.from_storage("q8_0", {"blocks": blocks.view(np.uint8).reshape(256, -1)}))
+
+
+@LEVELS
+@pytest.mark.parametrize(("name", "limit"), [("q2_k", 2**-3), ("q4_k", 2**-7), ("q5_k", 2**-11)])
+@pytest.mark.parametrize("within", [True, False])
+def test_small_scales_of_kquants(level, name, limit, within):
+    """Random blocks whose scales are below those that are not raised, or one is not."""
+    least = int(np.float16(limit).view(np.uint16))
+    struct, rng = bf.get_format(name).struct, np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (3, 300 * struct.itemsize), dtype=np.uint8).view(struct)
+    d = rng.integers(0, least, blocks.shape, dtype=np.uint16) | rng.integers(0, 2, blocks.shape, dtype=np.uint16) << 15
+    d[1, 40] = least - within
+    blocks["d"] = d.view(np.float16)
+    check(level, bf.QuantizedTensor.from_storage(name, {"blocks": blocks.view(np.uint8)}))
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["q8_0", "q2_k", "q4_k", "q5_k"])
+def test_on_a_thread_that_flushes_subnormals_to_zero(level, name):
+    q = bf.quantize(np.random.default_rng(4).standard_normal((8, 512), np.float32) / 32, name)
+    expected = bf.dequantize(q, backend="reference")
+    out = np.empty_like(expected)
+    with threads(1):
+        torch.set_flush_denormal(True)
+        try:
+            backend_at(level).dequantize(q, out)
+            assert not np.float32(1e-40) * np.ones(1, np.float32)  # it still does
+        finally:
+            torch.set_flush_denormal(False)
+    assert_same_bits(out, expected)
+
+
+@LEVELS
 @FORMATS
 def test_same_bits_for_any_number_of_threads(level, format):
     q = random_tensor(format.name, 33, 512)
-    before = _cpu.threads()
-    try:
-        for count in (1, 2, 5):
-            _cpu.set_threads(count)
+    for count in (1, 2, 5):
+        with threads(count):
             check(level, q)
-    finally:
-        _cpu.set_threads(before)

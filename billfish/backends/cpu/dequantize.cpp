@@ -38,8 +38,10 @@ struct Run {
     const int64_t stride = s.block_bytes, run_bytes = RUN_GROUPS * s.group / s.block * s.block_bytes;
     const Sixteen flip = Sixteen{} + s.flip;
     auto codes = [&](const uint8_t* block, auto v) INLINED {
-      const Sixteen sixteen = Codes::template get<v>(block + low, block + high);
-      return Codes::bits == 8 ? sixteen ^ flip : sixteen;
+      if constexpr (std::is_same_v<decltype(element(int64_t())), Subnormal>)
+        return Codes::template get_large<v>(block + low, block + high);
+      else if constexpr (Codes::bits == 8) return Codes::template get<v>(block + low, block + high) ^ flip;
+      else return Codes::template get<v>(block + low, block + high);
     };
     Parts parts[2];
     unroll<2>([&](auto i) INLINED { parts[i] = look(element(int64_t(0)), codes(p, i)); });

@@ -80,6 +80,12 @@ template <int COUNT, int GROUP, Minimums MINIMUMS, class Low, class High = NoPla
     if constexpr (High::bits == 0) return codes;
     else return insert<((1 << High::bits) - 1) << Low::bits>(codes, High::template moved<V, Low::bits>(high));
   }
+  // The same times 2^room: where it costs nothing, codes that are to be subnormals are moved to the top of their bytes.
+  template <int V> static Sixteen get_large(const uint8_t* low, const uint8_t* high) {
+    if constexpr (room(Low::bits, High::bits) == 0) return get<V>(low, high);
+    const Sixteen codes = Low::template moved<V, room(Low::bits, High::bits)>(low);
+    return Low::from(V) == 0 ? codes : codes & uint8_t(256 - (256 >> bits));
+  }
 };
 
 using RowBytes = FileCodes<32, 0, Minimums::perhaps, Plane<1, 8>>;

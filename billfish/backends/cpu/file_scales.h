@@ -19,7 +19,7 @@ constexpr int64_t RUN_GROUPS = 2048;
 struct GroupNumbers {
   alignas(64) float scale[RUN_GROUPS];
   alignas(64) float offset[RUN_GROUPS][4];
-  bool raised;  // scales have been multiplied by 2^133: see Subnormal
+  bool raised;  // scales have been multiplied for codes of FileCodes::get_large as subnormals
 };
 
 template <class T> inline T read(const uint8_t* p) {
@@ -55,16 +55,16 @@ inline Values times(Values v, float by) {
   return v;
 }
 
-// The half 2^-11: what is smaller, times an integer of six bits, is below 2^-5, and finite times 2^133.
-constexpr uint16_t TOO_LARGE = 0x1000;
-
 // Of `count` blocks. Layouts as in billfish/formats/kquants.py.
 inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, GroupNumbers& out) {
   const int64_t stride = s.block_bytes, groups = s.block / s.group;
   const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
-  out.raised = SUBNORMALS_PAY && sub >= 0 && minimum_at >= 0;
-  for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < TOO_LARGE;
-  const float by[2] = {out.raised ? 0x1p100f : 1, out.raised ? 0x1p33f : 1};
+  // A half of 2^e or more, times an integer of so many bits, and times 2^up, might not be finite; its exponent is stored as e + 15.
+  const int up = 133 - room(s.plane[0].bits, s.plane[1].bits), bits = s.scales == Storage::nibble_pairs ? 4 : 6;
+  const int least = (15 + 128 - up - bits) << 10;
+  out.raised = SUBNORMALS_PAY && (s.scales == Storage::nibble_pairs || s.scales == Storage::six_bit_pairs);
+  for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < least;
+  const float by[2] = {out.raised ? 0x1p100f : 1, out.raised ? float(int64_t(1) << (up - 100)) : 1};
   // f(small integers of the block, the numbers above them, its first group)
   auto each = [&](auto f) {
     for (int64_t i = 0; i < count; i++, block += stride) {

@@ -8,6 +8,9 @@
 
 namespace BILLFISH_ISA {
 
+// How far FileCodes::get_large moves codes of so many bits in their bytes.
+constexpr int room(int low_bits, int high_bits) { return high_bits ? 0 : 8 - low_bits; }
+
 // The compiler's own vector: it has & | ^ << >> on every machine.
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
