@@ -3,7 +3,8 @@
     python benchmarks/cuda_table.py RESULT.json
 
 Random weights are made on the GPU, in copies that its L2 cache cannot hold. Each contender is a CUDA graph of many
-calls; the graphs take turns, and the median counts.
+calls; the graphs take turns, and the median counts. The GPU's clock moves, so whatever is compared takes turns: beside
+other formats, u4b8 in groups of 128 is measured again.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import billfish
 from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.driver import Launch, device, tensor_map
 from billfish.backends.cuda.layout import Kind, brick_shape
-from billfish.backends.cuda.plans import Product, plan
+from billfish.backends.cuda.plans import Plan, Product, plan
 from billfish.files import write_atomically
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROWS = ((1, 8, 16, 32, 64), (128, 256, 512, 1024, 4096))  # few first: after many rows the GPU is slower for a while
+ROWS_OF_OTHERS = ((1, 8, 16), (256, 1024))
 U4B8 = Kind("Int4", "ScaleF16", "NONE", 1)
 KINDS = {
     "u4b8:128": U4B8,
@@ -42,6 +44,7 @@ KINDS = {
     "q4_0": Kind("Int4", "ScaleF16", "NONE", 4),
     "q4_1": Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
 }
+OTHERS_SHAPE = (4096, 14336)
 ROUNDS = 7
 # What says which shape of a kernel ran.
 SHAPE_MACROS = ("TEAMS", "SHARERS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
@@ -125,7 +128,6 @@ class Weights:
         copies = max(1, math.ceil(cold / self.exact.nbytes) - 1)
         self.dense = [self.exact, *(self.exact.clone() for _ in range(copies))]
         self.layers = humming_layers(self.exact, len(self.ours)) if humming else []
-        self.reading = take_turns({"read": captured(40, self.read)}, 40)["read"]
 
     def read(self, i: int) -> None:
         block = self.ours[i % len(self.ours)].bricks
@@ -139,24 +141,32 @@ class Weights:
         sizes = (len(x), self.n, self.k, *([self.k] if few else []))
         launch(0, stream(), box, *map(c_void_p, pointers), *sizes)
 
-    def measure(self, m: int) -> dict[str, Any]:
-        """A record."""
+    def prepare(self, m: int, x: Any, y: Any) -> tuple[Plan, Any]:
+        """A plan, and a function for the i-th call."""
+        chosen = plan(Product(self.kind, m, self.n, self.k), device())
+        assert chosen is not None
+        box = tensor_map(x.data_ptr(), False, m, self.k, self.k, chosen.box_rows)
+        return chosen, lambda i, launch=chosen.launch: self.multiply(i, launch, box, x, y)
+
+    def measure(self, m: int, standard: Weights | None = None) -> dict[str, Any]:
+        """A record; beside `standard`, other weights of the same shape."""
         k, n = self.k, self.n
         x = torch.randn((m, k), device="cuda").half()
         y = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
-        chosen = plan(Product(self.kind, m, n, k), device())
-        assert chosen is not None
-        box = tensor_map(x.data_ptr(), False, m, k, k, chosen.box_rows)
-        self.multiply(0, chosen.launch, box, x, y)
+        chosen, call = self.prepare(m, x, y)
+        call(0)
         rows = x[:256].double() @ self.exact.double().T
         error = float((y[:256].double() - rows).norm() / rows.norm())
         assert error < 2e-3, (self.label, k, n, m, error)
         calls, alone = 40 if m <= 256 else 12, replace(chosen.launch, overlap=False)
         contenders = {
-            "billfish": captured(calls, lambda i: self.multiply(i, chosen.launch, box, x, y)),
-            "billfish without overlap": captured(calls, lambda i: self.multiply(i, alone, box, x, y)),
+            "billfish": captured(calls, call),
+            "billfish without overlap": captured(calls, lambda i: call(i, alone)),
+            "reading": captured(calls, self.read),
             "cublas:f16": captured(calls, lambda i: torch.mm(x, self.dense[i % len(self.dense)].T, out=y)),
         }
+        if standard is not None:
+            contenders["standard"] = captured(calls, standard.prepare(m, x, y)[1])
         if self.layers:
             try:
                 contenders["humming"] = captured(calls, lambda i: self.layers[i % len(self.layers)](x))
@@ -164,8 +174,11 @@ class Weights:
                 print(f"humming: {problem!r}"[:300], file=sys.stderr)
         seconds = take_turns(contenders, calls)
         mine, without = seconds.pop("billfish"), seconds.pop("billfish without overlap")
+        reading = seconds.pop("reading")
+        beside = {"seconds_u4b8": seconds.pop("standard")} if standard is not None else {}
         others = "  ".join(f"{name} {1e6 * t:.2f} ({t / mine:.2f})" for name, t in seconds.items())
-        figures = f"{1e6 * mine:.2f} us, alone {1e6 * without:.2f}, read {1e6 * self.reading:.2f}"
+        figures = f"{1e6 * mine:.2f} us, alone {1e6 * without:.2f}, read {1e6 * reading:.2f}"
+        others += "".join(f"  u4b8 {1e6 * t:.2f} ({t / mine:.2f})" for t in beside.values())
         print(f"{self.label} {k}x{n} M={m}: {figures}; {others}", flush=True)
         return {
             "backend": "cuda",
@@ -176,7 +189,8 @@ class Weights:
             "n": n,
             "seconds": mine,
             "seconds_without_overlap": without,
-            "seconds_reading_weights": self.reading,
+            "seconds_reading_weights": reading,
+            **beside,
             "gops": 2 * m * n * k / mine / 1e9,
             "weight_gbps": self.ours[0].nbytes / mine / 1e9,
             "kernel": chosen.launch.name,
@@ -211,15 +225,16 @@ def main() -> None:
         content = {"machine": about, "versions": versions, "records": records}
         write_atomically(Path(sys.argv[1]), (json.dumps(content, indent=1) + "\n").encode())
 
-    for k, n in SHAPES:
-        weights = Weights("u4b8:128", k, n, True)
-        records += [weights.measure(m) for m in ROWS]
-        save()
-    # Few rows of all formats first: a GPU that has just multiplied many rows is slower for a while.
-    others = [Weights(label, 4096, 14336, False) for label in list(KINDS)[1:]]
-    for rows in ((1, 16), (256, 1024)):
-        records += [weights.measure(m) for weights in others for m in rows]
-    save()
+    standard = [Weights("u4b8:128", k, n, True) for k, n in SHAPES]
+    others = [Weights(label, *OTHERS_SHAPE, False) for label in list(KINDS)[1:]]
+    beside = standard[SHAPES.index(OTHERS_SHAPE)]
+    for rows, rows_of_others in zip(ROWS, ROWS_OF_OTHERS, strict=True):
+        for weights in standard:
+            records += [weights.measure(m) for m in rows]
+            save()
+        for weights in others:
+            records += [weights.measure(m, beside) for m in rows_of_others]
+            save()
 
 
 if __name__ == "__main__":

@@ -206,16 +206,15 @@ class Shape:
 
 
 def shapes(m: int) -> list[Shape]:
-    """That are worth weighing. Decoding takes more warps where there is little to multiply."""
+    """That are worth weighing. Two strips for each warpgroup leave fewer instructions beside each wgmma."""
     if m <= 32:
         width = 16 if m <= 16 else 32
-        four = Shape(width, 4, 2, stages=8)
+        both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
         return [
-            four,
-            replace(four, split=2),
-            replace(four, split=3),
+            *(replace(both, split=split) for split in (1, 2, 3)),
             Shape(width, teams=2, stages=10, split=2, batch=4),
             Shape(width, teams=2, stages=10, split=3, batch=4),
+            *([Shape(width, 4, 2, tall=2, stages=8)] if m <= 16 else []),
             Shape(width, tall=2, stages=6),
         ]
     two = Shape(64, stages=8)
@@ -237,10 +236,15 @@ def shapes(m: int) -> list[Shape]:
 
 def large(product: Product, device: Device) -> Plan:
     m, n, bricks, kind = product.m, product.n, -(-product.k // 128), product.kind
-    # With eight offsets for each row of a brick, the tallest tiles have no registers left.
-    many = kind.groups == 8 and kind.offset != "NONE"
-    fitting = [s for s in shapes(m) if s.partners <= bricks and not (many and s.tall > 1 and s.width > 64)]
-    # Two stages are too few to copy while something is multiplied.
+    # With eight offsets for each row of a brick, the tallest tiles have no registers left; nor have those of four
+    # warpgroups, with more than one scale.
+    many, several = kind.groups == 8 and kind.offset != "NONE", kind.groups > 1
+
+    def spills(s: Shape) -> bool:
+        return s.tall > 1 and ((many and s.width > 64) or (several and s.warpgroups == 4))
+
+    fitting = [s for s in shapes(m) if s.partners <= bricks and not spills(s)]
+    # Two stages are too few to copy while something is multiplied; for two teams, they would stand still.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
 
