@@ -235,9 +235,14 @@ def test_scales_that_a_byte_does_not_hold_are_float32():
     """Powers of two more than 2^32 apart; but not because of groups of zeros."""
     codes = np.full((2, 128), 5, np.uint8)
     codes[:, 32:64] = 8
-    exponents = np.array([[130, 0, 127, 98], [130, 254, 127, 130]], np.uint8)
-    for last, expected in ((98, "ScaleE5M3"), (97, "ScaleF32"), (255, "ScaleF32")):
-        exponents[0, 3] = last
+    exponents = np.array([[130, 0, 130, 98], [130, 254, 127, 130]], np.uint8)
+    for first, last, expected in (
+        (130, 98, "ScaleE5M3"),
+        (130, 97, "ScaleF32"),
+        (254, 0, "ScaleF32"),
+        (1, 255, "ScaleF32"),
+    ):
+        exponents[0] = first, 0, first, last
         q = bf.QuantizedTensor.from_planes("mxfp4", {"codes": codes, "scale": exponents}, 32)
         about = describe(q)
         assert about.kind.scale == expected

@@ -142,7 +142,10 @@ def _byte_scales(format: Format, planes: Planes, size: int) -> tuple[str, NDArra
         starts = np.arange(0, planes["codes"].shape[1], size)
         empty = np.maximum.reduceat(planes["codes"] & 7, starts, axis=1) == 0
         largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
-        scale = np.ldexp(np.float32(1), np.where(empty, 0, codes - largest) + 8)
+        exponent = np.where(empty, 0, codes - largest)
+        if exponent.min() < -32:
+            return None
+        scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     else:
         if codes.max() >= 0x7F:
