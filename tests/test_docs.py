@@ -52,6 +52,7 @@ def test_the_error_table_is_the_recorded_one():
 
 
 RECORDS = ["cpu_neoverse_n1", "cpu_neoverse_n1_exact", "cpu_neoverse_n1_shapes", "cpu_neoverse_n1_512"]
+RECORDS += ["cpu_neoverse_n1_kquants"]
 RECORDS += [f"cpu_xeon_avx512_{kind}" for kind in ("2_threads", "exact", "8_threads")]
 
 
@@ -84,6 +85,18 @@ def test_the_milliseconds_of_avx2_are_the_recorded_ones():
     for product in record["records"]:
         cells.setdefault(product["format"], []).append(f"{1e3 * product['seconds']:.2f}")
     rows = page.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]
+    assert rows == [f"| {format} | {' | '.join(times)} |" for format, times in cells.items()]
+
+
+def test_the_milliseconds_of_q16_and_their_ratios_to_q8_are_the_recorded_ones():
+    page, results = (ROOT / "docs" / "cpu.md").read_text(), ROOT / "benchmarks" / "results"
+    one_plane = json.loads((results / "cpu_neoverse_n1.json").read_text())["records"]
+    q8 = {(product["format"], product["m"]): product["seconds"] for product in one_plane}
+    cells: dict[str, list[str]] = {}
+    for product in json.loads((results / "cpu_neoverse_n1_q16.json").read_text())["records"]:
+        ratio = product["seconds"] / q8[product["format"], product["m"]]
+        cells.setdefault(product["format"], []).append(f"{1e3 * product['seconds']:.2f} ({ratio:.2f})")
+    rows = page.split("cpu_neoverse_n1_q16.json`):")[1].split("\n\n")[1].splitlines()[2:]
     assert rows == [f"| {format} | {' | '.join(times)} |" for format, times in cells.items()]
 
 

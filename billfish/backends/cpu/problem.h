@@ -25,7 +25,7 @@ struct Weights {
   Scales scales;
   int32_t bias;           // what a code has more than its value
   int32_t group;          // k that share a scale: 16, 32, 64, 128 or 256
-  float factor;           // multiplies every scale
+  float factor;           // multiplies every scale; 1 where there are minimums
   uint8_t table[16];      // for Codes::table
 };
 
