@@ -14,6 +14,7 @@ from support import assert_same_bits, options_of, random_storage
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
+from billfish.backends.cuda import layout
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel
 from billfish.backends.cuda.driver import Device, Launch
 from billfish.backends.cuda.layout import Description, Kind, PackedBricks, brick_shape, describe, pack
@@ -168,6 +169,15 @@ def test_other_files_are_not_bricks(tmp_path):
     for name in ("text", "other.npz", "short.npz"):
         with pytest.raises(bf.DataError, match=r"\[load\] path"):
             PackedBricks.load(tmp_path / name)
+
+
+def test_bricks_of_another_version_are_refused(tmp_path, monkeypatch):
+    packed = PackedBricks.of(make("u4b8", 128, {}, 0))
+    monkeypatch.setattr(layout, "LAYOUT", layout.LAYOUT - 1)
+    packed.save(tmp_path / "old.npz")
+    monkeypatch.undo()
+    with pytest.raises(bf.DataError, match="another version: pack the tensor again"):
+        PackedBricks.load(tmp_path / "old.npz")
 
 
 def test_scales_stay_as_small_as_the_file_has_them():

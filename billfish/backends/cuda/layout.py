@@ -260,6 +260,9 @@ def pack(description: Description) -> NDArray[np.uint8]:
     return np.concatenate(blocks)
 
 
+LAYOUT = 2  # of saved bricks; changes with the meaning of their bytes
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBricks:
     """Weights packed on the CPU: to save, and to load on a GPU without the tensor they were made of."""
@@ -276,7 +279,7 @@ class PackedBricks:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As an .npz file, written whole or not at all."""
-        about = json.dumps({**asdict(self.kind), "shape": self.shape})
+        about = json.dumps({**asdict(self.kind), "shape": self.shape, "layout": LAYOUT})
         with replacing(path) as file:
             np.savez(file, about=np.asarray(about), bricks=self.bricks, row_scale=self.row_scale)
 
@@ -285,6 +288,8 @@ class PackedBricks:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 about = json.loads(str(arrays["about"]))
+                if about.pop("layout", 1) != LAYOUT:
+                    raise ValueError("of another version: pack the tensor again")
                 (n, k), table = about.pop("shape"), tuple(about.pop("table"))
                 packed = cls(Kind(**about, table=table), (n, k), arrays["bricks"], arrays["row_scale"])
         except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
