@@ -1,0 +1,133 @@
+// Multiplies with the level avx512_vnni, compiled against the emulated instructions beside this file, and with the portable one, and
+// prints every product in which they differ by more than float32 sums may. test_cpu_levels.py compiles and runs it.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "prepack.h"
+#include "prepared.h"
+
+using namespace billfish;
+
+// dequantize.cpp is not needed here.
+#define WITHOUT_DEQUANTIZE(level_name)                                                   \
+  namespace level_name {                                                                 \
+  extern const Level level;                                                              \
+  void dequantize_rows(const Storage&, void*, int, int64_t, int64_t) {}                  \
+  void dequantize_words(const Storage&, void*, int, int64_t, int64_t) {}                 \
+  void read_codes(const Storage&, int64_t, int64_t, uint8_t*) {}                         \
+  }
+WITHOUT_DEQUANTIZE(portable)
+WITHOUT_DEQUANTIZE(avx512_vnni)
+
+struct Kind {
+  const char* name;
+  Codes codes;
+  Scales scales;
+  int group, bias;
+};
+const Kind KINDS[] = {
+    {"q4_0", Codes::u4, Scales::f16, 32, 8},         {"u4b8:128", Codes::u4, Scales::f16, 128, 8},     {"q4_1", Codes::u4, Scales::f16_minimum, 32, 0},
+    {"u4", Codes::u4, Scales::f16_zero8, 64, 0},     {"u4 zeros", Codes::u4, Scales::f16_zero16, 32, 0}, {"q4_k", Codes::u4, Scales::sub_minimum, 32, 0},
+    {"q5_0", Codes::u5, Scales::f16, 32, 16},        {"q5_1", Codes::u5, Scales::f16_minimum, 32, 0},  {"q5_k", Codes::u5, Scales::sub_minimum, 32, 0},
+    {"q6_k", Codes::u6, Scales::sub, 16, 32},        {"q3_k", Codes::u3, Scales::sub, 16, 4},          {"q2_k", Codes::u2, Scales::sub_nibbles, 16, 0},
+    {"q8_0", Codes::s8, Scales::f16, 32, 0},         {"mxfp4", Codes::table, Scales::e8m0, 32, 0},     {"nvfp4", Codes::table, Scales::e4m3, 16, 0},
+    {"fp4:16", Codes::table, Scales::f16, 16, 0},    {"fp4:32", Codes::table, Scales::f16, 32, 0},     {"float32", Codes::u4, Scales::f32, 64, 8},
+    {"minimum", Codes::s8, Scales::f32_minimum, 32, 0},
+};
+const int8_t TWICE_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+std::mt19937 source(1);
+int random_below(int end) { return int(source() % uint32_t(end)); }
+
+// Weights as bytes: codes [n, k], and fields of random scales.
+struct Matrix {
+  Weights weights{};
+  std::vector<uint8_t> codes;
+  std::vector<std::vector<uint8_t>> numbers;
+  std::vector<Field> chunk_fields, group_fields;
+
+  Matrix(const Kind& kind, int64_t n, int64_t k) : codes(size_t(n * k)) {
+    weights.n = n, weights.k = k, weights.codes = kind.codes, weights.scales = kind.scales, weights.group = kind.group, weights.bias = kind.bias;
+    weights.factor = kind.codes == Codes::table ? 0.5f : 1.0f;
+    for (auto& code : codes) code = uint8_t(random_below(1 << code_bits(kind.codes)));
+    const int64_t groups = (k + kind.group - 1) / kind.group, chunks = (k + CHUNK - 1) / CHUNK;
+    const auto half = [](uint8_t* to) { to[0] = uint8_t(random_below(256)), to[1] = uint8_t(random_below(2) << 7 | (8 + random_below(8)) << 2 | random_below(4)); };
+    const auto below = [](int end) { return [end](uint8_t* to) { *to = uint8_t(random_below(end)); }; };
+    const auto number = [](uint8_t* to) {
+      const float x = float(random_below(2001) - 1000) / 997;
+      std::memcpy(to, &x, 4);
+    };
+    switch (kind.scales) {
+      case Scales::f16: add(group_fields, groups, 2, half); break;
+      case Scales::f16_minimum: case Scales::f16_zero16: add(group_fields, groups, 2, half), add(group_fields, groups, 2, half); break;
+      case Scales::f16_zero8: add(group_fields, groups, 2, half), add(group_fields, groups, 1, below(16)); break;
+      case Scales::e8m0: add(group_fields, groups, 1, [](uint8_t* to) { *to = uint8_t(120 + random_below(8)); }); break;
+      case Scales::e4m3: add(group_fields, groups, 1, below(127)); break;
+      case Scales::sub: add(chunk_fields, chunks, 2, half), add(group_fields, groups, 1, below(256)); break;
+      case Scales::sub_minimum:
+        add(chunk_fields, chunks, 2, half), add(chunk_fields, chunks, 2, half);
+        add(group_fields, groups, 1, below(64)), add(group_fields, groups, 1, below(64));
+        break;
+      case Scales::sub_nibbles: add(chunk_fields, chunks, 2, half), add(chunk_fields, chunks, 2, half), add(group_fields, groups, 1, below(256)); break;
+      case Scales::f32: add(group_fields, groups, 4, number); break;
+      case Scales::f32_minimum: add(group_fields, groups, 4, number), add(group_fields, groups, 4, number); break;
+    }
+  }
+  template <class F> void add(std::vector<Field>& fields, int64_t count, int size, F make) {
+    std::vector<uint8_t> bytes(size_t(weights.n * count * size));
+    for (size_t i = 0; i < bytes.size(); i += size_t(size)) make(bytes.data() + i);
+    numbers.push_back(std::move(bytes));
+    fields.push_back({numbers.back().data(), count * size, size, count, size});
+  }
+
+  // y [m, n] of this level, for x [m, k]; planes as in Prepared.
+  std::vector<float> multiply(const Level& level, const std::vector<float>& x, int planes) const {
+    Weights w = weights;
+    for (int i = 0; i < 16; i++) w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
+    const TileShape shape(w, level.tile_rows);
+    const int64_t tiles = (w.n + shape.rows - 1) / shape.rows, m = int64_t(x.size()) / w.k;
+    const uint8_t padding = w.codes == Codes::s8 || w.codes == Codes::table ? 0 : uint8_t(w.bias);
+    std::vector<uint8_t> stream(size_t(tiles) * shape.tile_bytes);
+    const auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
+      const int64_t at = chunk * CHUNK, count = std::min<int64_t>(CHUNK, w.k - at);
+      std::copy_n(codes.data() + row * w.k + at, count, to);
+      std::fill(to + count, to + CHUNK, padding);
+    };
+    for (int64_t tile = 0; tile < tiles; tile++) pack_tile(w, level, read_codes, padding, chunk_fields, group_fields, tile, stream.data() + tile * int64_t(shape.tile_bytes));
+    w.stream = stream.data();
+    Prepared prepared;
+    prepared.begin(level, w, m, planes);
+    for (int64_t row = 0; row < m; row += 8) prepared.put(x.data() + row * w.k, {row, std::min<int64_t>(8, m - row), 0, blocks_of(w.k)});
+    std::vector<float> y(size_t(m * w.n));
+    prepared.multiply(w, nullptr, y.data(), 0, tiles);
+    return y;
+  }
+};
+
+int main() {
+  int compared = 0, different = 0;
+  for (const Kind& kind : KINDS)
+    for (const int64_t k : {256, 544}) {
+      if (k % CHUNK && chunk_scale_bytes(kind.scales) > 0) continue;  // k-quants come in whole chunks
+      const Matrix matrix(kind, 50, k);
+      for (const int64_t m : {1, 2, 3, 4, 7, 8, 9, 12, 16, 17, 33}) {
+        std::vector<float> x(size_t(m * k));
+        for (auto& value : x) value = float(random_below(200001) - 100000) / 50000;
+        for (const int planes : {0, 1, 2}) {
+          const std::vector<float> expected = matrix.multiply(portable::level, x, planes), got = matrix.multiply(avx512_vnni::level, x, planes);
+          float largest = 0, off = 0;
+          for (size_t i = 0; i < got.size(); i++) largest = std::max(largest, std::abs(expected[i])), off = std::max(off, std::abs(got[i] - expected[i]));
+          compared++;
+          if (off <= 4e-6f * largest) continue;
+          different++;
+          std::printf("%s, %d rows, k = %d, %d planes: off by %g of %g\n", kind.name, int(m), int(k), planes, off, largest);
+        }
+      }
+    }
+  std::printf("%d products, %d differ\n", compared, different);
+  return different > 0;
+}

@@ -1,0 +1,47 @@
+"""The level avx512_vnni on any machine: its header compiled against instructions that are emulated, lane by lane."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import billfish.backends.cpu
+
+SOURCES = Path(billfish.backends.cpu.__file__).parent
+EMULATED = Path(__file__).parent / "emulated"
+FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{SOURCES}"]
+
+
+def test_avx512_emulated_multiplies_like_portable(tmp_path):
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+
+    def compile_to(name: str, source: Path, *more: str) -> str:
+        out = str(tmp_path / name)
+        result = subprocess.run([compiler, *FLAGS, *more, "-c", str(source), "-o", out], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return out
+
+    def level(name: str, header: str, *more: str) -> str:
+        named = (f"-DBILLFISH_ISA={name}", f'-DBILLFISH_SIMD="{header}"', *more)
+        return compile_to(f"{name}.o", SOURCES / "level.cpp", *named)
+
+    jobs = [
+        lambda: level("portable", "simd_portable.h"),
+        lambda: level("avx512_vnni", "simd_avx512.h", f"-I{EMULATED}"),
+        lambda: compile_to("compare.o", EMULATED / "compare_levels.cpp"),
+        lambda: compile_to("threads.o", SOURCES / "threads.cpp"),
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda job: job(), jobs))
+    program = tmp_path / "compare"
+    subprocess.run([compiler, *objects, "-pthread", "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("products, 0 differ\n")
