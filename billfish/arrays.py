@@ -138,32 +138,18 @@ def _name_of(dtype: Any) -> str:
 class Input:
     """An argument of ours: an array of any library, looked at without moving it."""
 
-    def __init__(self, call: str, argument: str, source: object) -> None:
-        self.call, self.argument = call, argument
+    __slots__ = ("adapter", "argument", "call", "device", "dtype_name", "kind", "shape", "source")
+
+    def __init__(self, call: str, argument: str, source: Any) -> None:
+        self.call, self.argument, self.source = call, argument, source
         for adapter in ADAPTERS:
             if adapter.owns(source):
-                self.source: Any = source
-                self.adapter = adapter
+                self.adapter, self.kind = adapter, adapter.kind
+                self.device, self.shape = adapter.device(source), tuple(source.shape)
+                self.dtype_name = _name_of(source.dtype)  # such as "float16"; torch and MLX say "torch.float16"
                 return
         takes = "a NumPy array, torch.Tensor or mlx array"
         raise DTypeError(complaint(call, argument, f"a {type(source).__name__}", takes))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.source.shape)
-
-    @property
-    def dtype_name(self) -> str:
-        """Such as "float16"; torch and MLX say "torch.float16" and "mlx.core.float16"."""
-        return _name_of(self.source.dtype)
-
-    @property
-    def kind(self) -> str:
-        return self.adapter.kind
-
-    @property
-    def device(self) -> str:
-        return self.adapter.device(self.source)
 
     def numpy(self) -> NDArray[Any]:
         if self.device != "cpu":

@@ -135,9 +135,10 @@ def quantized_linear(
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
     n, k = tensor.shape
     taken = float_input(call, "x", x)
-    if not taken.shape or taken.shape[-1] != k:
-        raise ShapeError(complaint(call, "x", f"shape {taken.shape}", f"[..., {k}] for weights [{n}, {k}]"))
-    m = math.prod(taken.shape[:-1])
+    shape = taken.shape
+    if not shape or shape[-1] != k:
+        raise ShapeError(complaint(call, "x", f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
+    m = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     dtype = FLOATS[taken.dtype_name]
     if activations not in ACTIVATIONS:
         raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
@@ -151,7 +152,7 @@ def quantized_linear(
     else:
         chosen = choose(call, problem, backend)
         weights = tensor.prepacked_for(chosen.name, chosen.prepack)
-    return chosen.linear(taken, weights, n, _bias(call, bias, n), activations)
+    return chosen.linear(taken, weights, n, None if bias is None else _bias(call, bias, n), activations)
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:
@@ -167,9 +168,7 @@ def prepack(q: QuantizedTensor) -> PackedWeights:
     return packed
 
 
-def _bias(call: str, bias: Any, n: int) -> Input | None:
-    if bias is None:
-        return None
+def _bias(call: str, bias: Any, n: int) -> Input:
     taken = float_input(call, "bias", bias)
     if taken.shape != (n,):
         raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))

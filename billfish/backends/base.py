@@ -55,8 +55,10 @@ class Backend(ABC):
 
         This goes through NumPy; a backend that computes on other memory overrides it and never copies to the host.
         """
-        rows = x.numpy().reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        y = self.matmul(rows, weights, None if bias is None else bias.numpy(), activations)
+        rows, added = x.numpy(), None if bias is None else bias.numpy()
+        if rows.ndim == 2:
+            return x.like(self.matmul(rows, weights, added, activations))
+        y = self.matmul(rows.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weights, added, activations)
         return x.like(y.reshape(*x.shape[:-1], n))
 
     @abstractmethod

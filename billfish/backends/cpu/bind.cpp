@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -211,14 +212,15 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   Prepared& x = prepared_of_thread();
   x.begin(level, w, m, 1);
   for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
-    for (int64_t row = part.first_row; row < part.first_row + part.rows; row++)
+    for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
+      const RowOfX out(x.integers, row);
       for (int64_t b = part.first_block; b < part.last_block; b++) {
         const int8_t* from = codes.data() + row * d.k + b * 32;
-        int32_t whole[1][32];
-        std::copy(from, from + 32, whole[0]);
-        std::copy(from, from + 32, x.integers.codes_of(row, b, 0));
-        finish_block(x.integers, row, b, scale.data()[row * blocks + b], whole, 1);
+        std::copy_n(from, 32, out.codes(b, 0));
+        const int32_t halves[1][2] = {{std::accumulate(from, from + 16, 0), std::accumulate(from + 16, from + 32, 0)}};
+        out.finish(b, scale.data()[row * blocks + b], halves, 1);
       }
+    }
     x.finish(part);
     return true;
   });

@@ -233,7 +233,7 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
-        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
+        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
         else run.ahead += run.count * LINES<Buffer, Source> * 64;
         add_blocks8<Buffer, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
             w, now, scales, x, row + part, sums + part * TILE_ROWS);
@@ -271,17 +271,19 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
   const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   for (int64_t group = first; group < last; group++)
-    for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++)
-      for (int half = 0; half < halves; half++)
-        for (int i = 0; i < parts * lanes; i++) {  // of each part, the lanes
-          const int32_t sum = x.start_stride ? x.sums[((at * parts + i / lanes) * 3 + (halves == 2 ? half : 2)) * lanes + i % lanes] : 0;
-          const uint32_t even = uint32_t(zero - bias * sum);
-          // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
-          const uint32_t odd = in_place ? even + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
-          int32_t* out = x.starts + at * x.start_stride + (half * 2 * parts * lanes + i) * START_INTS;
-          std::fill(out, out + START_INTS, int32_t(even));
-          std::fill(out + parts * lanes * START_INTS, out + (parts * lanes + 1) * START_INTS, int32_t(odd));
-        }
+    for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++) {
+      int32_t* out = x.starts + at * x.start_stride;
+      for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
+        for (int part = 0; part < parts; part++)
+          for (int lane = 0; lane < lanes; lane++) {
+            const int32_t sum = x.start_stride ? x.sums[((at * parts + part) * 3 + (halves == 2 ? half : 2)) * lanes + lane] : 0;
+            const uint32_t even = uint32_t(zero - bias * sum);
+            // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
+            const uint32_t odd = in_place ? even + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
+            std::fill_n(out + (part * lanes + lane) * START_INTS, START_INTS, int32_t(even));
+            std::fill_n(out + ((parts + part) * lanes + lane) * START_INTS, START_INTS, int32_t(odd));
+          }
+    }
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ inline void multiply_pairs(const Weights& w, const Activations8& x, const float*
       for (int rows = 0; rows < TILE_ROWS; rows += 2 * ROW_PAIRS) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         now.stream += rows / 2 * VECTOR_BYTES;
-        if (rows > 0) now.ahead = reinterpret_cast<const uint8_t*>(x.codes_of(row + X_ROWS, run.first, 0));
+        if (rows > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
         else run.ahead += run.count * 128;
         add_slice(now, twice, rows, x, row + part, sums + part * TILE_ROWS + rows);
       }

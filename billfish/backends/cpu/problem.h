@@ -48,28 +48,37 @@ struct Activations8 {
   int parts() const { return planes == 1 ? 1 : 2; }
   int64_t groups() const { return (m + lanes - 1) / lanes; }
   int64_t block_of(int64_t row, int64_t block) const { return row / lanes * blocks + block; }
-  int8_t* codes_of(int64_t row, int64_t block, int plane) const {
-    return codes + ((block_of(row, block) * planes + plane) * lanes + row % lanes) * 32;
-  }
 };
 
-// The scale and the sums of one block, whose codes are part[0], or part[0] * base + part[1].
-template <int PARTS> void finish_block(const Activations8& out, int64_t row, int64_t block, float scale, const int32_t (&part)[PARTS][BLOCK], float base) {
-  const int64_t at = out.block_of(row, block), lanes = out.lanes, lane = row % lanes;
-  out.scale[at * 2 * lanes + lane] = scale;
-  out.scale[(at * 2 + 1) * lanes + lane] = scale * 0.0625f;
-  int32_t sums[PARTS][3] = {};  // of each half, and of all
-  for (int p = 0; p < PARTS; p++) {
-    for (int i = 0; i < 16; i++) sums[p][0] += part[p][i];
-    for (int i = 16; i < 32; i++) sums[p][1] += part[p][i];
-    sums[p][2] = sums[p][0] + sums[p][1];
-    for (int i = 0; i < 3; i++) out.sums[((at * PARTS + p) * 3 + i) * lanes + lane] = sums[p][i];
+// Where the blocks of one row go.
+class RowOfX {
+ public:
+  RowOfX(const Activations8& x, int64_t row) : x_(x), first_(x.block_of(row, 0)), lane_(row % x.lanes) {}
+
+  int8_t* codes(int64_t block, int plane) const { return x_.codes + (((first_ + block) * x_.planes + plane) * x_.lanes + lane_) * 32; }
+
+  // The scale of a block, and what its codes, part[0] or part[0] * base + part[1], add up to in each half of it.
+  template <int PARTS> void finish(int64_t block, float scale, const int32_t (&halves)[PARTS][2], float base) const {
+    const int64_t at = first_ + block, lanes = x_.lanes;
+    float* scales = x_.scale + at * 2 * lanes + lane_;
+    scales[0] = scale, scales[lanes] = scale * 0.0625f;
+    float* totals = x_.totals + at * 3 * lanes + lane_;
+    int32_t* sums = x_.sums + at * PARTS * 3 * lanes + lane_;
+    for (int i = 0; i < 3; i++) {
+      float total = 0;
+      for (int p = 0; p < PARTS; p++) {
+        const int32_t sum = i < 2 ? halves[p][i] : halves[p][0] + halves[p][1];
+        sums[(p * 3 + i) * lanes] = sum;
+        total = p == 0 ? float(sum) : total * base + float(sum);
+      }
+      totals[i * lanes] = scale * total;
+    }
   }
-  for (int i = 0; i < 3; i++) {
-    const float first = float(sums[0][i]);
-    out.totals[(at * 3 + i) * lanes + lane] = scale * (PARTS == 1 ? first : first * base + float(sums[PARTS - 1][i]));
-  }
-}
+
+ private:
+  const Activations8& x_;
+  int64_t first_, lane_;
+};
 
 // x as it is, rows side by side in fours: for exact products with many rows.
 struct ActivationsExact {

@@ -10,6 +10,7 @@ namespace BILLFISH_ISA {
 using billfish::Activations8;
 using billfish::Codes;
 using billfish::MANY_ROWS;
+using billfish::RowOfX;
 using billfish::TileShape;
 
 constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
