@@ -73,12 +73,6 @@ DEVICE uint4 load_shared16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(address));
   return r;
 }
-DEVICE float4 load_shared_floats(u32 address) {
-  float4 r;
-  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(address));
-  return r;
-}
-DEVICE void store_shared4(u32 address, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
 DEVICE void store_shared16(u32 address, float4 v) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory"); }
 DEVICE uint2 load_shared8(u32 address) { uint2 r; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address)); return r; }
 DEVICE u32 load_shared4(u32 address) { u32 r; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }

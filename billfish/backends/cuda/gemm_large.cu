@@ -23,18 +23,6 @@ constexpr int X_BYTES = WIDTH * 256, W_BYTES = STRIPS * 4 * Brick::bytes;
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // registers move between whole warpgroups only
 // Of 65536, what the copying warpgroup's 24 leave of the equal shares of 168 and 96 that the kernel starts with.
 constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
-
-// Few rows have few sums, so that scaling these takes fewer instructions than scaling weights. PLAIN: codes are multiplied as they
-// are, and what a brick adds up to is added to the sums, times its scale, before the next one is multiplied. What codes are too
-// large, or an offset, times the sum of x is taken off then, too, as in gemm_small: a warp that has nothing to copy multiplies each
-// stage of x by a constant.
-#ifndef PLAIN_WIDTH
-#define PLAIN_WIDTH 16
-#endif
-constexpr bool PLAIN = WIDTH <= PLAIN_WIDTH && GROUPS == 1;
-constexpr float ZERO_POINT = Element::center - (OFFSET == NONE ? 0 : MIDDLE);
-constexpr bool SUMMED = PLAIN && (ZERO_POINT != 0 || OFFSET != NONE);
-constexpr int SUMS_BYTES = SUMMED ? WIDTH * 8 : 0;  // of a stage: in units of the rows g and of the rows g + 8
 // Shared memory: STAGES of x, STAGES of bricks, four kilobytes a warpgroup for y on its way out, and an inbox for each team: what
 // the other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
 constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
@@ -45,7 +33,7 @@ constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (O
 // make up for Element::raw: they are below 2, so 2^14 times that is still a half. Those of one byte do as they are. Sums are REDUCED
 // by what is left until the end.
 constexpr bool FUSED = Element::fused != 0 && OFFSET == NONE && SCALE::bytes == 2, AS_IS = TYPE::is_half && SCALE::bytes == 1;
-constexpr float REDUCED = PLAIN ? SCALE::raw : FUSED ? Element::fused : AS_IS ? Element::raw * SCALE::raw : 1;
+constexpr float REDUCED = FUSED ? Element::fused : AS_IS ? Element::raw * SCALE::raw : 1;
 
 // What a lane gets by one load of 16 bytes of codes, STEPS tiles of 16 k, and the scales of the groups that begin in it.
 constexpr int STEPS = 4 / Element::words, PIECES = 8 / STEPS, PIECE_GROUPS = GROUPS > PIECES ? GROUPS / PIECES : 1;
@@ -99,8 +87,7 @@ template <class Element, class Scale> struct FactorsOf {
     u32 words[Element::words];  // not known before, so that nothing is decoded into registers that wgmma still reads
 #pragma unroll
     for (int i = 0; i < Element::words; i++) words[i] = opaque(piece.words[step * Element::words + i]);
-    if constexpr (PLAIN) Element::decode_plain(words, a);
-    else if constexpr (FUSED) Element::decode_scaled(words, f, a);
+    if constexpr (FUSED) Element::decode_scaled(words, f, a);
     else {
       Element::decode(words, a);
 #pragma unroll
@@ -113,48 +100,6 @@ template <class Element, class Scale> struct FactorsOf {
 };
 
 using Factors = FactorsOf<Element, SCALE>;
-
-// Where codes are multiplied as they are: the sums of the bricks so far, and the scales of this one. x_sums has, for each c and eight
-// rows of x, the sums of two of them in the unit of the rows g of weights, then in that of the rows g + 8: what a lane has of d.
-struct PlainSums {
-  float sums[TALL][WIDTH / 2] = {};
-  float2 scale[TALL];
-
-  // d begins with what its sums will be too large; a minimum is added here and now.
-  __device__ __forceinline__ void begin(float (&d)[TALL][WIDTH / 2], const Piece (&pieces)[TALL], u32 x_sums, int lane) {
-#pragma unroll
-    for (int r = 0; r < TALL; r++) {
-      scale[r] = SCALE::decode(pieces[r].scale[0].x, pieces[r].scale[0].y);
-      if constexpr (!SUMMED) continue;
-      float2 offset = {0, 0};
-      if constexpr (OFFSET != NONE) offset = Brick::decode_offset(pieces[r].offset[0]);
-#pragma unroll
-      for (int i = 0; i < WIDTH / 8; i++) {
-        const float4 v = load_shared_floats(x_sums + i * 64 + (lane & 3) * 16);
-        const float x[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float o = j < 2 ? offset.x : offset.y;
-          if constexpr (OFFSET == NONE) d[r][i * 4 + j] = x[j];
-          if constexpr (OFFSET == ZERO) d[r][i * 4 + j] = -(o + ZERO_POINT) * x[j];
-          if constexpr (OFFSET == MINIMUM) d[r][i * 4 + j] = -ZERO_POINT * x[j], sums[r][i * 4 + j] += o * x[j];
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void end(const float (&d)[TALL][WIDTH / 2]) {
-#pragma unroll
-    for (int r = 0; r < TALL; r++)
-#pragma unroll
-      for (int i = 0; i < WIDTH / 2; i++) sums[r][i] += d[r][i] * (i & 2 ? scale[r].y : scale[r].x);
-  }
-  __device__ __forceinline__ void give(float (&d)[TALL][WIDTH / 2]) const {
-#pragma unroll
-    for (int r = 0; r < TALL; r++)
-#pragma unroll
-      for (int i = 0; i < WIDTH / 2; i++) d[r][i] = sums[r][i];
-  }
-};
 
 // A tile of y: its rows of x and its strips of columns. Tiles with the same columns follow each other.
 struct Tile {
@@ -231,10 +176,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
                   const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k) {
   extern __shared__ __align__(1024) u8 shared[];
-  __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], summed_bars[STAGES], received_bars[TEAMS];
+  __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], received_bars[TEAMS];
   const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, turned = ws + STAGES * W_BYTES, inboxes = turned + CONSUMERS * 32;
-  const u32 x_sums = inboxes + TEAMS * INBOX;
-  const u32 full = shared_address(full_bars), empty = shared_address(empty_bars), summed = shared_address(summed_bars), received = shared_address(received_bars);
+  const u32 full = shared_address(full_bars), empty = shared_address(empty_bars), received = shared_address(received_bars);
   const int bricks = (k + 127) / 128, tiles = (n + 15) / 16;
   const int part = SPLIT > 1 ? cluster_rank() : 0;
   const int first_brick = bricks * part / SPLIT, last_brick = bricks * (part + 1) / SPLIT;
@@ -242,7 +186,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
   auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 4 * ROW_GROUPS), barrier_init(summed + 8 * i, 1);
+    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 4 * ROW_GROUPS);
     for (int i = 0; i < TEAMS; i++) barrier_init(received + 8 * i, 1);
     barrier_init_done();
     if constexpr (SPLIT > 1)
@@ -255,7 +199,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int any_warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), warpgroup = any_warp >> 2;
 
   if (threadIdx.x >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SUMMED ? 32 : 24));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     const bool elected = elect();
     Ring at;
     if (any_warp == CONSUMERS / 32) {  // weights, which do not depend on the kernel before this one
@@ -292,37 +236,14 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           }
         }
       }
-    } else if (SUMMED && any_warp == CONSUMERS / 32 + 2) {
-      const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-      const u32 unit = g & 1 ? Element::units_high : Element::units_low;  // columns of this product take turns
-      for (int number = first_tile; number < count; number += stride)
-        for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
-          barrier_wait(full + 8 * at.stage, at.parity);
-#pragma unroll
-          for (int first = 0; first < WIDTH; first += 16) {
-            float sums[4] = {};
-#pragma unroll
-            for (int kt = 0; kt < 8; kt++) {
-              const int piece = kt % 4 * 2 + (lane >> 4);
-              u32 x[4];
-              load_matrices(x, xs + at.stage * X_BYTES + (kt / 4 * WIDTH + first + (lane & 15)) * 128 + ((piece ^ (lane & 7)) << 4));
-              TYPE::mma(sums, x, unit, unit);
-            }
-            // Of the rows g and g + 8 of x, in both units, which all four lanes of g have, each stores one.
-            const float sum = c & 2 ? (c & 1 ? sums[3] : sums[2]) : (c & 1 ? sums[1] : sums[0]);
-            store_shared4(x_sums + at.stage * SUMS_BYTES + (first / 8 + (c >> 1)) * 64 + (g >> 1) * 16 + (c & 1) * 8 + (g & 1) * 4, OFFSET == NONE ? -ZERO_POINT * sum : sum);
-          }
-          __syncwarp();
-          if (elected) barrier_arrive(summed + 8 * at.stage);
-        }
     }
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(SUMMED && WARPGROUPS == 2 ? 232 : REGISTERS));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   const int group = warpgroup % ROW_GROUPS, team = TEAMS == 1 ? 0 : warpgroup / ROW_GROUPS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const u32 filled = opaque(full), emptied = opaque(empty), added_up = opaque(summed), bricks_at = opaque(ws + (group * TALL * 4 + warp) * Brick::bytes);
+  const u32 filled = opaque(full), emptied = opaque(empty), bricks_at = opaque(ws + (group * TALL * 4 + warp) * Brick::bytes);
   auto release = [&](int stage) {  // by each warp, when all of its lanes have read
     __syncwarp();
     if (lane == 0) barrier_arrive(emptied + 8 * stage);
@@ -344,7 +265,6 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 #pragma unroll
         for (int r = 0; r < TALL; r++) pieces[piece % 2][r].fetch(bricks_at + stage * W_BYTES + r * 4 * Brick::bytes, piece, lane);
       };
-      PlainSums plain;
       barrier_wait(filled + 8 * at.stage, at.parity);
       fetch(at.stage, 0);
       Column columns[TALL][2];
@@ -353,7 +273,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1);
-          columns[r][h] = {__ldg(row_scale + i) * (!PLAIN ? 1 : h ? 1 / Element::unit_high : 1 / Element::unit_low), load_bias(bias, i)};
+          columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
         }
       int previous = -1;
       for (int i = 0; i < mine; i++) {
@@ -367,36 +287,26 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
             barrier_wait(filled + 8 * next.stage, next.parity);
             fetch(next.stage, 0);
           }
-          if (!PLAIN && begins_group(piece))
+          if (begins_group(piece))
 #pragma unroll
             for (int r = 0; r < TALL; r++) factors[r].take(pieces[piece % 2][r]);
 #pragma unroll
           for (int j = 0; j < STEPS; j += BATCH) {
             const int kt = piece * STEPS + j;
             wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
-            if (!PLAIN && kt == BUFFERS - BATCH && previous >= 0) release(previous);
+            if (kt == BUFFERS - BATCH && previous >= 0) release(previous);
 #pragma unroll
             for (int q = 0; q < BATCH; q++)
 #pragma unroll
               for (int r = 0; r < TALL; r++) factors[r].decode(pieces[piece % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
-            if (PLAIN && kt == 0) {
-              wgmma_wait<0>();
-              if (i > 0) {
-                release(previous);
-                plain.end(d);
-              }
-              if constexpr (SUMMED) barrier_wait(added_up + 8 * at.stage, at.parity);
-              plain.begin(d, pieces[0], x_sums + at.stage * SUMS_BYTES, lane);
-            }
             wgmma_fence();
 #pragma unroll
             for (int q = 0; q < BATCH; q++)
 #pragma unroll
               for (int r = 0; r < TALL; r++) {
                 const u64 x_at = b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2;
-                const int accumulate = SUMMED || (!PLAIN && i > 0) || kt + q;
-                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, accumulate);
-                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, accumulate);
+                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, i > 0 || kt + q);
+                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, i > 0 || kt + q);
               }
             wgmma_commit();
           }
@@ -406,10 +316,6 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       }
       wgmma_wait<0>();
       release(previous);
-      if constexpr (PLAIN) {
-        plain.end(d);
-        plain.give(d);
-      }
       at.next(TEAMS);
 
       const u32 my_turned = turned + warpgroup * 4096;

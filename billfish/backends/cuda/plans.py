@@ -258,8 +258,7 @@ def large(product: Product, device: Device) -> Plan:
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
     """Stages of the ring, and bytes of shared memory with what else is in it, as in gemm_large.cu: y on its way out,
     and the sums that partners send."""
-    sums_of_x = shape.width * 8 if shape.width <= 32 else 0
-    stage = shape.width * 256 + shape.strips * 4 * kind.brick_bytes + sums_of_x
+    stage = shape.width * 256 + shape.strips * 4 * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.tall * owned * (shape.warpgroups // shape.teams) * 2048
     rest = shape.warpgroups * 4096 + letters
