@@ -89,7 +89,7 @@ def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = N
     return target if out is None else out
 
 
-def _writable(call: str, out: Any, shape: tuple[int, int]) -> NDArray[Any]:
+def _writable(call: str, out: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     taken = float_input(call, "out", out)
     if taken.kind == "mlx" or taken.device != "cpu":
         takes = "a NumPy array or a torch.Tensor in CPU memory"
@@ -99,8 +99,8 @@ def _writable(call: str, out: Any, shape: tuple[int, int]) -> NDArray[Any]:
     target = taken.numpy()
     if not target.flags.writeable:
         raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
-    if any(stride == 0 and size > 1 for stride, size in zip(target.strides, target.shape, strict=True)):
-        raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each weight"))
+    if target.size and any(stride == 0 and size > 1 for stride, size in zip(target.strides, target.shape, strict=True)):
+        raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
     return target
 
 
@@ -114,6 +114,7 @@ def quantized_linear(
     format: str | Format | None = None,
     group_size: int | None = None,
     activations: str = "exact",
+    out: Any = None,
     backend: str | None = None,
 ) -> Any:
     """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
@@ -125,6 +126,7 @@ def quantized_linear(
 
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
+    out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
     """
     call = "quantized_linear"
     tensor: QuantizedTensor | PackedWeights
@@ -152,7 +154,15 @@ def quantized_linear(
     else:
         chosen = choose(call, problem, backend)
         weights = tensor.prepacked_for(chosen.name, chosen.prepack)
-    return chosen.linear(taken, weights, n, None if bias is None else _bias(call, bias, n), activations)
+    added = None if bias is None else _bias(call, bias, n)
+    if out is None:
+        return chosen.linear(taken, weights, n, added, activations)
+    target = _writable(call, out, (*shape[:-1], n))
+    if target.dtype != dtype or taken.device != "cpu":
+        got, takes = f"{target.dtype} in CPU memory", f"an array like x, {taken.dtype_name} on {taken.device}"
+        raise DTypeError(complaint(call, "out", got, takes))
+    chosen.linear_into(taken, weights, added, activations, target)
+    return out
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:

@@ -400,7 +400,7 @@ CASES = [
     (
         lambda: bf.dequantize(Q, out=torch.empty(1, 64).expand(4, 64)),
         bf.DTypeError,
-        "[dequantize] out: got an array whose rows share memory; takes one place for each weight",
+        "[dequantize] out: got an array whose rows share memory; takes one place for each number",
     ),
     (
         lambda: bf.QuantizedTensor.from_storage("q4_0", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import ml_dtypes
@@ -127,6 +128,54 @@ def test_torch_in_torch_out(dtype):
     out = torch.empty(24, 64, dtype=dtype)
     assert bf.dequantize(q, out=out) is out
     assert torch.equal(out, torch.from_numpy(bf.dequantize(q)).to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("activations", ["exact", "q8"])
+def test_a_product_into_out_is_the_product(backend, dtype, activations):
+    q = bf.quantize(gaussian((24, 64)), "q4_0")
+    x, bias = (gaussian(shape, 1).astype(dtype) for shape in [(2, 3, 64), (24,)])
+    how = {"bias": bias, "activations": activations, "backend": backend}
+    y = bf.quantized_linear(x, q, **how)
+    wide = np.zeros((2, 3, 48), dtype)
+    for out in (np.empty_like(y), wide[..., ::2], np.empty_like(y).transpose(1, 0, 2).copy().transpose(1, 0, 2)):
+        assert bf.quantized_linear(x, q, out=out, **how) is out
+        assert_same_bits(out, y)
+    assert not wide[..., 1::2].any()
+    tensor = torch.empty(y.shape, dtype=getattr(torch, dtype))
+    assert bf.quantized_linear(torch.from_numpy(x), q, out=tensor, **how) is tensor
+    assert_same_bits(tensor.numpy(), y)
+    assert bf.quantized_linear(x[:0], q, out=np.empty((0, 3, 24), dtype), **how).shape == (0, 3, 24)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_out_may_be_x_or_the_bias(rows, activations):
+    q = bf.quantize(gaussian((64, 64)), "q4_0")
+    x, bias = gaussian((rows, 64), 1), gaussian((64,), 2)
+    y = bf.quantized_linear(x, q, bias=bias, activations=activations)
+    assert_same_bits(bf.quantized_linear(x, q, bias=bias, activations=activations, out=x), y)
+    x = gaussian((1, 64), 1)
+    y = bf.quantized_linear(x, q, bias=bias, activations=activations)
+    assert_same_bits(bf.quantized_linear(x, q, bias=bias, activations=activations, out=bias[None])[0], y[0])
+
+
+def test_out_that_cannot_be_written_is_an_error():
+    q, x = bf.quantize(gaussian((24, 64)), "q4_0"), gaussian((3, 64))
+    frozen = np.empty((3, 24), np.float32)
+    frozen.flags.writeable = False
+    for error, out, words in [
+        (bf.ShapeError, np.empty((3, 64), np.float32), "(3, 24)"),
+        (bf.DTypeError, np.empty((3, 24), np.float16), "float32 on cpu"),
+        (bf.DTypeError, np.empty((3, 24), np.int32), "float32"),
+        (bf.DTypeError, frozen, "a writable one"),
+        (bf.DTypeError, np.broadcast_to(np.float32(0), (3, 24)), "a writable one"),
+        (bf.DTypeError, mx.zeros((3, 24)), "a NumPy array or a torch.Tensor"),
+        (bf.DTypeError, [0.0], "a NumPy array"),
+    ]:
+        with pytest.raises(error, match=re.escape(words)):
+            bf.quantized_linear(x, q, out=out)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

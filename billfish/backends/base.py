@@ -61,6 +61,10 @@ class Backend(ABC):
         y = self.matmul(rows.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weights, added, activations)
         return x.like(y.reshape(*x.shape[:-1], n))
 
+    def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
+        """`linear` into `out` [..., N], in CPU memory as x is, and of its type."""
+        out[...] = x.adapter.to_numpy(self.linear(x, weights, out.shape[-1], bias, activations))
+
     @abstractmethod
     def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
         """The same with x quantized already: codes [M, K], a scale for each 32 of them [M, K/32] -> float32 [M, N]."""

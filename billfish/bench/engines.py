@@ -12,9 +12,11 @@ import numpy as np
 
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cpu import CpuBackend
+from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, MetalWeights, has_kernels, lay_out
 from billfish.bench.limits import ATTEMPTS, MEBIBYTE, Limits, last_level_cache
 from billfish.bench.peers import PEERS, Case, Peer, Prepared, Rotated, copies_for, select
+from billfish.bench.peers.base import Floats
 from billfish.bench.peers.mlx import Mlx, Together
 from billfish.errors import BackendUnavailable
 
@@ -78,8 +80,17 @@ class CpuEngine(Engine):
         weights = self.backend.prepack(case.tensor())
         copies = copies_for(weights.nbytes, cold_bytes) - 1
         rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
-        matmul, activations = self.backend.matmul, case.activations
-        return Rotated(rotation, lambda x, copy: matmul(x, copy, None, activations)), weights.nbytes
+        matmul_into, activations = self.backend.matmul_into, case.activations
+
+        def with_room(x: Floats) -> tuple[Floats, Floats]:
+            return x, np.empty((len(x), case.n), np.float32)  # the peers have theirs beforehand, too
+
+        def multiply(taken: tuple[Floats, Floats], copy: PackedWeights) -> Floats:
+            x, y = taken
+            matmul_into(x, copy, None, activations, y)
+            return y
+
+        return Rotated(rotation, multiply, with_room), weights.nbytes
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.activations import ACTIVATIONS
+from billfish.arrays import Input
 from billfish.backends.base import Backend, Problem
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.packed import GROUPS, Axes, PackedWeights
@@ -327,15 +328,33 @@ class CpuBackend(Backend):
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
     ) -> NDArray[Any]:
         y = np.empty((len(x), weights.shape[0]), np.float32)
-        planes = ACTIVATIONS.index(activations)
-        added = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        if len(x):
-            rows = np.ascontiguousarray(x, np.float32)
-            _cpu.multiply(weights.level, weights.description, weights.data, rows, planes, added, y)
+        self.matmul_into(x, weights, bias, activations, y)
         if x.dtype == np.float32:
             return y
         with np.errstate(over="ignore", invalid="ignore"):
             return y.astype(x.dtype)
+
+    def matmul_into(
+        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str, y: NDArray[np.float32]
+    ) -> None:
+        """`matmul` into y [M, N], contiguous float32. It may be x itself, which has been read before y is written."""
+        if len(x):
+            planes = ACTIVATIONS.index(activations)
+            rows = np.ascontiguousarray(x, np.float32)
+            added = None if bias is None else np.ascontiguousarray(bias, np.float32)
+            _cpu.multiply(weights.level, weights.description, weights.data, rows, planes, added, y)
+
+    def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
+        k, n = x.shape[-1], out.shape[-1]
+        added = None if bias is None else bias.numpy()
+        if (
+            out.dtype == np.float32
+            and out.flags.c_contiguous
+            and (added is None or not np.may_share_memory(added, out))
+        ):
+            self.matmul_into(x.numpy().reshape(-1, k), weights, added, activations, out.reshape(-1, n))
+        else:
+            super().linear_into(x, weights, bias, activations, out)
 
     def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
         y = np.empty((len(codes), weights.shape[0]), np.float32)
