@@ -303,7 +303,7 @@ def test_every_kind_of_weights_compiles_for_every_architecture(kind, arch):
     if arch == "sm_90a":
         resources("pack.cu", kind.macros(), arch)
         resources("dequantize.cu", kind.macros() | {"OUTPUT": "Stored<BF16>"}, arch)
-        for m, n in ((16, 14336), (32, 4096), (64, 4096)):
+        for m, n in ((16, 28672), (32, 28672), (64, 4096)):
             launch = chosen(product(kind, m, n, bfloat16), device).launch
             assert launch.source == "gemm_large.cu"
             resources(launch.source, dict(launch.macros), arch)

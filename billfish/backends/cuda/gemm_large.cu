@@ -186,7 +186,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
   auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 4 * ROW_GROUPS);
+    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 128 * ROW_GROUPS);
     for (int i = 0; i < TEAMS; i++) barrier_init(received + 8 * i, 1);
     barrier_init_done();
     if constexpr (SPLIT > 1)
@@ -244,10 +244,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int group = warpgroup % ROW_GROUPS, team = TEAMS == 1 ? 0 : warpgroup / ROW_GROUPS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const u32 filled = opaque(full), emptied = opaque(empty), bricks_at = opaque(ws + (group * TALL * 4 + warp) * Brick::bytes);
-  auto release = [&](int stage) {  // by each warp, when all of its lanes have read
-    __syncwarp();
-    if (lane == 0) barrier_arrive(emptied + 8 * stage);
-  };
+  auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };  // by each thread, which racecheck understands
   // Once for warpgroups whose last strip is shared, once for the others: both have wgmmas of their own.
   auto work = [&](bool shares) __attribute__((always_inline)) {
     auto is_half = [=](int r) { return shares && r == TALL - 1; };

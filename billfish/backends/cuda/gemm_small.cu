@@ -286,6 +286,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
         }
     if (threadIdx.x < WIDTH) scales[threadIdx.x] = scale_of_column, scales[WIDTH + threadIdx.x] = bias_value(bias_of_column);
     __syncthreads();
+    if constexpr (SHARERS > 1) __syncthreads();  // for racecheck, which takes the team's barrier for one of these; it is no slower
     for (int i = threadIdx.x; i < WIDTH * rows; i += WARPS * 32) {
       const int column = i % WIDTH, row = i / WIDTH, out = first_tile * 16 + column;
       if (out >= n) continue;

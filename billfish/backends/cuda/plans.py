@@ -206,15 +206,19 @@ class Shape:
 
 
 def shapes(m: int) -> list[Shape]:
-    """That are worth weighing. Two strips for each warpgroup leave fewer instructions beside each wgmma."""
+    """That are worth weighing, of equal ones the better first. Two strips for each warpgroup, or four, leave fewer
+    instructions beside each wgmma."""
     if m <= 32:
         width = 16 if m <= 16 else 32
-        both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
+        both = Shape(width, teams=2, tall=2, stages=8)
+        if m <= 16:
+            both = replace(both, stages=12, buffers=2, batch=1)
         return [
             *(replace(both, split=split) for split in (1, 2, 3)),
             Shape(width, teams=2, stages=10, split=2, batch=4),
             Shape(width, teams=2, stages=10, split=3, batch=4),
             *([Shape(width, 4, 2, tall=2, stages=8)] if m <= 16 else []),
+            Shape(width, teams=2, tall=4, stages=8),
             Shape(width, tall=2, stages=6),
         ]
     two = Shape(64, stages=8)
@@ -237,10 +241,13 @@ def shapes(m: int) -> list[Shape]:
 def large(product: Product, device: Device) -> Plan:
     m, n, bricks, kind = product.m, product.n, -(-product.k // 128), product.kind
     # With eight offsets for each row of a brick, the tallest tiles have no registers left; nor have those of four
-    # warpgroups, with more than one scale.
+    # warpgroups, with more than one scale; nor four strips, with many bytes of scales, or a table.
     many, several = kind.groups == 8 and kind.offset != "NONE", kind.groups > 1
+    scale_bytes = kind.brick_bytes - kind.code_bytes
 
     def spills(s: Shape) -> bool:
+        if s.tall == 4:
+            return scale_bytes > (512 if s.width == 16 else 128) or kind.element == "Table4"
         return s.tall > 1 and ((many and s.width > 64) or (several and s.warpgroups == 4))
 
     fitting = [s for s in shapes(m) if s.partners <= bricks and not spills(s)]
