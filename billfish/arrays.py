@@ -70,12 +70,13 @@ class TorchArrays:
         return torch is not None and isinstance(array, torch.Tensor)
 
     def device(self, array: Any) -> str:
-        return str(array.device.type)
+        return "cpu" if array.is_cpu else str(array.device.type)  # each attribute takes its time in calls with one row
 
     def to_numpy(self, array: Any) -> NDArray[Any]:
         torch = sys.modules["torch"]
-        array = array.detach().resolve_conj().resolve_neg()
-        if array.dtype == torch.bfloat16:
+        if array.requires_grad or array.is_neg() or array.is_conj():
+            array = array.detach().resolve_conj().resolve_neg()
+        if array.dtype is torch.bfloat16:
             return np.asarray(array.view(torch.int16).numpy()).view(bfloat16)
         return np.asarray(array.numpy())
 

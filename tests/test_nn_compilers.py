@@ -9,6 +9,7 @@ import pytest
 import torch
 from nn_frameworks import MLX, TORCH
 from support import assert_same_bits, gaussian, random_storage
+from torch.utils.flop_counter import FlopCounterMode
 
 import billfish as bf
 import billfish.nn.mlx
@@ -69,6 +70,52 @@ def test_torch_vmap():
         torch.func.vmap(lambda bias: torch.ops.billfish.linear(x[0].T, layer.storage, bias, "q4_0", 32, 16, "exact"))(
             torch.zeros(2, 16)
         )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torch_operator_is_there_for_all_who_look(monkeypatch):
+    """A call that nobody looks at goes past the operator; those of tools that know operators do not."""
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64, bias=False), "q4_0")
+    x, operator, seen = torch.from_numpy(gaussian((3, 64))), billfish.nn.torch.LINEAR, []
+
+    def counted(*arguments):
+        seen.append(arguments)
+        return operator(*arguments)
+
+    monkeypatch.setattr(billfish.nn.torch, "LINEAR", counted)
+
+    def in_profiler():
+        with torch.profiler.profile() as profile:
+            layer(x)
+        assert "billfish::linear" in {event.key for event in profile.key_averages()}
+
+    def in_dispatch_mode():
+        with FlopCounterMode(display=False):
+            layer(x)
+
+    def in_forward_mode():
+        with torch.autograd.forward_ad.dual_level():
+            layer(x)
+
+    y = layer(x)
+    for grad in (torch.inference_mode, torch.no_grad):
+        with grad():
+            assert torch.equal(layer(x), y)
+    assert not seen
+    for look in (
+        lambda: layer(x.clone().requires_grad_()),
+        lambda: torch.func.vmap(layer)(x),
+        lambda: torch.jit.trace(layer, x),
+        lambda: layer(x.as_subclass(type("Other", (torch.Tensor,), {}))),
+        lambda: layer(x.to("meta")),
+        in_profiler,
+        in_dispatch_mode,
+        in_forward_mode,
+    ):
+        seen.clear()
+        look()
+        assert seen
+    assert torch.equal(torch.jit.trace(layer, x)(2 * x), 2 * y)
 
 
 def test_torch_conversions_leave_storage_alone():

@@ -113,6 +113,24 @@ def _vmap(
     return LINEAR(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
 
 
+def _nobody_looks(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether a call needs no operator: nobody traces, transforms, profiles or differentiates it.
+
+    The dispatch of an operator that is written in Python takes longer than a small product does.
+    """
+    if torch.compiler.is_compiling() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack()
+        or torch._C._get_tracing_state()
+        or torch._C._autograd._profiler_enabled()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +288,12 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.permutation is not None:
             x = x.index_select(-1, self.permutation)
-        return LINEAR(x, self.storage, self.bias, self.format, self.group_size, self.out_features, self.activations)
+        storage, bias = self.storage, self.bias
+        if _nobody_looks(x, bias):
+            weights = WEIGHTS.get(storage, self.format, self.group_size)
+            y: Tensor = quantized_linear(x, weights, bias=bias, activations=self.activations)
+            return y
+        return LINEAR(x, storage, bias, self.format, self.group_size, self.out_features, self.activations)
 
     def extra_repr(self) -> str:
         return self.describe(self.bias is not None, self.permutation is not None)
