@@ -26,7 +26,7 @@ import torch
 import billfish
 from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.driver import Launch, device, tensor_map
-from billfish.backends.cuda.layout import Kind, brick_shape
+from billfish.backends.cuda.layout import Kind, brick_shape, interleave_e5m3
 from billfish.backends.cuda.plans import Plan, Product, plan
 from billfish.files import write_atomically
 
@@ -39,7 +39,7 @@ KINDS = {
     "u4:128": Kind("Int4", "ScaleF16", "ZERO", 1, 8),
     "u8b128:128": Kind("Int8", "ScaleF16", "NONE", 1),
     "fp4:32": Kind("E2M1", "ScaleF16", "NONE", 4),
-    "mxfp4": Kind("E2M1", "ScaleE5M3", "NONE", 4),
+    "mxfp4": Kind("E2M1", "ScaleE5M2", "NONE", 4),
     "nvfp4": Kind("E2M1", "ScaleE5M3", "NONE", 8),
     "q4_0": Kind("Int4", "ScaleF16", "NONE", 4),
     "q4_1": Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
@@ -64,8 +64,12 @@ def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
     bricks = torch.randint(0, 256, (down * along, kind.brick_bytes), dtype=torch.uint8, device="cuda")
     count = kind.group_bytes // kind.scale_dtype.itemsize
     shape = (down * along, count)
-    if kind.scale == "ScaleE5M3":
-        scales = torch.randint(0x78, 0x80, shape, device="cuda").to(torch.uint8)
+    if kind.scale == "ScaleE5M2":
+        scales = torch.randint(0x3C, 0x40, shape, device="cuda").to(torch.uint8)
+    elif kind.scale == "ScaleE5M3":
+        stored = np.random.default_rng(0).integers(0x78, 0x80, (shape[0], 8, kind.groups, 2))
+        words = interleave_e5m3(stored.astype(np.uint8))
+        scales = torch.from_numpy(words.view(np.uint8).reshape(shape)).cuda()
     else:
         scales = (torch.rand(shape, device="cuda") * 0.99 + 1).half().view(torch.uint8)
     bricks[:, kind.code_bytes : kind.code_bytes + kind.group_bytes] = scales

@@ -113,9 +113,22 @@ def test_bricks_hold_the_operand_of_the_instruction(element, scale, offset, grou
         assert (rows[:n, :columns] == expected).all()
 
 
-def decode_e5m3(codes: np.ndarray) -> np.ndarray:
-    """Exponent and three bits of a float16 that is 2^7 times the scale: float32."""
-    return (codes.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(2.0**-7)
+def decode_bytes(codes: np.ndarray, kind: str) -> np.ndarray:
+    """The upper bits of a float16 that is 2^7 times the scale: float32."""
+    shift = {"ScaleE5M2": 8, "ScaleE5M3": 7}[kind]
+    return (codes.astype(np.uint16) << shift).view(np.float16).astype(np.float32) * np.float32(2.0**-7)
+
+
+def test_scales_of_two_groups_share_a_word():
+    """As decode.cuh takes them apart: a mask for the first group, and before it a rotation for the second."""
+    scales = np.random.default_rng(0).integers(0, 256, (5, 8, 2)).astype(np.uint8)
+    words = layout.interleave_e5m3(scales)
+    for group in range(8):
+        word = words[:, group // 2]
+        rotated = word << np.uint32(8) | word >> np.uint32(24) if group % 2 else word
+        halves = rotated & np.uint32(0x7F807F80)
+        assert (halves >> np.uint32(7) & np.uint32(255) == scales[:, group, 0]).all()
+        assert (halves >> np.uint32(23) == scales[:, group, 1]).all()
 
 
 @pytest.mark.parametrize(("name", "size", "option", "wild"), storages())
@@ -134,8 +147,8 @@ def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
         w = about.codes.astype(np.float32) - center + kind.middle
     with np.errstate(all="ignore"):
         scale = about.scales.astype(np.float32)
-        if kind.scale == "ScaleE5M3":
-            scale = decode_e5m3(about.scales)
+        if kind.scale in ("ScaleE5M2", "ScaleE5M3"):
+            scale = decode_bytes(about.scales, kind.scale)
 
         def spread(x: np.ndarray) -> np.ndarray:
             return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
@@ -187,7 +200,7 @@ def test_scales_stay_as_small_as_the_file_has_them():
     }
     assert kinds["u4b8"].brick_bytes == 1024 + 32
     assert kinds["u4"].scale == kinds["q4_1"].scale == kinds["q8_0"].scale == "ScaleF16"
-    assert kinds["mxfp4"].scale == kinds["nvfp4"].scale == "ScaleE5M3"
+    assert (kinds["mxfp4"].scale, kinds["nvfp4"].scale) == ("ScaleE5M2", "ScaleE5M3")
     assert (kinds["mxfp4_gguf"], kinds["nvfp4_gguf"]) == (kinds["mxfp4"], kinds["nvfp4"])
     assert kinds["q4_k"].scale == "ScaleF32"
     assert kinds["iq4_nl"].table
@@ -232,9 +245,10 @@ def test_one_multiplication_shifts_two_ways():
 
 def test_scales_of_one_byte_are_exact_in_products():
     """A code times its scale as float16, and as bfloat16: gemm_small multiplies them before they are summed."""
-    scale = decode_e5m3(np.arange(0xF8, dtype=np.uint8))
-    e4m3, powers = bf.scales.decode_e4m3(np.arange(0x7F, dtype=np.uint8)), 2.0 ** np.arange(8, -25, -1)
+    scale = decode_bytes(np.arange(0xF8, dtype=np.uint8), "ScaleE5M3")
+    e4m3, powers = bf.scales.decode_e4m3(np.arange(0x7F, dtype=np.uint8)), 2.0 ** np.arange(8, -24, -1)
     assert {*e4m3, *powers} <= set(scale)
+    assert {*powers} <= set(decode_bytes(np.arange(0x7C, dtype=np.uint8), "ScaleE5M2"))
     product = FP4.values[:, None].astype(np.float64) * 2.0**-14 * (scale * 2.0**7)
     usual = np.isin(scale, [*e4m3, *powers[:25]])  # to 2^-24 of the largest
     assert (product.astype(np.float16) == product)[:, usual].all()
@@ -242,13 +256,13 @@ def test_scales_of_one_byte_are_exact_in_products():
 
 
 def test_scales_that_a_byte_does_not_hold_are_float32():
-    """Powers of two more than 2^32 apart; but not because of groups of zeros."""
+    """Powers of two more than 2^31 apart; but not because of groups of zeros."""
     codes = np.full((2, 128), 5, np.uint8)
     codes[:, 32:64] = 8
-    exponents = np.array([[130, 0, 130, 98], [130, 254, 127, 130]], np.uint8)
+    exponents = np.array([[130, 0, 130, 99], [130, 254, 127, 130]], np.uint8)
     for first, last, expected in (
-        (130, 98, "ScaleE5M3"),
-        (130, 97, "ScaleF32"),
+        (130, 99, "ScaleE5M2"),
+        (130, 98, "ScaleF32"),
         (254, 0, "ScaleF32"),
         (1, 255, "ScaleF32"),
     ):
@@ -256,8 +270,8 @@ def test_scales_that_a_byte_does_not_hold_are_float32():
         q = bf.QuantizedTensor.from_planes("mxfp4", {"codes": codes, "scale": exponents}, 32)
         about = describe(q)
         assert about.kind.scale == expected
-        if expected == "ScaleE5M3":
-            scale = np.repeat(decode_e5m3(about.scales), 32, axis=1) * about.row_scale[:, None]
+        if expected == "ScaleE5M2":
+            scale = np.repeat(decode_bytes(about.scales, expected), 32, axis=1) * about.row_scale[:, None]
             assert_same_bits((FP4.values[codes] * scale).astype(np.float32), bf.dequantize(q, backend="reference"))
 
 

@@ -203,13 +203,25 @@ struct ScaleF32 {
   static constexpr bool halves = false;
   DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
 };
-// Exponent and three bits of a float16: the byte lies where they do, seven bits up. All of E4M3, and powers of two. `raw` brings
-// such scales to the upper end of float16, where they make up for Element::raw.
+// Scales of one byte are the upper bits of a float16; those of two groups share a word, and `of_group` brings one to its lower end.
+// `raw` brings such scales to the upper end of float16, where they make up for Element::raw.
+//
+// Powers of two: the upper byte, exponent and two bits.
+struct ScaleE5M2 {
+  static constexpr int bytes = 1;
+  static constexpr float raw = 0x1p7f;
+  static constexpr bool halves = true;
+  DEVICE u32 of_group(u32 word, int group) { return word >> group % 2 * 16; }
+  DEVICE u32 to_halves(u32 word) { return permute(word, 0, 0x1404); }
+  DEVICE float2 decode(u32 word, u32) { return ScaleF16::decode(to_halves(word), 0); }
+};
+// All of E4M3: exponent and three bits, 14 to 7. Those of the first group lie there already, those of the second eight bits lower.
 struct ScaleE5M3 {
   static constexpr int bytes = 1;
   static constexpr float raw = 0x1p7f;
   static constexpr bool halves = true;
-  DEVICE u32 to_halves(u32 word) { return permute(word, 0, 0x4140) << 7; }
+  DEVICE u32 of_group(u32 word, int group) { return group % 2 ? permute(word, 0, 0x2103) : word; }
+  DEVICE u32 to_halves(u32 word) { return word & 0x7f807f80; }
   DEVICE float2 decode(u32 word, u32) { return ScaleF16::decode(to_halves(word), 0); }
 };
 // Offsets are float16, beside float32 scales float32.
@@ -278,6 +290,7 @@ struct Brick {
   template <class S> DEVICE uint2 load(u32 words, int group) {
     const u32 at = words + group * 2 * S::bytes;
     if constexpr (S::bytes == 4) return make_uint2(load_shared4(at), load_shared4(at + 4));
-    else return make_uint2(load_shared4(at - (S::bytes == 1 ? group % 2 * 2 : 0)) >> (S::bytes == 1 ? group % 2 * 16 : 0), 0);
+    else if constexpr (S::bytes == 1) return make_uint2(S::of_group(load_shared4(at - group % 2 * 2), group), 0);
+    else return make_uint2(load_shared4(at), 0);
   }
 };

@@ -28,7 +28,7 @@ GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 # Where the sign and the other three bits of pair p's codes go; see E2M1 in decode.cuh.
 E2M1_SIGN, E2M1_REST = (15, 12, 14, 13), (9, 6, 3, 0)
-E5M3_RAW = 128  # as in decode.cuh
+BYTE_SCALE_RAW = 128  # as in decode.cuh
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -39,7 +39,7 @@ class Kind:
     """What a kernel is compiled for, in the words of decode.cuh."""
 
     element: str  # Int4, Int8, E2M1 or Table4
-    scale: str  # ScaleF16, ScaleF32 or ScaleE5M3
+    scale: str  # ScaleF16, ScaleF32, ScaleE5M2 or ScaleE5M3
     offset: str  # NONE, ZERO or MINIMUM
     groups: int  # of scales in a brick: 1, 2, 4 or 8
     middle: int = 0  # what elements are less than codes; not 0 only with an offset
@@ -130,8 +130,8 @@ def _element(format: Format, codes: Codes, middle: int) -> tuple[str, Codes, tup
 
 
 def _byte_scales(format: Format, planes: Planes, size: int) -> tuple[str, NDArray[np.uint8], Floats] | None:
-    """Scales that stay one byte, ScaleE5M3, if this format's do and all of them are in its range: relative to the
-    largest of their row those of E8M0, as they are those of E4M3."""
+    """Scales that stay one byte, if this format's do and all of them are in range: relative to the largest of their
+    row those of E8M0, ScaleE5M2, as they are those of E4M3, ScaleE5M3."""
     codes = planes["scale"]
     if codes.dtype != np.uint8:
         return None
@@ -143,20 +143,22 @@ def _byte_scales(format: Format, planes: Planes, size: int) -> tuple[str, NDArra
         empty = np.maximum.reduceat(planes["codes"] & 7, starts, axis=1) == 0
         largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
         exponent = np.where(empty, 0, codes - largest)
-        if exponent.min() < -32:
+        if exponent.min() < -31:
             return None
+        name, dropped = "ScaleE5M2", 8
         scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     else:
         if codes.max() >= 0x7F:
             return None
         scale, row_scale = decode_e4m3(codes), np.full(len(codes), planes["global_scale"], np.float32)
-    raised = scale * np.float32(E5M3_RAW)
+        name, dropped = "ScaleE5M3", 7
+    raised = scale * np.float32(BYTE_SCALE_RAW)
     half = raised.astype(np.float16)
     bits = half.view(np.uint16)
-    if (half != raised).any() or (bits & 127).any():
+    if (half != raised).any() or (bits % (1 << dropped)).any():
         return None
-    return "ScaleE5M3", (bits >> 7).astype(np.uint8), row_scale
+    return name, (bits >> dropped).astype(np.uint8), row_scale
 
 
 def _float_scales(
@@ -241,7 +243,18 @@ def pack_groups(kind: Kind, values: NDArray[Any], k: int) -> NDArray[np.uint8]:
     padded[:n, :groups] = values
     axes = padded.reshape(down, 2, 8, along, kind.groups)  # tile, upper, g, brick, group
     ordered = np.ascontiguousarray(axes.transpose(0, 3, 2, 4, 1))
+    if kind.scale == "ScaleE5M3":
+        ordered = interleave_e5m3(ordered)
     return ordered.view(np.uint8).reshape(down, along, kind.group_bytes)
+
+
+def interleave_e5m3(scales: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Scales [..., groups, 2] to words [..., groups / 2]: two halves of each group where float16 has these bits, those
+    of the second one rotated by eight bits; see decode.cuh."""
+    halves = scales.astype(np.uint32) << np.array([7, 23], np.uint32)
+    pairs = halves[..., 0] | halves[..., 1]
+    first, second = pairs[..., ::2], pairs[..., 1::2]
+    return first | second >> np.uint32(8) | second << np.uint32(24)
 
 
 def group_parts(description: Description) -> NDArray[np.uint8]:
@@ -260,7 +273,7 @@ def pack(description: Description) -> NDArray[np.uint8]:
     return np.concatenate(blocks)
 
 
-LAYOUT = 2  # of saved bricks; changes with the meaning of their bytes
+LAYOUT = 3  # of saved bricks; changes with the meaning of their bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,14 +205,14 @@ class Shape:
         return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
 
 
-def shapes(m: int) -> list[Shape]:
+def shapes(m: int, simple: bool) -> list[Shape]:
     """That are worth weighing, of equal ones the better first. Two strips for each warpgroup, or four, leave fewer
-    instructions beside each wgmma."""
+    instructions beside each wgmma. Weights with one scale in a brick and no offset are `simple`."""
     if m <= 32:
         width = 16 if m <= 16 else 32
-        both = Shape(width, teams=2, tall=2, stages=8)
-        if m <= 16:
-            both = replace(both, stages=12, buffers=2, batch=1)
+        both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
+        if m <= 16 and not simple:
+            both = replace(both, buffers=2, batch=1)
         return [
             *(replace(both, split=split) for split in (1, 2, 3)),
             Shape(width, teams=2, stages=10, split=2, batch=4),
@@ -247,10 +247,11 @@ def large(product: Product, device: Device) -> Plan:
 
     def spills(s: Shape) -> bool:
         if s.tall == 4:
-            return scale_bytes > (512 if s.width == 16 else 128) or kind.element == "Table4"
+            most = 512 if s.width == 16 else 128
+            return scale_bytes > most or kind.element == "Table4" or (kind.groups == 8 and s.width == 32)
         return s.tall > 1 and ((many and s.width > 64) or (several and s.warpgroups == 4))
 
-    fitting = [s for s in shapes(m) if s.partners <= bricks and not spills(s)]
+    fitting = [s for s in shapes(m, not several and kind.offset == "NONE") if s.partners <= bricks and not spills(s)]
     # Two stages are too few to copy while something is multiplied; for two teams, they would stand still.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
