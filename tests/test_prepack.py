@@ -1,4 +1,4 @@
-"""Packing straight from a file's blocks gives the same bytes as packing unpacked planes."""
+"""Packing straight from storage gives the same bytes as packing unpacked planes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from support import gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
+from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of, storage_of
 
 SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
 LONG_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -26,20 +26,31 @@ def test_blocks_and_planes_pack_to_the_same_bytes(level, name, n, k):
             if field in (q.format.struct.names or ()):
                 blocks.view(q.format.struct)[field] = 0.5
         q = bf.QuantizedTensor.from_storage(name, {"blocks": blocks})
+    assert _blocks_with_scales(q) is not None
+    check_against_planes(q, level)
+
+
+@pytest.mark.parametrize("level", _cpu.levels())
+@pytest.mark.parametrize("n", [1, 50])
+def test_other_codes_and_planes_pack_to_the_same_bytes(level, n):
+    """Words, rows of bytes and of nibbles, blocks with bytes for scales; the last chunk and the last block not full."""
+    for format in bf.FORMATS.values():
+        q = bf.quantize(gaussian((n, (256 // format.block_size + 5) * format.block_size), n), format)
+        if format.name not in BLOCKS:
+            assert _blocks_with_scales(q) is None
+            check_against_planes(q, level)
+
+
+def check_against_planes(q, level):
     backend = CpuBackend()
     backend.level = level
-    assert _blocks_with_scales(q) is not None
-    packed, layout = backend.prepack(q), layout_of(q)
+    packed, layout, k = backend.prepack(q), layout_of(q), q.shape[1]
+    planes = {"row_bytes": k, "block": 32, "block_bytes": 32, "planes": [(0, 1, 8)]}
     expected = np.empty_like(packed.data)
     fields = [_as_bytes(part) for part in (layout.chunk_fields, layout.group_fields)]
-    _cpu.prepack(level, packed.description, np.ascontiguousarray(layout.codes_plane), *fields, expected)
+    codes = np.ascontiguousarray(q.planes["codes"])
+    _cpu.prepack(level, packed.description, codes, False, storage_of(q).about | planes, *fields, expected)
     assert (packed.data == expected).all()
-
-
-def test_other_formats_go_through_planes():
-    for format in bf.FORMATS.values():
-        q = bf.quantize(gaussian((3, 2 * format.block_size)), format)
-        assert (_blocks_with_scales(q) is not None) == (format.name in BLOCKS)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

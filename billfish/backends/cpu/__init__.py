@@ -1,6 +1,6 @@
 """The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
 
-    format planes -> PackedWeights (one stream of bytes, in the order in which the kernels read) -> y
+    storage -> PackedWeights (one stream of bytes, in the order in which the kernels read) -> y
 
 This file says, for each format, which of the few kernel axes it is made of; the kernels know nothing else.
 """
@@ -55,7 +55,6 @@ class Layout:
     """One format in terms of the kernel axes. Fields are planes [N, count], one column for each chunk or group."""
 
     codes: str
-    codes_plane: NDArray[np.uint8]
     scales: str
     chunk_fields: list[NDArray[Any]]
     group_fields: list[NDArray[Any]]
@@ -67,23 +66,20 @@ class Layout:
 
 def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
-    format, planes = tensor.format, tensor.planes
-    element, codes = format.element, planes["codes"]
+    format, element = tensor.format, tensor.format.element
     group = min(tensor.group_size, CHUNK)
-    layout = Layout("u4", codes, "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
+    layout = Layout("u4", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     if isinstance(element, (E2M1, Table)):
         # E2M1 as twice its value, a small integer; the scale makes up for it.
         doubled = E2M1X2.values if isinstance(element, E2M1) else element.values
         layout.codes = "table"
         layout.table = tuple(int(v) & 0xFF for v in doubled)
         layout.factor = 0.5 if isinstance(element, E2M1) else 1.0
-    elif isinstance(element, Signed):
+    elif element.bits == 8:
         layout.codes = "s8"
-    elif isinstance(element, Integer) and element.bits == 8:
-        layout.codes, layout.codes_plane = "s8", codes ^ np.uint8(0x80)
     elif isinstance(element, Integer):
         layout.codes, layout.bias = f"u{element.bits}", element.bias
-    _add_scales(layout, format, planes)
+    _add_scales(layout, format, format.unpack_scales(tensor.storage))
     if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
         chunks = -(-tensor.shape[1] // CHUNK)
         index = np.arange(chunks) * CHUNK // tensor.group_size
@@ -301,14 +297,14 @@ class CpuBackend(Backend):
         for place, tensor in enumerate(all_tensors):
             source = _blocks_with_scales(tensor)
             if source is None:
-                packed[place] = self._prepack_planes(tensor)
+                packed[place] = self._prepack_with_fields(tensor)
                 continue
             packed[place] = self._room_for(tensor, _layout_of_blocks(tensor.format))
             blocks.append((packed[place].description, source.data, source.about, packed[place].data))
             places.append(place)
         for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
             if not finite:  # such scales need float32: see _add_scales
-                packed[place] = self._prepack_planes(all_tensors[place])
+                packed[place] = self._prepack_with_fields(all_tensors[place])
         return [packed[place] for place in range(len(all_tensors))]
 
     def _room_for(self, tensor: QuantizedTensor, layout: Layout) -> PackedWeights:
@@ -316,12 +312,21 @@ class CpuBackend(Backend):
         weights = PackedWeights(tensor.format, tensor.shape, tensor.group_size, self.level, axes, np.empty(0, np.uint8))
         return replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
 
-    def _prepack_planes(self, tensor: QuantizedTensor) -> PackedWeights:
-        layout = layout_of(tensor)
+    def _prepack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
+        """Codes come from storage as it is, scales as fields that kernels understand."""
+        layout, source = layout_of(tensor), storage_of(tensor)
         weights = self._room_for(tensor, layout)
-        codes = np.ascontiguousarray(layout.codes_plane)
         chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-        _cpu.prepack(self.level, weights.description, codes, chunk_fields, group_fields, weights.data)
+        _cpu.prepack(
+            self.level,
+            weights.description,
+            source.data,
+            source.words,
+            source.about,
+            chunk_fields,
+            group_fields,
+            weights.data,
+        )
         return weights
 
     def matmul(

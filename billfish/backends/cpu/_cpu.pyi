@@ -50,7 +50,9 @@ def packed_bytes(level: str, description: Description) -> int: ...
 def prepack(
     level: str,
     description: Description,
-    codes: NDArray[Any],
+    bytes: NDArray[Any],
+    words: bool,
+    about: dict[str, Any],
     chunk_fields: list[NDArray[Any]],
     group_fields: list[NDArray[Any]],
     out: NDArray[Any],

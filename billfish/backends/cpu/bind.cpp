@@ -80,37 +80,6 @@ size_t packed_bytes(const std::string& level, const Description& d) {
   return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
 }
 
-// The code of zero, for what is beyond the end of a row.
-uint8_t padding_of(const Weights& w) { return w.codes == Codes::s8 || w.codes == Codes::table ? 0 : uint8_t(w.bias); }
-
-void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> codes,
-             const std::vector<Contiguous<const uint8_t>>& chunk_fields,
-             const std::vector<Contiguous<const uint8_t>>& group_fields, Contiguous<uint8_t> out) {
-  const Level& level = find_level(name);
-  const Weights w = d.weights(level, nullptr);
-  const TileShape shape(w, level.tile_rows);
-  auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
-    std::vector<Field> out;
-    for (const auto& a : arrays) {
-      const int64_t count = int64_t(a.shape(1)), size = int64_t(a.shape(2));
-      out.push_back({a.data(), count * size, size, count, int(size)});
-    }
-    return out;
-  };
-  const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
-  const uint8_t padding = padding_of(w);
-  auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
-    const int64_t at = chunk * CHUNK, count = std::min<int64_t>(CHUNK, d.k - at);
-    std::copy_n(codes.data() + row * d.k + at, count, to);
-    std::fill(to + count, to + CHUNK, padding);
-  };
-  nb::gil_scoped_release unlocked;
-  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; tile++)
-      pack_tile(w, level, read_codes, padding, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
-  });
-}
-
 }  // namespace
 
 Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
@@ -132,11 +101,35 @@ Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
 
 namespace {
 
+// Codes as storage has them, and fields of scales: [N, count, size] for chunks and for groups.
+void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> bytes, bool words, nb::dict about,
+             const std::vector<Contiguous<const uint8_t>>& chunk_fields, const std::vector<Contiguous<const uint8_t>>& group_fields,
+             Contiguous<uint8_t> out) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(level, nullptr);
+  const TileShape shape(w, level.tile_rows);
+  auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
+    std::vector<Field> out;
+    for (const auto& a : arrays) {
+      const int64_t count = int64_t(a.shape(1)), size = int64_t(a.shape(2));
+      out.push_back({a.data(), count * size, size, count, int(size)});
+    }
+    return out;
+  };
+  const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  const Storage s = storage_of(bytes.data(), about);
+  const CodeReader codes(level, s, words, w);
+  nb::gil_scoped_release unlocked;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) pack_tile(w, codes, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
 // One matrix to pack from blocks as a file holds them, with float16 scales inside: description, blocks, what the Python side says about
 // them, and where the stream goes.
 using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
 
-// As prepack(), without planes in between, and for many matrices at once: their tiles are shared out together. Returns for each
+// As prepack(), with scales from the blocks too, and for many matrices at once: their tiles are shared out together. Returns for each
 // whether its scales are finite; where they are not, they need float32, and what was packed is of no use.
 std::vector<bool> prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
   const Level& level = find_level(name);
@@ -170,15 +163,10 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
       const Job& job = jobs[at];
       const Storage& s = job.storage;
       const int64_t own = tile - job.first_tile, begin = own * level.tile_rows, end = std::min(s.n, begin + level.tile_rows);
-      const uint8_t padding = padding_of(job.weights);
-      auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
-        const int64_t start = chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.k - start);
-        for (int64_t i = 0; i < count; i += s.block) level.read_codes(s, row, (start + i) / s.block, to + i);
-        std::fill(to + count, to + CHUNK, padding);
-      };
+      const CodeReader codes(level, s, false, job.weights);
       uint8_t* out = job.out + own * job.tile_bytes;
-      if (has_two_levels(s)) pack_tile(job.weights, level, read_codes, padding, job.halves, small_integers(s, begin, end, integers), own, out);
-      else pack_tile(job.weights, level, read_codes, padding, {}, job.halves, own, out);
+      if (has_two_levels(s)) pack_tile(job.weights, codes, job.halves, small_integers(s, begin, end, integers), own, out);
+      else pack_tile(job.weights, codes, {}, job.halves, own, out);
       const Field& scales = job.halves[0];
       for (int64_t row = begin; row < end; row++)
         for (int64_t i = 0; i < scales.count; i++) {

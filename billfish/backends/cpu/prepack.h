@@ -1,5 +1,6 @@
 // Codes and scales to the stream that kernels read, done once for each weight.
 #pragma once
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -69,14 +70,65 @@ struct BlockPacker {
   }
 };
 
-// read_codes(row, chunk, out) writes the 256 codes of a chunk of a row, `padding` where the row has ended.
-template <class ReadCodes>
-void pack_tile(const Weights& w, const Level& level, ReadCodes read_codes, uint8_t padding, const std::vector<Field>& chunk_fields,
-               const std::vector<Field>& group_fields, int64_t tile, uint8_t* out) {
+// `count` codes from k = first on of a row of words, as billfish/formats/words.py has them: [K * bits / 32, N].
+inline void read_words(const Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* out) {
+  const int bits = s.plane[0].bits, per_word = 32 / bits;
+  for (int64_t i = 0; i < count; i += per_word) {
+    uint32_t word;
+    std::memcpy(&word, s.bytes + ((first + i) / per_word * s.n + row) * 4, 4);
+    if (bits == 8) {
+      std::memcpy(out + i, &word, 4);
+      continue;
+    }
+    uint64_t eight = word;  // halves apart, then bytes, then nibbles
+    eight = (eight | eight << 16) & 0x0000ffff0000ffffu;
+    eight = (eight | eight << 8) & 0x00ff00ff00ff00ffu;
+    eight = (eight | eight << 4) & 0x0f0f0f0f0f0f0f0fu;
+    std::memcpy(out + i, &eight, 8);
+  }
+}
+
+// Of weights that are packed from storage: writes the codes of a chunk of a row as kernels have them, `padding` where the row has ended.
+struct CodeReader {
+  const Level& level;
+  const Storage& storage;
+  bool words;  // else blocks
+  Codes kind;
+  uint8_t padding;
+
+  CodeReader(const Level& level, const Storage& storage, bool words, const Weights& w)
+      : level(level), storage(storage), words(words), kind(w.codes), padding(kind == Codes::s8 || kind == Codes::table ? 0 : uint8_t(w.bias)) {}
+
+  void operator()(int64_t row, int64_t chunk, uint8_t* to) const {
+    const Storage& s = storage;
+    const int64_t start = chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.k - start);
+    if (words) read_words(s, row, start, count, to);
+    else
+      for (int64_t i = 0; i < count; i += s.block)
+        if (i + s.block <= count) level.read_codes(s, row, (start + i) / s.block, to + i);
+        else read_rest(row, start + i, count - i, to + i);
+    if (kind == Codes::s8 && s.flip == 0)  // bytes that are not signed
+      for (int64_t i = 0; i < count; i++) to[i] ^= 0x80;
+    std::fill(to + count, to + CHUNK, padding);
+  }
+
+  // Rows of nibbles or bytes may end with less than a block, and behind the last of them nothing may be read.
+  void read_rest(int64_t row, int64_t first, int64_t count, uint8_t* to) const {
+    uint8_t bytes[BLOCK] = {}, codes[BLOCK];
+    Storage alone = storage;
+    alone.bytes = bytes;
+    std::copy_n(storage.bytes + row * storage.row_bytes + first / storage.block * storage.block_bytes, count * storage.plane[0].bits / 8, bytes);
+    level.read_codes(alone, 0, 0, codes);
+    std::copy_n(codes, count, to);
+  }
+};
+
+inline void pack_tile(const Weights& w, const CodeReader& read_codes, const std::vector<Field>& chunk_fields, const std::vector<Field>& group_fields, int64_t tile, uint8_t* out) {
+  const Level& level = read_codes.level;
   const TileShape shape(w, level.tile_rows);
   const int rows = level.tile_rows, lanes = level.row_lanes;
   const uint8_t bias = w.codes == Codes::s8 ? uint8_t(level.signed_bias) : 0;
-  std::vector<uint8_t> codes(size_t(rows) * CHUNK, uint8_t(padding + bias));
+  std::vector<uint8_t> codes(size_t(rows) * CHUNK, uint8_t(read_codes.padding + bias));
   std::memset(out, 0, shape.tile_bytes);
   auto put_field = [&](const Field& field, int64_t index) {
     for (int r = 0; r < rows; r++, out += field.size) {
