@@ -42,14 +42,15 @@ struct Piece {
   u32 words[4];
   uint2 scale[PIECE_GROUPS], offset[PIECE_GROUPS];
 
-  __device__ __forceinline__ void fetch(u32 brick, int piece, int lane) {
-    const uint4 codes = Brick::codes(brick, piece, lane);
-    words[0] = codes.x, words[1] = codes.y, words[2] = codes.z, words[3] = codes.w;
+  // Of a brick, as the lane 0 finds it at `codes` and at `scales`.
+  __device__ __forceinline__ void fetch(u32 codes, u32 scales, int piece) {
+    const uint4 v = Brick::codes(codes, piece, 0);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     if (begins_group(piece))
 #pragma unroll
       for (int i = 0; i < PIECE_GROUPS; i++) {
-        scale[i] = Brick::stored_scale(brick, lane >> 2, piece * GROUPS / PIECES + i);
-        if constexpr (OFFSET != NONE) offset[i] = Brick::stored_offset(brick, lane >> 2, piece * GROUPS / PIECES + i);
+        scale[i] = Brick::stored_scale(scales, 0, piece * GROUPS / PIECES + i);
+        if constexpr (OFFSET != NONE) offset[i] = Brick::stored_offset(scales, 0, piece * GROUPS / PIECES + i);
       }
   }
 };
@@ -243,7 +244,10 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   const int group = warpgroup % ROW_GROUPS, team = TEAMS == 1 ? 0 : warpgroup / ROW_GROUPS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
-  const u32 filled = opaque(full), emptied = opaque(empty), bricks_at = opaque(ws + (group * TALL * 4 + warp) * Brick::bytes);
+  const u32 filled = opaque(full), emptied = opaque(empty);
+  // A lane's own, so that each of its loads is at a fixed distance.
+  const u32 bricks_at = ws + (group * TALL * 4 + warp) * Brick::bytes;
+  const u32 codes_at = opaque(bricks_at + lane * 16), scales_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
   auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };  // by each thread, which racecheck understands
   // Once for warpgroups whose last strip is shared, once for the others: both have wgmmas of their own.
   auto work = [&](bool shares) __attribute__((always_inline)) {
@@ -260,7 +264,10 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       Factors factors[TALL];
       auto fetch = [&](int stage, int piece) {
 #pragma unroll
-        for (int r = 0; r < TALL; r++) pieces[piece % 2][r].fetch(bricks_at + stage * W_BYTES + r * 4 * Brick::bytes, piece, lane);
+        for (int r = 0; r < TALL; r++) {
+          const u32 further = stage * W_BYTES + r * 4 * Brick::bytes;
+          pieces[piece % 2][r].fetch(codes_at + further, scales_at + further, piece);
+        }
       };
       barrier_wait(filled + 8 * at.stage, at.parity);
       fetch(at.stage, 0);
