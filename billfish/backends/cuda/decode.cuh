@@ -203,7 +203,7 @@ struct ScaleF32 {
   static constexpr bool halves = false;
   DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
 };
-// Scales of one byte are the upper bits of a float16; those of two groups share a word, and `of_group` brings one to its lower end.
+// Scales of one byte are the upper bits of a float16; two groups share a word, and `of_group` brings one to where the first one lies.
 // `raw` brings such scales to the upper end of float16, where they make up for Element::raw.
 //
 // Powers of two: the upper byte, exponent and two bits.
