@@ -314,17 +314,25 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
 }
 
+// A copy of the table: for all the compiler knows, what is written between two looks at the weights' own is a part of it.
+struct Table {
+  explicit Table(const Weights& w) { std::copy_n(w.table, 16, values); }
+  alignas(16) uint8_t values[16];
+};
+
 // What a buffer has: values, but where dot() does not take any byte, what it takes gladly.
 template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;
 
 // Blocks of the stream to bytes, as the buffer has them.
 template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
+  const Table table(w);
+  const int bias = CENTRED ? 8 : w.bias;  // a copy, for the same reason
   const uint8_t* p = run.stream;
   for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
     p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
     unroll<VECTORS>([&](auto v) {
-      if constexpr (BufferOf<Decoder>::operand == Operand::codes) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, w.table));
-      else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, w.table, w.bias));
+      if constexpr (BufferOf<Decoder>::operand == Operand::codes) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
+      else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, table.values, bias));
     });
   }
 }

@@ -72,10 +72,11 @@ inline CodesKernel codes_kernel(const Weights& w, int64_t groups) {
 
 // The codes of a run of blocks, a byte each.
 template <class Decoder> __attribute__((flatten)) inline void decode_codes(const Weights& w, const Blocks& run, uint8_t* out) {
+  const Table table(w);
   const uint8_t* p = run.stream + run.chunk_header;
   for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += VECTORS * VECTOR_BYTES) {
     if (b % run.span == 0) p += run.span_header;
-    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, w.table)); });
+    unroll<VECTORS>([&](auto v) { store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values)); });
   }
 }
 
@@ -106,11 +107,12 @@ void multiply_codes(const Weights& w, const ActivationsExact& x, const float* bi
 // The values of one block, [32][TILE_ROWS].
 template <class Decoder>
 __attribute__((flatten, noinline)) void decode_values(const Weights& w, const uint8_t* codes, const GroupScales* groups, float* out) {
+  const Table table(w);
   const bool minimum = has_minimum(w.scales);
   const Floats offset = byte_offset(Decoder::code_bias(w.bias));
   unroll<VECTORS>([&](auto v) INLINED {
     constexpr int quad = decltype(v)::value / ROW_VECTORS, r = decltype(v)::value % ROW_VECTORS;
-    const Bytes bytes = Decoder::template code<decltype(v)::value>(codes, w.table);
+    const Bytes bytes = Decoder::template code<decltype(v)::value>(codes, table.values);
     const GroupScales& group = groups[w.group == 16 ? quad / 4 : 0];
     const Floats scale = load_floats(group.scale + r * LANES);
     unroll<4>([&](auto k) INLINED {
