@@ -22,6 +22,8 @@ inline void add_halves(const int16_t* codes, int32_t (&halves)[2]) {
 }
 
 // Up to BATCH blocks of 32 values of x, from block b of a row on. The codes are those that billfish.activations computes.
+// First the largest of each, then the divisions, then the codes, so that no block waits for the one before. Loops that become
+// eight vectors or fewer are unrolled, which the compiler does not do by itself and which spares a tenth of the time.
 constexpr int BATCH = 8;
 template <int PLANES> inline void quantize_blocks(const float* x, const RowOfX& out, int64_t b, int count) {
   constexpr float top = PLANES == 2 ? 32639.0f : 127.0f;
