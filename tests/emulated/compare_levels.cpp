@@ -43,7 +43,7 @@ const int8_t TWICE_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -
 std::mt19937 source(1);
 int random_below(int end) { return int(source() % uint32_t(end)); }
 
-// Weights as bytes: codes [n, k], and fields of random scales.
+// Weights as words of four codes, [k / 4, n], and fields of random scales.
 struct Matrix {
   Weights weights{};
   std::vector<uint8_t> codes;
@@ -90,14 +90,11 @@ struct Matrix {
     for (int i = 0; i < 16; i++) w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
     const TileShape shape(w, level.tile_rows);
     const int64_t tiles = (w.n + shape.rows - 1) / shape.rows, m = int64_t(x.size()) / w.k;
-    const uint8_t padding = w.codes == Codes::s8 || w.codes == Codes::table ? 0 : uint8_t(w.bias);
     std::vector<uint8_t> stream(size_t(tiles) * shape.tile_bytes);
-    const auto read_codes = [&](int64_t row, int64_t chunk, uint8_t* to) {
-      const int64_t at = chunk * CHUNK, count = std::min<int64_t>(CHUNK, w.k - at);
-      std::copy_n(codes.data() + row * w.k + at, count, to);
-      std::fill(to + count, to + CHUNK, padding);
-    };
-    for (int64_t tile = 0; tile < tiles; tile++) pack_tile(w, level, read_codes, padding, chunk_fields, group_fields, tile, stream.data() + tile * int64_t(shape.tile_bytes));
+    Storage words{};
+    words.bytes = codes.data(), words.n = w.n, words.k = w.k, words.plane[0].bits = 8, words.flip = 128;
+    const CodeReader reader(level, words, true, w);
+    for (int64_t tile = 0; tile < tiles; tile++) pack_tile(w, reader, chunk_fields, group_fields, tile, stream.data() + tile * int64_t(shape.tile_bytes));
     w.stream = stream.data();
     Prepared prepared;
     prepared.begin(level, w, m, planes);
