@@ -100,6 +100,23 @@ def test_the_milliseconds_of_q16_and_their_ratios_to_q8_are_the_recorded_ones():
     assert rows == [f"| {format} | {' | '.join(times)} |" for format, times in cells.items()]
 
 
+def test_the_costs_of_a_call_are_the_recorded_ones():
+    page = " ".join((ROOT / "docs" / "cpu.md").read_text().split())
+    record = json.loads((ROOT / "benchmarks" / "results" / "calls_neoverse_n1.json").read_text())
+    of, packing = record["microseconds"], record["packing_milliseconds"].values()
+    by_numpy, by_torch, layer = (
+        of[name] for name in ("quantized_linear, NumPy", "quantized_linear, torch", "MarlinLinear")
+    )
+    one, four, many = (of[f"16 rows of W, {m} of x"] for m in (1, 4, 64))
+    for sentence in (
+        f"takes {by_numpy:.0f} us when Python's own code is in the caches",
+        f"{by_torch:.0f} with torch tensors, a MarlinLinear {layer:.0f}",
+        f"a call with 16 rows of W takes {one:.0f}, {four:.0f} and {many:.0f} microseconds",
+        f"4096 x 4096 in {min(packing):.0f} to {max(packing):.0f} ms with two threads",
+    ):
+        assert sentence in page
+
+
 def test_the_table_of_dequantize_is_the_recorded_one():
     name = "dequantize_neoverse_n1.json"
     page = (ROOT / "docs" / "cpu.md").read_text()

@@ -147,6 +147,8 @@ def test_a_product_into_out_is_the_product(backend, dtype, activations):
     assert bf.quantized_linear(torch.from_numpy(x), q, out=tensor, **how) is tensor
     assert_same_bits(tensor.numpy(), y)
     assert bf.quantized_linear(x[:0], q, out=np.empty((0, 3, 24), dtype), **how).shape == (0, 3, 24)
+    from_mlx = np.empty_like(y)
+    assert_same_bits(bf.quantized_linear(mx.array(x), q, out=from_mlx, **how), y)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
