@@ -32,7 +32,7 @@ from billfish.errors import (
     ShapeError,
 )
 from billfish.format import FORMATS, Format, get_format, register
-from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear
+from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear, quantized_linears
 from billfish.packing import (
     pack_fp4_weights,
     pack_s4_weights,
@@ -92,6 +92,7 @@ __all__ = [
     "quantize_q8_0",
     "quantize_q8_1",
     "quantized_linear",
+    "quantized_linears",
     "register",
     "set_threads",
     "unpack_fp4_weights",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from billfish.activations import ACTIVATIONS
 from billfish.arrays import FLOATS, Input, float_dtype, float_input
-from billfish.backends import BACKENDS, Problem, choose
+from billfish.backends import BACKENDS, Backend, Problem, choose
+from billfish.backends.base import Product
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.errors import BackendUnavailable, DataError, DTypeError, FormatError, ShapeError, complaint
 from billfish.format import METHODS, Format, check_array, get_format
@@ -135,16 +138,71 @@ def quantized_linear(
         tensor = weight
     else:
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
-    n, k = tensor.shape
     taken = float_input(call, "x", x)
-    shape = taken.shape
+    chosen, weights, n, added = _choose(call, taken, tensor, bias, activations, backend)
+    if out is None:
+        return chosen.linear(taken, weights, n, added, activations)
+    target = _writable(call, out, (*taken.shape[:-1], n))
+    if target.dtype != FLOATS[taken.dtype_name] or taken.device != "cpu":
+        got, takes = f"{target.dtype} in CPU memory", f"an array like x, {taken.dtype_name} on {taken.device}"
+        raise DTypeError(complaint(call, "out", got, takes))
+    chosen.linear_into(taken, weights, added, activations, target)
+    return out
+
+
+def quantized_linears(
+    x: Any,
+    weights: Sequence[QuantizedTensor | PackedWeights],
+    *,
+    biases: Sequence[Any] | None = None,
+    activations: str = "exact",
+    backend: str | None = None,
+) -> list[Any]:
+    """Several products in one call: what `quantized_linear(x, w)` gives for each w of `weights`, bit for bit.
+
+    x [..., K] is multiplied with all of them, as with query, key and value, or gate and up: the CPU prepares it once,
+    and its threads share out the rows of all weights together. Or x is a list or tuple, an array for each of the
+    weights, as with the experts of a mixture. biases: one for each of the weights, or None in its place.
+    """
+    call = "quantized_linears"
+    for name, given in (("weights", weights), ("biases", biases)):
+        if given is not None and not isinstance(given, (list, tuple)):
+            raise DTypeError(complaint(call, name, f"a {type(given).__name__}", "a list or tuple"))
+    for i, w in enumerate(weights):
+        if not isinstance(w, (QuantizedTensor, PackedWeights)):
+            takes = "a QuantizedTensor, or what `prepack` made of one"
+            raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
+    count = len(weights)
+    for name, given in (("x", x), ("biases", biases)):
+        if isinstance(given, (list, tuple)) and len(given) != count:
+            raise ShapeError(complaint(call, name, f"{len(given)} arrays", f"{count}, one for each of the weights"))
+    if isinstance(x, (list, tuple)):
+        taken = [float_input(call, f"x[{i}]", one) for i, one in enumerate(x)]
+    else:
+        taken = [float_input(call, "x", x)] * count
+    backends, products = [], []
+    for one, w, bias in zip(taken, weights, biases or [None] * count, strict=True):
+        chosen, *rest = _choose(call, one, w, bias, activations, backend)
+        backends.append(chosen)
+        products.append(Product(one, *rest))
+    results: list[Any] = []
+    for chosen, some in groupby(range(count), key=backends.__getitem__):
+        results += chosen.linears([products[i] for i in some], activations)
+    return results
+
+
+def _choose(
+    call: str, x: Input, tensor: QuantizedTensor | PackedWeights, bias: Any, activations: str, backend: str | None
+) -> tuple[Backend, Any, int, Input | None]:
+    """The backend for a product; weights, n and bias as it takes them."""
+    (n, k), shape = tensor.shape, x.shape
     if not shape or shape[-1] != k:
-        raise ShapeError(complaint(call, "x", f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
+        raise ShapeError(complaint(call, x.argument, f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
     m = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
-    dtype = FLOATS[taken.dtype_name]
     if activations not in ACTIVATIONS:
         raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
-    problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, taken.kind, taken.device, activations)
+    dtype = FLOATS[x.dtype_name]
+    problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, x.kind, x.device, activations)
     if isinstance(tensor, PackedWeights):
         if backend not in (None, "cpu"):
             raise BackendUnavailable(
@@ -154,15 +212,7 @@ def quantized_linear(
     else:
         chosen = choose(call, problem, backend)
         weights = tensor.prepacked_for(chosen.name, chosen.prepack)
-    added = None if bias is None else _bias(call, bias, n)
-    if out is None:
-        return chosen.linear(taken, weights, n, added, activations)
-    target = _writable(call, out, (*shape[:-1], n))
-    if target.dtype != dtype or taken.device != "cpu":
-        got, takes = f"{target.dtype} in CPU memory", f"an array like x, {taken.dtype_name} on {taken.device}"
-        raise DTypeError(complaint(call, "out", got, takes))
-    chosen.linear_into(taken, weights, added, activations, target)
-    return out
+    return chosen, weights, n, None if bias is None else _bias(call, bias, n)
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:

@@ -13,7 +13,7 @@ import torch
 from support import assert_same_bits, gaussian, options_of
 
 import billfish as bf
-from billfish.arrays import round_once
+from billfish.arrays import Input, round_once
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["f32", "f16", "bf16"])
@@ -178,6 +178,56 @@ def test_out_that_cannot_be_written_is_an_error():
     ]:
         with pytest.raises(error, match=re.escape(words)):
             bf.quantized_linear(x, q, out=out)
+
+
+SEVERAL = ("q4_0", "q4_0", "q4_k", "nvfp4", "u4b8", "q8_0")  # kinds that the CPU prepares x for alike, and differently
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("shape", [(1, 256), (2, 2, 256), (20, 256), (0, 256), (256,)], ids=str)
+def test_several_products_in_one_call_are_the_products(backend, activations, shape):
+    weights = [bf.quantize(gaussian((8 + 20 * i, 256), i), name) for i, name in enumerate(SEVERAL)]
+    biases = [None if i == 2 else gaussian((8 + 20 * i,), 10 + i) for i in range(len(weights))]
+    x, infinite = gaussian(shape, 20), gaussian(shape, 20)
+    infinite[..., 3] = np.inf
+    how = {"activations": activations, "backend": backend}
+    for one in [x, x.astype(np.float16), torch.from_numpy(x).bfloat16(), mx.array(x), infinite]:
+        expected = [bf.quantized_linear(one, w, bias=b, **how) for w, b in zip(weights, biases, strict=True)]
+        together = bf.quantized_linears(one, weights, biases=biases, **how)
+        apart = bf.quantized_linears([one + 0 for _ in weights], weights, biases=biases, **how)
+        for y, first, second in zip(expected, together, apart, strict=True):
+            assert type(first) is type(y)
+            assert first.dtype == y.dtype
+            for other in (first, second):
+                assert_same_bits(*(Input("test", "y", array).numpy() for array in (other, y)))
+    assert bf.quantized_linears(x, [], **how) == []
+
+
+def test_several_products_take_weights_that_are_packed_or_not_and_x_of_many_shapes():
+    weights = [bf.quantize(gaussian((40, k), k), "q4_0") for k in (64, 64, 96)]
+    xs = [gaussian((1, 64)), gaussian((2, 5, 64), 1), gaussian((3, 96), 2)]
+    packed = [bf.prepack(weights[0]), weights[1], bf.prepack(weights[2])]
+    for y, x, w in zip(bf.quantized_linears(xs, packed, activations="q8"), xs, weights, strict=True):
+        assert_same_bits(y, bf.quantized_linear(x, w, activations="q8"))
+
+
+def test_several_products_that_do_not_fit_are_an_error():
+    q, x = bf.quantize(gaussian((24, 64)), "q4_0"), gaussian((3, 64))
+    for error, arguments, words in [
+        (bf.DTypeError, {"x": x, "weights": q}, "[quantized_linears] weights: got a QuantizedTensor; takes a list"),
+        (bf.DTypeError, {"x": x, "weights": [q, x]}, "weights[1]: got a ndarray"),
+        (bf.DTypeError, {"x": [x, "x"], "weights": [q, q]}, "x[1]"),
+        (bf.DTypeError, {"x": x, "weights": [q], "biases": x}, "biases: got a ndarray"),
+        (bf.ShapeError, {"x": [x], "weights": [q, q]}, "x: got 1 arrays; takes 2"),
+        (bf.ShapeError, {"x": x, "weights": [q], "biases": []}, "biases: got 0 arrays; takes 1"),
+        (bf.ShapeError, {"x": [x, x[:, :32]], "weights": [q, q]}, "x[1]: got shape (3, 32)"),
+        (bf.ShapeError, {"x": x, "weights": [q], "biases": [x]}, "(24,)"),
+        (bf.FormatError, {"x": x, "weights": [q], "activations": "q4"}, "activations"),
+        (bf.BackendUnavailable, {"x": x, "weights": [bf.prepack(q)], "backend": "reference"}, "'cpu'"),
+    ]:
+        with pytest.raises(error, match=re.escape(words)):
+            bf.quantized_linears(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)

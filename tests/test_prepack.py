@@ -7,7 +7,8 @@ import pytest
 from support import gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of, storage_of
+from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
+from billfish.backends.cpu.source import storage_of
 
 SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
 LONG_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")

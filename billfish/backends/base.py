@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,15 @@ class Problem(NamedTuple):
     kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
     device: str = "cpu"  # where they are
     activations: str = "exact"
+
+
+class Product(NamedTuple):
+    """What `Backend.linear` multiplies: x [..., K] with weights [n, K] as `prepack` made them, and adds bias [n]."""
+
+    x: Input
+    weights: Any
+    n: int
+    bias: Input | None
 
 
 class Backend(ABC):
@@ -60,6 +70,10 @@ class Backend(ABC):
             return x.like(self.matmul(rows, weights, added, activations))
         y = self.matmul(rows.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weights, added, activations)
         return x.like(y.reshape(*x.shape[:-1], n))
+
+    def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
+        """`linear` for each product. Those with one x have the same Input, one after the other."""
+        return [self.linear(*product, activations) for product in products]
 
     def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
         """`linear` into `out` [..., N], in CPU memory as x is, and of its type."""

@@ -15,7 +15,7 @@ from billfish.backends.cpu import CpuBackend
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, MetalWeights, has_kernels, lay_out
 from billfish.bench.limits import ATTEMPTS, MEBIBYTE, Limits, last_level_cache
-from billfish.bench.peers import PEERS, Case, Peer, Prepared, Rotated, copies_for, select
+from billfish.bench.peers import PEERS, Case, Peer, Prepared, copies_for, select
 from billfish.bench.peers.base import Floats
 from billfish.bench.peers.mlx import Mlx, Together
 from billfish.errors import BackendUnavailable
@@ -80,17 +80,23 @@ class CpuEngine(Engine):
         weights = self.backend.prepack(case.tensor())
         copies = copies_for(weights.nbytes, cold_bytes) - 1
         rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
-        matmul_into, activations = self.backend.matmul_into, case.activations
+        return InOneCall(self.backend, rotation, case.activations), weights.nbytes
 
-        def with_room(x: Floats) -> tuple[Floats, Floats]:
-            return x, np.empty((len(x), case.n), np.float32)  # the peers have theirs beforehand, too
 
-        def multiply(taken: tuple[Floats, Floats], copy: PackedWeights) -> Floats:
-            x, y = taken
-            matmul_into(x, copy, None, activations, y)
-            return y
+class InOneCall(Prepared):
+    """Copies that are multiplied in one call, as the graphs of peers are: each with its own x, into a y that exists."""
 
-        return Rotated(rotation, multiply, with_room), weights.nbytes
+    def __init__(self, backend: CpuBackend, weights: list[PackedWeights], activations: str) -> None:
+        self.copies = len(weights)
+        self._backend, self._weights, self._activations = backend, weights, activations
+
+    def bind(self, x: Floats) -> Callable[[], object]:
+        room = [(x.copy(), w, None, np.empty((len(x), w.shape[0]), np.float32)) for w in self._weights]
+        self._y = room[-1][-1]
+        return lambda: self._backend.multiply_all(room, self._activations)
+
+    def result(self) -> Floats:
+        return self._y
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from billfish.activations import ACTIVATIONS
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu, storage_of
+from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.source import storage_of
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import FormatError, ModelError, complaint

@@ -7,8 +7,9 @@ This file says, for each format, which of the few kernel axes it is made of; the
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.activations import ACTIVATIONS
-from billfish.arrays import Input
-from billfish.backends.base import Backend, Problem
+from billfish.arrays import FLOATS, Input
+from billfish.backends.base import Backend, Problem, Product
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.packed import GROUPS, Axes, PackedWeights
-from billfish.elements import E2M1, E2M1X2, Integer, Signed, Table
+from billfish.backends.cpu.source import Source, storage_of
+from billfish.elements import E2M1, E2M1X2, Integer, Table
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
-from billfish.formats.words import WordFormat
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256
@@ -148,110 +149,7 @@ def _float_minimum(group: GroupValues, shift: np.float32) -> NDArray[np.float32]
     return group.scale * offset + (0 if group.minimum is None else group.minimum)
 
 
-# ---- dequantize reads storage as it is -----------------------------------------------------------------------------
-
-OUTPUTS = ("float32", "float16", "bfloat16")
-# The order of the enums in problem.h.
-SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
-FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
-SUB_SCALES = {
-    "q2_k": "nibble_pairs",
-    "q3_k": "six_bits",
-    "q4_k": "six_bit_pairs",
-    "q5_k": "six_bit_pairs",
-    "q6_k": "signed_bytes",
-}
-
-
-@dataclass
-class Source:
-    """Storage in the terms of problem.h: one array of bytes and where its codes and scales are, or the fields that
-    hold scales."""
-
-    data: NDArray[np.uint8]
-    words: bool
-    about: dict[str, Any]
-    scale: _cpu.Field | None = None
-    minimum: _cpu.Field | None = None
-    zero: _cpu.Field | None = None
-    byte_values: NDArray[np.float32] | None = None
-    scaled_tables: NDArray[np.uint8] | None = None
-
-
-def storage_of(tensor: QuantizedTensor) -> Source:
-    """Where the kernel finds codes and scales."""
-    format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
-    element, words = format.element, isinstance(format, WordFormat)
-    about: dict[str, Any] = {
-        "n": n,
-        "k": k,
-        "group": tensor.group_size,
-        "table": [float(v) for v in element.values] if element.bits <= 4 else [],
-        "bias": 128 if isinstance(element, Signed) else getattr(element, "bias", 0),
-        "flip": 128 if isinstance(element, Signed) else 0,
-        "scales": 0,
-        "scale_offset": -1,
-        "minimum_offset": -1,
-        "sub_offset": -1,
-    }
-    source = Source(np.ascontiguousarray(storage["packed" if "packed" in storage else "blocks"]), words, about)
-    if format.scale.startswith(("e8m0", "e4m3", "ue4m3")):
-        with np.errstate(over="ignore", invalid="ignore"):  # scales of a file may be NaN or infinite
-            source.byte_values = byte_values(format) * np.float32(storage.get("global_scale", 1))
-        source.scaled_tables = None if "global_scale" in storage else scaled_tables(format)
-    if isinstance(format, BlockFormat):
-        _describe_blocks(format, about)
-        about["row_bytes"] = source.data.shape[1]
-        return source
-    source.data = source.data.view(np.uint8)
-    block_bytes = 32 * element.bits // 8
-    about |= {"block": 32, "block_bytes": block_bytes, "row_bytes": k * element.bits // 8}
-    about["planes"] = [(0, 1, element.bits)]
-    source.scale = _field(storage["scales"], words, source.byte_values is not None)
-    source.minimum = _field(storage["biases"], words) if "biases" in storage else None
-    source.zero = _field(storage["zeros"], words) if "zeros" in storage else None
-    return source
-
-
-def _describe_blocks(format: BlockFormat, about: dict[str, Any]) -> None:
-    struct = format.struct
-    offset = {name: struct.fields[name][1] for name in struct.names or ()} if struct.fields else {}
-    about |= {"block": format.block_size, "block_bytes": struct.itemsize}
-    about["planes"] = [(offset[name], width, bits) for name, width, bits in format.code_planes]
-    if format.name in SUB_SCALES:
-        kind, about["sub_offset"] = SUB_SCALES[format.name], offset["scales"]
-        about["scale_offset"], about["minimum_offset"] = offset["d"], offset.get("dmin", -1)
-    elif struct["d" if "d" in offset else "e"] == np.float16:
-        kind, about["scale_offset"], about["minimum_offset"] = "halves", offset["d"], offset.get("m", -1)
-    else:
-        kind, about["sub_offset"] = "looked_up", offset.get("d", offset.get("e"))
-    about["scales"] = SCALES_IN_BLOCKS.index(kind)
-
-
-@cache
-def byte_values(format: Format) -> NDArray[np.float32]:
-    """What each byte of a scale means, without the tensor's own scale."""
-    planes = {"scale": np.arange(256, dtype=np.uint8), "global_scale": np.float32(1)}
-    return format.group_values(planes).scale
-
-
-@cache
-def scaled_tables(format: Format) -> NDArray[np.uint8] | None:
-    """The 16 values times each scale as bfloat16, low bytes and high ones, [256, 2, 16]; None if some do not fit."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        products = format.element.values * byte_values(format)[:, None]
-    bits = products.view(np.uint32)
-    if (bits & 0xFFFF).any():
-        return None
-    return np.stack([bits >> 16 & 0xFF, bits >> 24], axis=1).astype(np.uint8)
-
-
-def _field(values: NDArray[Any], words: bool, looked_up: bool = False) -> _cpu.Field:
-    """[N, groups], or turned, [groups, N], beside words."""
-    kind = FIELD_KINDS.index("looked_up" if looked_up else values.dtype.name)
-    item, row = values.itemsize, values.itemsize * values.shape[1]
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return (data, kind, item, row) if words else (data, kind, row, item)
+OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in problem.h
 
 
 def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:
@@ -272,6 +170,18 @@ def _layout_of_blocks(format: BlockFormat) -> Layout:
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
     """[N, count] of anything to bytes [N, count, size]."""
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
+
+
+# x [M, K], weights, bias [N], y [M, N]: contiguous float32.
+Multiplied = tuple[NDArray[np.float32], PackedWeights, NDArray[np.float32] | None, NDArray[np.float32]]
+
+
+def _rounded(y: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """y in x's type; where that has no room for a value, it is infinite."""
+    if dtype == np.float32:
+        return y
+    with np.errstate(over="ignore", invalid="ignore"):
+        return y.astype(dtype)
 
 
 class CpuBackend(Backend):
@@ -334,10 +244,7 @@ class CpuBackend(Backend):
     ) -> NDArray[Any]:
         y = np.empty((len(x), weights.shape[0]), np.float32)
         self.matmul_into(x, weights, bias, activations, y)
-        if x.dtype == np.float32:
-            return y
-        with np.errstate(over="ignore", invalid="ignore"):
-            return y.astype(x.dtype)
+        return y if x.dtype == np.float32 else _rounded(y, x.dtype)
 
     def matmul_into(
         self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str, y: NDArray[np.float32]
@@ -348,6 +255,27 @@ class CpuBackend(Backend):
             rows = np.ascontiguousarray(x, np.float32)
             added = None if bias is None else np.ascontiguousarray(bias, np.float32)
             _cpu.multiply(weights.level, weights.description, weights.data, rows, planes, added, y)
+
+    def multiply_all(self, products: Iterable[Multiplied], activations: str) -> None:
+        """Several products in one call of the native core, which makes those together that have one x."""
+        planes = ACTIVATIONS.index(activations)
+        _cpu.multiply_all(
+            [(w.level, w.description, w.data, x, planes, bias, y) for x, w, bias, y in products if len(x)]
+        )
+
+    def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
+        last, todo = None, []
+        for x, weights, n, bias in products:
+            if x is not last:
+                last, m = x, math.prod(x.shape[:-1])
+                rows = np.ascontiguousarray(x.numpy().reshape(m, x.shape[-1]), np.float32)
+            added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
+            todo.append((rows, weights, added, np.empty((m, n), np.float32)))
+        self.multiply_all(todo, activations)
+        return [
+            x.like(_rounded(y, FLOATS[x.dtype_name]).reshape(*x.shape[:-1], n))
+            for (x, _, n, _), (*_, y) in zip(products, todo, strict=True)
+        ]
 
     def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
         k, n = x.shape[-1], out.shape[-1]

@@ -60,6 +60,10 @@ def prepack(
 def prepack_blocks(
     level: str, matrices: list[tuple[Description, NDArray[Any], dict[str, Any], NDArray[Any]]]
 ) -> list[bool]: ...
+
+# The arguments of multiply.
+Product = tuple[str, Description, NDArray[Any], NDArray[Any], int, NDArray[Any] | None, NDArray[Any]]
+
 def multiply(
     level: str,
     description: Description,
@@ -69,6 +73,7 @@ def multiply(
     bias: NDArray[Any] | None,
     y: NDArray[Any],
 ) -> None: ...
+def multiply_all(products: list[Product]) -> None: ...
 def multiply_codes(
     level: str,
     description: Description,

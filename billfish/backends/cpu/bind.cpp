@@ -18,8 +18,8 @@
 #include "bind.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
 #include "prepack.h"
-#include "prepared.h"
 #include "problem.h"
+#include "rows.h"
 #include "threads.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -180,24 +180,15 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
   return finite;
 }
 
-// Room for x, kept by each thread that calls.
-Prepared& prepared_of_thread() {
-  static thread_local Prepared prepared;
-  return prepared;
-}
-
-void multiply_tiles(const Level& level, const Weights& w, const Prepared& x, const float* bias, float* y) {
-  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, bias, y, first, last); });
-}
-
 // x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
 void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
                     Contiguous<const float> scale, Contiguous<float> y) {
   const Level& level = find_level(name);
   const Weights w = d.weights(level, stream.data());
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
+  static thread_local Prepared kept;  // room for x
+  Prepared& x = kept;
   nb::gil_scoped_release unlocked;
-  Prepared& x = prepared_of_thread();
   x.begin(level, w, m, 1);
   for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
@@ -212,24 +203,46 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
     x.finish(part);
     return true;
   });
-  multiply_tiles(level, w, x, nullptr, y.data());
+  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, nullptr, y.data(), first, last); });
 }
 
-// planes: 0 for exact, 1 for q8, 2 for q16.
-void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes,
-              std::optional<Contiguous<const float>> bias, Contiguous<float> y) {
+// A product: level, weights and their stream, x [m, k], planes (0 for exact, 1 for q8, 2 for q16), bias [n] and y [m, n].
+using Bias = std::optional<Contiguous<const float>>;
+using ProductArrays = std::tuple<std::string, const Description*, Contiguous<const uint8_t>, Contiguous<const float>, int, Bias, Contiguous<float>>;
+
+// Those that begin a list and have one x, made together; how many these are.
+size_t multiply_one_x(const ProductArrays* all, size_t count) {
+  static thread_local Rows kept;  // room for x
+  Rows& rows = kept;
+  const auto& [name, description, stream, x, planes, bias, y] = all[0];
   const Level& level = find_level(name);
-  const Weights w = d.weights(level, stream.data());
-  const int64_t m = int64_t(x.shape(0));
-  nb::gil_scoped_release unlocked;
-  Prepared& prepared = prepared_of_thread();
-  auto put = [&](const Prepared::Part& part) { return prepared.put(x.data() + part.first_row * d.k, part); };
-  prepared.begin(level, w, m, planes);
-  if (!for_each_part(m, blocks_of(d.k), true, put)) {
-    prepared.begin(level, w, m, planes, true);
-    for_each_part(m, blocks_of(d.k), true, put);
+  std::vector<Weights> weights;
+  std::vector<const Weights*> kinds;
+  std::vector<Product> products;
+  weights.reserve(count);
+  for (size_t i = 0; i < count; i++) {
+    const auto& [other_name, d, bytes, other, other_planes, added, out] = all[i];
+    if (other.data() != x.data() || other.shape(0) != x.shape(0) || other.shape(1) != x.shape(1) || other_planes != planes || other_name != name) break;
+    kinds.push_back(&weights.emplace_back(d->weights(level, bytes.data())));
+    products.push_back({weights.back(), added ? added->data() : nullptr, out.data()});
   }
-  multiply_tiles(level, w, prepared, bias ? bias->data() : nullptr, y.data());
+  rows.begin(level, int64_t(x.shape(0)), int64_t(x.shape(1)), planes);
+  rows.take(kinds, x.data());
+  rows.multiply(products);
+  return products.size();
+}
+
+void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes, Bias bias,
+              Contiguous<float> y) {
+  const ProductArrays product{name, &d, std::move(stream), std::move(x), planes, std::move(bias), std::move(y)};
+  nb::gil_scoped_release unlocked;
+  multiply_one_x(&product, 1);
+}
+
+// One after the other without Python in between, but those that have one x together.
+void multiply_all(const std::vector<ProductArrays>& all) {
+  nb::gil_scoped_release unlocked;
+  for (size_t first = 0; first < all.size();) first += multiply_one_x(all.data() + first, all.size() - first);
 }
 
 // A GroupField: its bytes, kind and strides.
@@ -313,6 +326,7 @@ NB_MODULE(_cpu, module) {
   module.def("prepack", &prepack);
   module.def("prepack_blocks", &prepack_blocks);
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+  module.def("multiply_all", &multiply_all);
   module.def("multiply_codes", &multiply_codes);
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());

@@ -80,7 +80,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
   std::vector<float> gate(size_t(m * s.feed_forward)), up(gate.size()), added(size_t(m * s.hidden));
 
   // x takes in what the last part computed, and is normalized for the next.
-  auto add_and_normalize = [&](const float* weight, std::initializer_list<const Weights*> next) {
+  auto add_and_normalize = [&](const float* weight, const std::vector<const Weights*>& next) {
     hidden.fill(next, [&](int64_t row, float* to) {
       add_to(x + row * s.hidden, added.data() + row * s.hidden, s.hidden);
       kernels_.normalize(x + row * s.hidden, weight, s.epsilon, s.hidden, to);
@@ -130,7 +130,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
         else kernels_.attend(q.data() + at, rows, q_size, keys, values, place.position + 1, 1, s.head_size, out.data() + at);
       }
     });
-    attended.fill({&layer.o.weights}, [&](int64_t row, float* to) { std::copy_n(out.data() + row * q_size, q_size, to); });
+    attended.take({&layer.o.weights}, out.data());
     watch.lap(ATTENTION);
     attended.multiply({{layer.o.weights, layer.o.bias, added.data()}});
     watch.lap(OUTPUT);
