@@ -28,8 +28,9 @@ class Prepared {
       integers.sums = sums_.data(), integers.starts = starts_.data();
       if (planes_ == EXACT_PLANES) values_.resize(size_t(m)), integers.power = values_.data();
     } else {
-      exact = {nullptr, m, blocks};
-      values_.resize(size_t(exact.groups() * 4 * blocks * BLOCK)), exact.x = values_.data();
+      // Groups a multiple of 16 KiB apart would share the same few sets of a first-level cache, so then they are a chunk further apart.
+      exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks};
+      values_.resize(size_t(exact.groups() * 4 * exact.blocks * BLOCK)), exact.x = values_.data();
     }
   }
 

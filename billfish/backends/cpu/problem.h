@@ -82,7 +82,7 @@ class RowOfX {
 
 // x as it is, rows side by side in fours: for exact products with many rows.
 struct ActivationsExact {
-  float* x;  // [groups, blocks * 32, 4]
+  float* x;  // [groups, blocks * 32, 4]; there may be room for more blocks than x has
   int64_t m, blocks;
 
   int64_t groups() const { return (m + 3) / 4; }
