@@ -57,6 +57,15 @@ def calls() -> dict[str, float]:
         with torch.enable_grad():
             found["MarlinLinear, with a gradient"] = seconds(lambda: layer(wanted), 1000)
         found["torch.nn.Linear, float32"] = seconds(lambda: linear(tensor), 3000)
+    # Query, key and value of a small model, one by one and in one call.
+    heads = [bf.prepack(bf.quantize(np.ones((n, 576), np.float32), "q4_0")) for n in (576, 192, 192)]
+    token = np.ones((1, 576), np.float32)
+    found["three products of 576 k"] = seconds(
+        lambda: [bf.quantized_linear(token, w, activations="q8") for w in heads], 1000
+    )
+    found["quantized_linears, the same three"] = seconds(
+        lambda: bf.quantized_linears(token, heads, activations="q8"), 1000
+    )
     narrow = bf.prepack(bf.quantize(np.ones((16, 4096), np.float32), "q4_0"))
     for m in (1, 4, 64):
         rows = np.random.default_rng(0).standard_normal((m, 4096), dtype=np.float32)
@@ -84,7 +93,7 @@ def main() -> None:
     report = {"microseconds": calls(), "packing_milliseconds": packing()}
     for part in report.values():
         for name, value in part.items():
-            print(f"{name:32} {value:8.1f}")
+            print(f"{name:34} {value:8.1f}")
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps({"machine": machine()} | report, indent=1).encode() + b"\n")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -166,29 +165,29 @@ def quantized_linears(
     """
     call = "quantized_linears"
     for name, given in (("weights", weights), ("biases", biases)):
-        if given is not None and not isinstance(given, (list, tuple)):
+        if not isinstance(given, (list, tuple)) and (given is not None or name == "weights"):
             raise DTypeError(complaint(call, name, f"a {type(given).__name__}", "a list or tuple"))
+    shared = None if isinstance(x, (list, tuple)) else float_input(call, "x", x)
+    for name, many in (("x", shared or x), ("biases", biases)):
+        if isinstance(many, (list, tuple)) and len(many) != len(weights):
+            takes = f"{len(weights)}, one for each of the weights"
+            raise ShapeError(complaint(call, name, f"{len(many)} arrays", takes))
+    results: list[Any] = []
+    waiting: list[Product] = []  # of one backend
+    last = None
     for i, w in enumerate(weights):
         if not isinstance(w, (QuantizedTensor, PackedWeights)):
             takes = "a QuantizedTensor, or what `prepack` made of one"
             raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
-    count = len(weights)
-    for name, given in (("x", x), ("biases", biases)):
-        if isinstance(given, (list, tuple)) and len(given) != count:
-            raise ShapeError(complaint(call, name, f"{len(given)} arrays", f"{count}, one for each of the weights"))
-    if isinstance(x, (list, tuple)):
-        taken = [float_input(call, f"x[{i}]", one) for i, one in enumerate(x)]
-    else:
-        taken = [float_input(call, "x", x)] * count
-    backends, products = [], []
-    for one, w, bias in zip(taken, weights, biases or [None] * count, strict=True):
-        chosen, *rest = _choose(call, one, w, bias, activations, backend)
-        backends.append(chosen)
-        products.append(Product(one, *rest))
-    results: list[Any] = []
-    for chosen, some in groupby(range(count), key=backends.__getitem__):
-        results += chosen.linears([products[i] for i in some], activations)
-    return results
+        one = shared or float_input(call, f"x[{i}]", x[i])
+        bias = None if biases is None else biases[i]
+        chosen, packed, n, added = _choose(call, one, w, bias, activations, backend)
+        if last is not None and chosen is not last:
+            results += last.linears(waiting, activations)
+            waiting = []
+        last = chosen
+        waiting.append(Product(one, packed, n, added))
+    return results if last is None else results + last.linears(waiting, activations)
 
 
 def _choose(

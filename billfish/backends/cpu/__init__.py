@@ -172,7 +172,7 @@ def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
 
 
-# x [M, K], weights, bias [N], y [M, N]: contiguous float32.
+# x [M, K], weights, bias [N], y [M, N] or the same with more dimensions: contiguous float32.
 Multiplied = tuple[NDArray[np.float32], PackedWeights, NDArray[np.float32] | None, NDArray[np.float32]]
 
 
@@ -267,14 +267,13 @@ class CpuBackend(Backend):
         last, todo = None, []
         for x, weights, n, bias in products:
             if x is not last:
-                last, m = x, math.prod(x.shape[:-1])
-                rows = np.ascontiguousarray(x.numpy().reshape(m, x.shape[-1]), np.float32)
+                last, lead, k = x, x.shape[:-1], x.shape[-1]
+                rows = np.ascontiguousarray(x.numpy().reshape(math.prod(lead), k), np.float32)
             added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
-            todo.append((rows, weights, added, np.empty((m, n), np.float32)))
+            todo.append((rows, weights, added, np.empty((*lead, n), np.float32)))
         self.multiply_all(todo, activations)
         return [
-            x.like(_rounded(y, FLOATS[x.dtype_name]).reshape(*x.shape[:-1], n))
-            for (x, _, n, _), (*_, y) in zip(products, todo, strict=True)
+            x.like(_rounded(y, FLOATS[x.dtype_name])) for (x, _, _, _), (_, _, _, y) in zip(products, todo, strict=True)
         ]
 
     def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
