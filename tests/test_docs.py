@@ -108,9 +108,11 @@ def test_the_costs_of_a_call_are_the_recorded_ones():
         of[name] for name in ("quantized_linear, NumPy", "quantized_linear, torch", "MarlinLinear")
     )
     one, four, many = (of[f"16 rows of W, {m} of x"] for m in (1, 4, 64))
+    apart, together = of["three products of 576 k"], of["quantized_linears, the same three"]
     for sentence in (
         f"takes {by_numpy:.0f} us when Python's own code is in the caches",
         f"{by_torch:.0f} with torch tensors, a MarlinLinear {layer:.0f}",
+        f"take {apart:.0f} us one by one and {together:.0f} in one call",
         f"a call with 16 rows of W takes {one:.0f}, {four:.0f} and {many:.0f} microseconds",
         f"4096 x 4096 in {min(packing):.0f} to {max(packing):.0f} ms with two threads",
     ):
