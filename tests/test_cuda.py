@@ -56,13 +56,13 @@ def registers(kind: Kind, words: np.ndarray) -> np.ndarray:
         return np.stack([w[..., i // 4] >> np.uint64(8 * (i % 4)) & np.uint64(255) for i in range(8)], axis=-1)
     codes = []
     for i in range(8):
-        half = w[..., 0] >> np.uint64(16 * (i % 2)) & np.uint64(0xFFFF)
         if kind.element == "E2M1":
-            sign, rest = ((15, 9), (12, 6), (14, 3), (13, 0))[i // 2]
-            codes.append(
-                (half >> np.uint64(sign) & np.uint64(1)) << np.uint64(3) | half >> np.uint64(rest) & np.uint64(7)
-            )
+            # The second half of the pairs lies like the first in the word with its bits reversed.
+            word = w[..., 0] if i < 4 else np.array([int(f"{int(v):032b}"[::-1], 2) for v in w[..., 0].flat], np.uint64)
+            half = word.reshape(w.shape[:-1]) >> np.uint64(16 * (i % 2)) << np.uint64(8 * (i // 2 % 2))
+            codes.append(half >> np.uint64(12) & np.uint64(8) | half >> np.uint64(9) & np.uint64(7))
         else:
+            half = w[..., 0] >> np.uint64(16 * (i % 2)) & np.uint64(0xFFFF)
             codes.append(half >> np.uint64(4 * (i // 2)) & np.uint64(15))
     return np.stack(codes, axis=-1)
 
@@ -231,16 +231,36 @@ def test_plain_codes_are_numbers():
     assert wide.tolist() == list(range(128, 144))
 
 
-def test_one_multiplication_shifts_two_ways():
-    """E2M1's pairs 2 and 3: sign and number move to their places, and nothing else reaches these bits."""
-    half = np.arange(1 << 16, dtype=np.uint32)
-    for other in (0, 0x5A5A, 0xFFFF):
-        for word in (half | np.uint32(other << 16), half << np.uint32(16) | np.uint32(other)):
-            for mask, sign, rest in ((0x40384038, 1, 6), (0x20072007, 2, 9)):
-                apart = word << np.uint32(sign) & np.uint32(0x80008000)
-                apart |= word << np.uint32(rest) & np.uint32(0x0E000E00)
-                together = (word & np.uint32(mask)) * np.uint32(1 << sign | 1 << rest) & np.uint32(0x8E008E00)
-                assert (apart == together).all()
+def test_a_minimum_is_added_and_a_zero_point_taken_off_without_rounding():
+    """gemm_large's fma: it adds minimum * 2^-9, or takes zero * 2^-9 off a code, and both are float16s."""
+    minimums = np.arange(np.float16(2.0**-5).view(np.uint16), np.float16(2048).view(np.uint16), dtype=np.uint16)
+    reduced = minimums.view(np.float16).astype(np.float64) * 2.0**-9
+    assert (reduced.astype(np.float16) == reduced).all()
+    for codes in (np.arange(16), np.arange(256)):
+        weights = (codes[:, None] - codes) * 2.0**-9
+        assert (weights.astype(np.float16) == weights).all()
+
+
+def test_bits_of_e2m1_are_numbers():
+    """decode.cuh: in float16 times 2^-14, in bfloat16 times 2^-126; the second pair lies eight bits lower."""
+    half, others = np.arange(1 << 16, dtype=np.uint32), np.array([[0], [0x5A5A], [0xFFFF]], np.uint32)
+    words = np.concatenate([half | others << np.uint32(16), half << np.uint32(16) | others])
+    for pair in range(2):
+
+        def numbers(first: int, pair: int = pair) -> np.ndarray:
+            bits = words >> np.uint32(first) << np.uint32(8 * pair)
+            return FP4.values[bits >> np.uint32(12) & np.uint32(8) | bits >> np.uint32(9) & np.uint32(7)]
+
+        narrow = words << np.uint32(8 * pair) & np.uint32(0x8E008E00)
+        if pair == 0:
+            wide = words & np.uint32(0x80008000) | words >> np.uint32(3) & np.uint32(0x01C001C0)
+        else:  # one multiplication shifts two ways
+            wide = (words & np.uint32(0x008E008E)) * np.uint32(1 << 8 | 1 << 5) & np.uint32(0x81C081C0)
+        for first in (0, 16):
+            number = (narrow >> np.uint32(first)).astype(np.uint16).view(np.float16).astype(np.float64)
+            assert (number * 2.0**14 == numbers(first)).all()
+            number = (wide >> np.uint32(first) << np.uint32(16)).view(np.float32).astype(np.float64)
+            assert (number * 2.0**126 == numbers(first)).all()
 
 
 def test_scales_of_one_byte_are_exact_in_products():

@@ -9,7 +9,7 @@
 //
 // An element decodes one tile: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
-// goes 16 bits higher, or one byte for Int8, whose second word has pairs 2 and 3.
+// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3.
 //
 // Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
@@ -30,12 +30,12 @@ template <class T> struct Int4 {
   static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
-  DEVICE void factors(u32 scale, u32 (&f)[3]) {
+  DEVICE void factors(u32 scale, u32 (&f)[4]) {
     f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
     f[1] = T::mul2(scale, 0x68006800);                            // 2^11, for codes that are a nibble higher
     f[2] = T::mul2(scale, T::is_half ? 0xa400a400 : 0xbd80bd80);  // -8 * fused
   }
-  DEVICE void decode_scaled(const u32* q, const u32 (&f)[3], u32 (&a)[4]) {
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[4], u32 (&a)[4]) {
     if constexpr (T::is_half) {
       const u32 next = q[0] >> 8;
       a[0] = T::fma2(q[0] & 0x000f000f, twice(f[0], 0), twice(f[2], 0));
@@ -93,11 +93,11 @@ template <class T> struct Int8 {
   static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
-  DEVICE void factors(u32 scale, u32 (&f)[3]) {
+  DEVICE void factors(u32 scale, u32 (&f)[4]) {
     f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
     f[2] = T::mul2(scale, T::is_half ? 0xb400b400 : 0xbf80bf80);  // -128 * fused
   }
-  DEVICE void decode_scaled(const u32* q, const u32 (&f)[3], u32 (&a)[4]) {
+  DEVICE void decode_scaled(const u32* q, const u32 (&f)[4], u32 (&a)[4]) {
 #pragma unroll
     for (int p = 0; p < 4; p++) a[p] = T::fma2(permute(q[p / 2], 0, p % 2 ? 0x4342 : 0x4140), twice(f[0], p & 1), twice(f[2], p & 1));
   }
@@ -118,36 +118,41 @@ template <class T> struct Int8 {
   }
 };
 
-// Four-bit floats s eem. The bits of a pair's codes are spread in their 16 so that few shifts bring them to float16's
-// places, the sign to 15 and eem to 11..9, which is the number times 2^-14 (0.5 is a subnormal there, and exact):
-//
-//     pair        0            1            2            3
-//     s, eem      15, 11..9    12, 8..6     14, 5..3     13, 2..0
+// Four-bit floats s eem. float16 wants the sign in bit 15 and eem in 11..9, which is the number times 2^-14 (0.5 is a subnormal
+// there, and exact). Pair 0 lies like that in its 16 bits, pair 1 eight bits lower. What is left is the mirror image of these places:
+// pairs 2 and 3 lie like pairs 0 and 1 in the word with its bits reversed.
 template <class T> struct E2M1 {
   static constexpr int words = 1;
-  static constexpr float raw = T::is_half ? 0x1p-14f : 1;
-  static constexpr u32 unraw = T::is_half ? 0x74007400 : T::ones;  // 1 / raw, a pair of them
+  static constexpr float raw = T::is_half ? 0x1p-14f : 0x1p-126f;
+  static constexpr u32 unraw = T::is_half ? 0x74007400 : 0x7e807e80;  // 1 / raw, a pair of them
   static constexpr float fused = 0;  // not so
-  DEVICE u32 place(u32 code, int pair) { return (code >> 3) << (pair == 0 ? 15 : pair == 1 ? 12 : 16 - pair) | (code & 7) << (9 - 3 * pair); }
-  static constexpr float unit_low = raw, unit_high = raw, center = 0;
-  static constexpr u32 units_low = T::is_half ? 0x04000400 : T::ones, units_high = units_low;
-  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) { decode(q, a); }
+  DEVICE u32 place(u32 code, int pair) {
+    const u32 q = ((code >> 3) << 15 | (code & 7) << 9) >> (pair % 2 * 8);
+    return pair < 2 ? q : reversed(q);
+  }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
-    const u32 w = q[0], sign = 0x80008000;
+    two(q[0], a[0], a[1]);
+    two(reversed(q[0]), a[2], a[3]);
+  }
+  DEVICE void two(u32 w, u32& first, u32& second) {
     if constexpr (T::is_half) {
-      // Pairs 2 and 3 need two shifts each. A multiplication adds both; what it puts elsewhere does not reach these bits.
-      a[0] = w & 0x8e008e00;
-      a[1] = (w << 3) & 0x8e008e00;
-      a[2] = (w & 0x40384038) * (1 << 6 | 1 << 1) & 0x8e008e00;
-      a[3] = (w & 0x20072007) * (1 << 9 | 1 << 2) & 0x8e008e00;
+      first = w & 0x8e008e00;
+      second = (w << 8) & 0x8e008e00;
     } else {
-      // bfloat16 wants eem in 8..6, which is the number times 2^-126. Products that small would get lost.
-      const u32 up = 0x7e807e80;
-      a[0] = T::mul2(and_or(w, sign, (w >> 3) & 0x01c001c0), up);
-      a[1] = T::mul2(and_or(w << 3, sign, w & 0x01c001c0), up);
-      a[2] = T::mul2(and_or(w << 1, sign, (w << 3) & 0x01c001c0), up);
-      a[3] = T::mul2(and_or(w << 2, sign, (w << 6) & 0x01c001c0), up);
+      // bfloat16 wants eem in 8..6, which is the number times 2^-126. Of the second one, s and eem go different ways: a multiplication
+      // shifts by both, and what it puts elsewhere does not reach these bits.
+      first = and_or(w, 0x80008000, (w >> 3) & 0x01c001c0);
+      second = (w & 0x008e008e) * (1 << 8 | 1 << 5) & 0x81c081c0;
     }
+  }
+  // Without a scale, products that small would get lost.
+  static constexpr float unit_low = T::is_half ? raw : 1, unit_high = unit_low, center = 0;
+  static constexpr u32 units_low = T::is_half ? 0x04000400 : T::ones, units_high = units_low;
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
+    decode(q, a);
+    if constexpr (!T::is_half)
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = T::mul2(a[p], unraw);
   }
 };
 
@@ -188,13 +193,12 @@ template <class T> struct Table4 {
 
 // ---- scales and offsets -------------------------------------------------------------------------------------------
 
-// Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32. decode gives
-// them as float32, times `raw`; to_halves, where there are `halves`, as a pair of float16, times `raw` too.
+// Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32. Where there are
+// `halves`, they are a pair of float16. decode gives them as float32. Both are times `raw`.
 struct ScaleF16 {
   static constexpr int bytes = 2;
   static constexpr float raw = 1;
   static constexpr bool halves = true;
-  DEVICE u32 to_halves(u32 word) { return word; }
   DEVICE float2 decode(u32 word, u32) { return {F16::to_float((u16)word), F16::to_float((u16)(word >> 16))}; }
 };
 struct ScaleF32 {
@@ -203,26 +207,20 @@ struct ScaleF32 {
   static constexpr bool halves = false;
   DEVICE float2 decode(u32 low, u32 high) { return {__uint_as_float(low), __uint_as_float(high)}; }
 };
-// Scales of one byte are the upper bits of a float16; two groups share a word, and `of_group` brings one to where the first one lies.
+// Scales of one byte are the upper bits of a float16; two groups share a word, and `of_group` makes a pair of float16 for one of them.
 // `raw` brings such scales to the upper end of float16, where they make up for Element::raw.
 //
 // Powers of two: the upper byte, exponent and two bits.
-struct ScaleE5M2 {
+struct ScaleE5M2 : ScaleF16 {
   static constexpr int bytes = 1;
   static constexpr float raw = 0x1p7f;
-  static constexpr bool halves = true;
-  DEVICE u32 of_group(u32 word, int group) { return word >> group % 2 * 16; }
-  DEVICE u32 to_halves(u32 word) { return permute(word, 0, 0x1404); }
-  DEVICE float2 decode(u32 word, u32) { return ScaleF16::decode(to_halves(word), 0); }
+  DEVICE u32 of_group(u32 word, int group) { return permute(word, 0, group % 2 ? 0x3424 : 0x1404); }
 };
 // All of E4M3: exponent and three bits, 14 to 7. Those of the first group lie there already, those of the second eight bits lower.
-struct ScaleE5M3 {
+struct ScaleE5M3 : ScaleF16 {
   static constexpr int bytes = 1;
   static constexpr float raw = 0x1p7f;
-  static constexpr bool halves = true;
-  DEVICE u32 of_group(u32 word, int group) { return group % 2 ? permute(word, 0, 0x2103) : word; }
-  DEVICE u32 to_halves(u32 word) { return word & 0x7f807f80; }
-  DEVICE float2 decode(u32 word, u32) { return ScaleF16::decode(to_halves(word), 0); }
+  DEVICE u32 of_group(u32 word, int group) { return (group % 2 ? permute(word, 0, 0x2103) : word) & 0x7f807f80; }
 };
 // Offsets are float16, beside float32 scales float32.
 template <class S> struct OffsetOf { using type = ScaleF16; };
@@ -272,7 +270,7 @@ struct Brick {
   }
   // The same as a pair of TYPE, times Scale::raw.
   template <class Scale> DEVICE u32 scale_pair(uint2 stored) {
-    if constexpr (TYPE::is_half && Scale::halves) return Scale::to_halves(stored.x);
+    if constexpr (TYPE::is_half && Scale::halves) return stored.x;
     const float2 s = Scale::decode(stored.x, stored.y);
     return TYPE::pack(s.x, s.y);
   }

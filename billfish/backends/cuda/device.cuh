@@ -16,6 +16,8 @@ DEVICE u32 andnot_or(u32 a, u32 b, u32 c) { u32 r; asm("lop3.b32 %0, %1, %2, %3,
 // Nibble i of `select` says which of the 8 bytes of (b, a) becomes byte i.
 DEVICE u32 permute(u32 a, u32 b, u32 select) { u32 r; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(select)); return r; }
 
+DEVICE u32 reversed(u32 bits) { u32 r; asm("brev.b32 %0, %1;" : "=r"(r) : "r"(bits)); return r; }
+
 // The low or the high half of a pair, twice. Instructions on pairs take an operand like that, so it costs nothing.
 DEVICE u32 twice(u32 pair, bool high) {
   u32 r;

@@ -32,8 +32,18 @@ constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (O
 // Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
 // make up for Element::raw: they are below 2, so 2^14 times that is still a half. Those of one byte do as they are. Sums are REDUCED
 // by what is left until the end.
-constexpr bool FUSED = Element::fused != 0 && OFFSET == NONE && SCALE::bytes == 2, AS_IS = TYPE::is_half && SCALE::bytes == 1;
-constexpr float REDUCED = FUSED ? Element::fused : AS_IS ? Element::raw * SCALE::raw : 1;
+//
+// The decoding, one fma, can add a minimum instead of the center. A zero point would have to be multiplied by the scale first, and
+// rounded, by up to half a last place of 15 steps, for all codes of the group alike. So the fma makes (code - zero) of them: SHIFTED.
+// Scales multiply that, or, where x has few rows, the sums of each brick: SCALED_LATER.
+constexpr bool FREE_CENTER = TYPE::is_half && MIDDLE == Element::center;  // nothing of it is left to be added
+constexpr bool FUSABLE = Element::fused != 0 && SCALE::bytes == 2;
+constexpr bool SHIFTED = FUSABLE && OFFSET == ZERO && FREE_CENTER;
+constexpr bool SCALED_LATER = SHIFTED && GROUPS == 1 && WIDTH <= 32 && WIDTH * TALL <= 64;
+constexpr bool FUSED = FUSABLE && (OFFSET == NONE || (OFFSET == MINIMUM && FREE_CENTER) || SHIFTED), SCALED_NEXT = SHIFTED && !SCALED_LATER;
+constexpr bool AS_IS = TYPE::is_half && SCALE::bytes == 1;
+constexpr bool TINY = Element::raw < 0x1p-100f;  // a scale that made up for all of that could be too large
+constexpr float REDUCED = FUSED && !SCALED_NEXT ? Element::fused : AS_IS ? Element::raw * SCALE::raw : TINY ? 0x1p-9f : 1;
 
 // What a lane gets by one load of 16 bytes of codes, STEPS tiles of 16 k, and the scales of the groups that begin in it.
 constexpr int STEPS = 4 / Element::words, PIECES = 8 / STEPS, PIECE_GROUPS = GROUPS > PIECES ? GROUPS / PIECES : 1;
@@ -55,31 +65,35 @@ struct Piece {
   }
 };
 
-// The scales of a piece, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8.
+// The scales of a piece, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8. Where
+// codes are SHIFTED, the fourth is the scale.
 template <class Element, class Scale> struct FactorsOf {
-  static constexpr bool HALVES = TYPE::is_half && Scale::halves;  // they are float16 already, or nearly
-  u32 of[PIECE_GROUPS][3];
+  static constexpr bool HALVES = TYPE::is_half && Scale::halves;  // they are float16 already
+  u32 of[PIECE_GROUPS][4];
 
   __device__ __forceinline__ void take(const Piece& piece) {
 #pragma unroll
     for (int i = 0; i < PIECE_GROUPS; i++) {
       u32 scale, offset = 0;
       if constexpr (HALVES) {
-        scale = Scale::to_halves(piece.scale[i].x);
-        if constexpr (OFFSET == ZERO) offset = TYPE::fma2(negated2(piece.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
-        if constexpr (OFFSET == MINIMUM) offset = TYPE::fma2(scale, both(MIDDLE), piece.offset[i].x);
+        scale = piece.scale[i].x;
+        if constexpr (OFFSET == ZERO && !FUSED) offset = TYPE::fma2(negated2(piece.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
+        if constexpr (OFFSET == MINIMUM && !FUSED) offset = TYPE::fma2(scale, both(MIDDLE), piece.offset[i].x);
         if constexpr (!FUSED && !AS_IS && Element::unraw != TYPE::ones) scale = TYPE::mul2(scale, Element::unraw);
       } else {
         const float2 s = Scale::decode(piece.scale[i].x, piece.scale[i].y);
-        const float up = FUSED ? 1 : 1 / (Element::raw * Scale::raw);  // here, where they may be too small for a half before
+        const float up = FUSED ? 1 : REDUCED / (Element::raw * Scale::raw);  // here, where they may be too small for a half before
         scale = TYPE::pack(s.x * up, s.y * up);
         if constexpr (OFFSET != NONE) {
           const float2 o = Brick::offset(piece.offset[i], s);
-          offset = TYPE::pack(o.x, o.y);
+          offset = TYPE::pack(o.x * REDUCED, o.y * REDUCED);
         }
       }
-      if constexpr (FUSED) Element::factors(scale, of[i]);
-      else of[i][0] = scale, of[i][1] = offset;
+      if constexpr (FUSED) {
+        Element::factors(SHIFTED ? TYPE::ones : scale, of[i]);
+        if constexpr (OFFSET != NONE) of[i][2] = TYPE::mul2(piece.offset[i].x, both(SHIFTED ? -Element::fused : Element::fused));
+        if constexpr (SCALED_NEXT) of[i][3] = TYPE::mul2(scale, both(1 / Element::fused));
+      } else of[i][0] = scale, of[i][1] = offset;
     }
   }
   static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
@@ -88,8 +102,11 @@ template <class Element, class Scale> struct FactorsOf {
     u32 words[Element::words];  // not known before, so that nothing is decoded into registers that wgmma still reads
 #pragma unroll
     for (int i = 0; i < Element::words; i++) words[i] = opaque(piece.words[step * Element::words + i]);
-    if constexpr (FUSED) Element::decode_scaled(words, f, a);
-    else {
+    if constexpr (FUSED) {
+      Element::decode_scaled(words, f, a);
+#pragma unroll
+      for (int p = 0; p < 4 && SCALED_NEXT; p++) a[p] = TYPE::mul2(a[p], twice(f[3], p & 1));
+    } else {
       Element::decode(words, a);
 #pragma unroll
       for (int p = 0; p < 4; p++) {
@@ -101,6 +118,29 @@ template <class Element, class Scale> struct FactorsOf {
 };
 
 using Factors = FactorsOf<Element, SCALE>;
+
+// SCALED_LATER: the sums of the bricks so far, and the scales of this one.
+struct ScaledSums {
+  float sums[TALL][WIDTH / 2] = {};
+  float2 scale[TALL];
+
+  __device__ __forceinline__ void begin(const Piece (&pieces)[TALL]) {
+#pragma unroll
+    for (int r = 0; r < TALL; r++) scale[r] = SCALE::decode(pieces[r].scale[0].x, pieces[r].scale[0].y);
+  }
+  __device__ __forceinline__ void end(const float (&d)[TALL][WIDTH / 2]) {
+#pragma unroll
+    for (int r = 0; r < TALL; r++)
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) sums[r][i] += d[r][i] * (i & 2 ? scale[r].y : scale[r].x);
+  }
+  __device__ __forceinline__ void give(float (&d)[TALL][WIDTH / 2]) const {
+#pragma unroll
+    for (int r = 0; r < TALL; r++)
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) d[r][i] = sums[r][i];
+  }
+};
 
 // A tile of y: its rows of x and its strips of columns. Tiles with the same columns follow each other.
 struct Tile {
@@ -269,6 +309,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           pieces[piece % 2][r].fetch(codes_at + further, scales_at + further, piece);
         }
       };
+      ScaledSums scaled;
       barrier_wait(filled + 8 * at.stage, at.parity);
       fetch(at.stage, 0);
       Column columns[TALL][2];
@@ -298,19 +339,28 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           for (int j = 0; j < STEPS; j += BATCH) {
             const int kt = piece * STEPS + j;
             wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
-            if (kt == BUFFERS - BATCH && previous >= 0) release(previous);
+            if (!SCALED_LATER && kt == BUFFERS - BATCH && previous >= 0) release(previous);
 #pragma unroll
             for (int q = 0; q < BATCH; q++)
 #pragma unroll
               for (int r = 0; r < TALL; r++) factors[r].decode(pieces[piece % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
+            if (SCALED_LATER && kt == 0) {
+              wgmma_wait<0>();
+              if (previous >= 0) {
+                release(previous);
+                scaled.end(d);
+              }
+              scaled.begin(pieces[0]);
+            }
             wgmma_fence();
 #pragma unroll
             for (int q = 0; q < BATCH; q++)
 #pragma unroll
               for (int r = 0; r < TALL; r++) {
                 const u64 x_at = b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2;
-                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, i > 0 || kt + q);
-                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, i > 0 || kt + q);
+                const bool accumulate = (!SCALED_LATER && i > 0) || kt + q;
+                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, accumulate);
+                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, accumulate);
               }
             wgmma_commit();
           }
@@ -320,6 +370,10 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       }
       wgmma_wait<0>();
       release(previous);
+      if constexpr (SCALED_LATER) {
+        scaled.end(d);
+        scaled.give(d);
+      }
       at.next(TEAMS);
 
       const u32 my_turned = turned + warpgroup * 4096;

@@ -26,13 +26,15 @@ constexpr int WARPS = TEAMS * SHARERS, MINE = TILES / SHARERS;  // tiles of a wa
 static_assert(ROWS > 1 || ALONE, "one row is one row");
 constexpr int X_ROWS = ALONE ? 1 : ROWS < 8 ? 8 : ROWS, Y_ROWS = ALONE ? 1 : ROWS, DIFFERENT = Y_ROWS < 8 ? Y_ROWS : 8;
 constexpr int X_BYTES = X_ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
-// Codes as they are need few instructions, but the product of x with a constant: that is worth it for many tiles, or if it is
-// needed anyway.
-constexpr bool PLAIN = OFFSET != NONE || MINE >= 4;
-constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : Element::raw, UNIT_HIGH = PLAIN ? Element::unit_high : Element::raw;
+// Where groups are many and scales multiply codes, they bring up what is too small for bfloat16, too.
+constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
+constexpr float RAW = Element::raw * (PRESCALED && !TYPE::is_half ? 0x1p110f : 1);
+// Codes as they are need few instructions, but, to take their center off, the product of x with a constant: that is worth it for
+// many tiles, or if it is needed anyway.
+constexpr bool PLAIN = !PRESCALED && (OFFSET != NONE || MINE >= 4 || Element::center == 0);
+constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : RAW, UNIT_HIGH = PLAIN ? Element::unit_high : RAW;
 constexpr float ZERO_POINT = CENTER - (OFFSET == NONE ? 0 : MIDDLE);  // of all codes, as they are multiplied
 constexpr bool SUMMED = ZERO_POINT != 0 || OFFSET != NONE;
-constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
 constexpr bool FIRST = STEPS <= 2;  // sums of so few steps begin with what is taken off; longer ones would wait for it
 static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_tiles + GROUPS * (kt % Brick::group_tiles)) % COPIES; }
 
@@ -219,7 +221,8 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
             if constexpr (PLAIN) Element::decode_plain(codes[t] + word, a);
             else Element::decode(codes[t] + word, a);
             if constexpr (PRESCALED) {
-              const u32 scale = Brick::scale_pair<SCALE>(scales_here[t][0]);
+              u32 scale = Brick::scale_pair<SCALE>(scales_here[t][0]);
+              if constexpr (!TYPE::is_half) scale = TYPE::mul2(scale, 0x76807680);  // 2^110
 #pragma unroll
               for (int p = 0; p < 4; p++) a[p] = TYPE::mul2(a[p], twice(scale, p & 1));
             }

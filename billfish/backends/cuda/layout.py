@@ -26,9 +26,8 @@ from billfish.tensor import QuantizedTensor
 TILE, BRICK = 16, 128  # rows and k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
-# Where the sign and the other three bits of pair p's codes go; see E2M1 in decode.cuh.
-E2M1_SIGN, E2M1_REST = (15, 12, 14, 13), (9, 6, 3, 0)
 BYTE_SCALE_RAW = 128  # as in decode.cuh
+REVERSED_BYTES = np.array([int(f"{i:08b}"[::-1], 2) for i in range(256)], np.uint8)  # their bits
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -221,8 +220,9 @@ def pack_codes(kind: Kind, codes: Codes) -> NDArray[np.uint8]:
     else:
         ordered = axes.transpose(tile, brick, step, g, c, later, upper, odd).reshape(down, along, 8, 8, 4, 4, 2)
         if kind.element == "E2M1":
-            sign = _gather(ordered >> np.uint32(3), [[s + 16 * o for o in range(2)] for s in E2M1_SIGN])
-            words = sign | _gather(ordered & np.uint32(7), [[r + 16 * o for o in range(2)] for r in E2M1_REST])
+            spread = (ordered & np.uint32(8)) << np.uint32(4) | (ordered & np.uint32(7)) << np.uint32(1)
+            halves = _gather(spread.reshape(*spread.shape[:-2], 2, 2, 2), [[8, 24], [0, 16]])
+            words = halves[..., 0] | _reversed(halves[..., 1])
         else:
             words = _gather(ordered, [[4 * p + 16 * o for o in range(2)] for p in range(4)])
         words = words.reshape(down, along, 2, 4, 8, 4).transpose(0, 1, 2, 4, 5, 3)  # 16 bytes: four steps
@@ -233,6 +233,12 @@ def _gather(fields: NDArray[np.uint32], shifts: list[list[int]]) -> NDArray[np.u
     """Fields [..., i, j], each shifted by shifts[i][j], in one word."""
     shifted = fields << np.asarray(shifts, np.uint32)
     return np.bitwise_or.reduce(np.bitwise_or.reduce(shifted, axis=-1), axis=-1)
+
+
+def _reversed(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The bits of each word in reverse order."""
+    octets = np.ascontiguousarray(words, "<u4")[..., None].view(np.uint8)
+    return REVERSED_BYTES[octets[..., ::-1]].view("<u4")[..., 0]
 
 
 def pack_groups(kind: Kind, values: NDArray[Any], k: int) -> NDArray[np.uint8]:
@@ -273,7 +279,7 @@ def pack(description: Description) -> NDArray[np.uint8]:
     return np.concatenate(blocks)
 
 
-LAYOUT = 3  # of saved bricks; changes with the meaning of their bytes
+LAYOUT = 4  # of saved bricks; changes with the meaning of their bytes
 
 
 @dataclass(frozen=True, eq=False)

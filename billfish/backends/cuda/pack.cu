@@ -17,7 +17,8 @@ extern "C" __global__ void marlin_pack(const u8* __restrict__ codes, const u8* _
     for (int pair = word % Element::words * 2; pair < 4 / Element::words * (word % Element::words + 1); pair++)
       for (int odd = 0; odd < 2; odd++) {
         const int step = (chunk * 4 + word) / Element::words;
-        q |= Element::place(code(g + pair % 2 * 8, step * 16 + pair / 2 * 8 + 2 * c + odd), pair) << (odd * 16 / Element::words);
+        const u32 placed = Element::place(code(g + pair % 2 * 8, step * 16 + pair / 2 * 8 + 2 * c + odd), pair);
+        q |= odd ? __funnelshift_l(placed, placed, 16 / Element::words) : placed;
       }
     ((u32*)to)[i] = q;
   }

@@ -205,20 +205,22 @@ class Shape:
         return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
 
 
-def shapes(m: int, simple: bool) -> list[Shape]:
+def shapes(m: int, kind: Kind) -> list[Shape]:
     """That are worth weighing, of equal ones the better first. Two strips for each warpgroup, or four, leave fewer
-    instructions beside each wgmma. Weights with one scale in a brick and no offset are `simple`."""
+    instructions beside each wgmma."""
     if m <= 32:
         width = 16 if m <= 16 else 32
         both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
-        if m <= 16 and not simple:
+        four = Shape(width, teams=2, tall=4, stages=8)
+        if kind.offset == "ZERO" or kind.scale == "ScaleF32" or kind.element == "Table4":  # which take longer to decode
             both = replace(both, buffers=2, batch=1)
+        if kind.scale != "ScaleF32":  # with those, there are too few registers for it
+            four = replace(four, buffers=2, batch=1)
         return [
             *(replace(both, split=split) for split in (1, 2, 3)),
             Shape(width, teams=2, stages=10, split=2, batch=4),
             Shape(width, teams=2, stages=10, split=3, batch=4),
-            *([Shape(width, 4, 2, tall=2, stages=8)] if m <= 16 else []),
-            Shape(width, teams=2, tall=4, stages=8),
+            four,
             Shape(width, tall=2, stages=6),
         ]
     two = Shape(64, stages=8)
@@ -240,18 +242,18 @@ def shapes(m: int, simple: bool) -> list[Shape]:
 
 def large(product: Product, device: Device) -> Plan:
     m, n, bricks, kind = product.m, product.n, -(-product.k // 128), product.kind
-    # With eight offsets for each row of a brick, the tallest tiles have no registers left; nor have those of four
-    # warpgroups, with more than one scale; nor four strips, with many bytes of scales, or a table.
-    many, several = kind.groups == 8 and kind.offset != "NONE", kind.groups > 1
+    # With eight offsets for each row of a brick, the tallest tiles have no registers left; nor have four strips, with
+    # many bytes of scales, or a table.
+    many = kind.groups == 8 and kind.offset != "NONE"
     scale_bytes = kind.brick_bytes - kind.code_bytes
 
     def spills(s: Shape) -> bool:
         if s.tall == 4:
             most = 512 if s.width == 16 else 128
             return scale_bytes > most or kind.element == "Table4" or (kind.groups == 8 and s.width == 32)
-        return s.tall > 1 and ((many and s.width > 64) or (several and s.warpgroups == 4))
+        return s.tall > 1 and many and s.width > 64
 
-    fitting = [s for s in shapes(m, not several and kind.offset == "NONE") if s.partners <= bricks and not spills(s)]
+    fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s)]
     # Two stages are too few to copy while something is multiplied; for two teams, they would stand still.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
