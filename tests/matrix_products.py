@@ -20,6 +20,7 @@ def main() -> None:
             tensors.append(bf.QuantizedTensor.from_storage(format, storage, group_size))
         for q in tensors:
             by_dot, by_matrix = dot.prepack(q), matrix.prepack(q)
+            assert np.array_equal(by_dot.data, by_matrix.data)  # as PackedWeights.load relies on
             for m in (3, 8, 17):
                 x, bias = gaussian((m, K), m), gaussian((N,), 3)
                 for activations in ("q8", "q16"):

@@ -372,6 +372,17 @@ def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["packed.npz"]
 
 
+@pytest.mark.skipif("neon_dotprod" not in _cpu.levels(), reason="of NEON")
+def test_neon_levels_take_files_of_each_other(tmp_path):
+    packed, x = bf.prepack(bf.quantize(gaussian((37, 512)), "q4_0")), gaussian((20, 512), seed=1)
+    for level in ("neon_i8mm", "neon_dotprod"):
+        dataclasses.replace(packed, level=level).save(tmp_path / "packed.npz")
+        loaded = bf.PackedWeights.load(tmp_path / "packed.npz")
+        assert loaded.level == _cpu.levels()[0]
+        y = bf.quantized_linear(x, loaded, activations="q8")
+        assert_same_bits(y, bf.quantized_linear(x, packed, activations="q8"))
+
+
 def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     packed, x = bf.prepack(bf.quantize(gaussian((4, 64)), "q4_0")), gaussian((1, 64))
     with pytest.raises(bf.FormatError, match="group_size: got a value; takes none"):

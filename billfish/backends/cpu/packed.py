@@ -34,6 +34,7 @@ SCALES = (
 )
 GROUPS = (16, 32, 64, 128, 256)
 LAYOUT = 3  # changes with the order of bytes in the stream
+ONE_STREAM = (("neon_i8mm", "neon_dotprod"),)  # levels that read what the others pack, best first
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,16 @@ class PackedWeights:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedWeights:
-        """What `save` wrote. The machine must run the same ISA level; for another, prepack the tensor again."""
+        """What `save` wrote, for the best ISA level here that reads it; for others, prepack the tensor again."""
         call = "PackedWeights.load"
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 about, data = json.loads(str(file["about"])), file["data"]
             axes = Axes(**about["axes"] | {"table": tuple(about["axes"]["table"])})
             n, k = about["shape"]
-            packed = cls(get_format(about["format"], call), (n, k), about["group_size"], about["level"], axes, data)
+            readers = next((levels for levels in ONE_STREAM if about["level"] in levels), (about["level"],))
+            level = next((level for level in readers if level in _cpu.levels()), about["level"])
+            packed = cls(get_format(about["format"], call), (n, k), about["group_size"], level, axes, data)
             usable = axes.group in GROUPS and min(n, k) > 0 and data.dtype == np.uint8 and data.ndim == 1
             if about.get("layout") != LAYOUT:
                 raise BackendUnavailable(
