@@ -71,7 +71,7 @@ constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return load<Floats>(p); }
 inline void store_floats(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
-inline Floats splat(float x) { return Floats{} + x; }
+inline Floats splat(float x) { return x - Floats{}; }  // a sum would make -0 of x 0
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
