@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from billfish.bench.peers.base import Case, Peer, Prepared, Rotated, copies_for
+from billfish.bench.peers.base import Case, Peer, Prepared, copies_for
 from billfish.bench.peers.ggml import Ggml
 from billfish.bench.peers.mlx import Mlx
 from billfish.bench.peers.numpy import Numpy
@@ -12,7 +12,7 @@ from billfish.bench.peers.onnxruntime import OnnxRuntime
 from billfish.bench.peers.torch import Torch
 from billfish.errors import BackendUnavailable, complaint
 
-__all__ = ["PEERS", "Case", "Peer", "Prepared", "Rotated", "copies_for", "select"]
+__all__ = ["PEERS", "Case", "Peer", "Prepared", "copies_for", "select"]
 
 PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Torch(), Mlx(), Numpy())
 
