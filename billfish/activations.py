@@ -6,10 +6,12 @@ int8 planes, 256 * high + low, so that the same dot-product instructions serve.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from billfish.errors import FormatError, complaint
 
 ACTIVATIONS = ("exact", "q8", "q16")
 BLOCK = 32
@@ -28,8 +30,16 @@ class IntegerActivations(NamedTuple):
         return (self.codes.astype(np.float64) * np.repeat(self.scale, BLOCK, axis=1))[:, :k]
 
 
-def quantize_activations(x: NDArray[np.float32], activations: str) -> IntegerActivations:
+def check_activations(call: str, activations: str) -> str:
+    """Raises unless there is such a kind of activations."""
+    if activations not in ACTIVATIONS:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    return activations
+
+
+def quantize_activations(x: NDArray[Any], activations: str) -> IntegerActivations:
     """Round x [M, K] to integers. A block with NaN or infinity gets a NaN scale."""
+    x = x.astype(np.float32)
     m, k = x.shape
     top = np.float32(LARGEST[activations])
     blocks = -(-k // BLOCK)

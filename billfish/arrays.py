@@ -42,8 +42,12 @@ class Adapter(Protocol):
 
     def owns(self, array: object) -> bool: ...
     def device(self, array: Any) -> str: ...
+    def ordinal(self, array: Any) -> int: ...  # which of its devices, where there may be several
     def to_numpy(self, array: Any) -> NDArray[Any]: ...
     def from_numpy(self, array: NDArray[Any]) -> Any: ...
+    def index(self, order: NDArray[np.int32], array: Any) -> Any: ...  # as an array beside `array`
+    def take(self, array: Any, index: Any) -> Any: ...  # array[..., index]
+    def empty_like(self, array: Any) -> Any: ...  # contiguous
 
 
 class NumpyArrays:
@@ -55,11 +59,23 @@ class NumpyArrays:
     def device(self, array: Any) -> str:
         return "cpu"
 
+    def ordinal(self, array: Any) -> int:
+        return 0
+
     def to_numpy(self, array: Any) -> NDArray[Any]:
         return np.asarray(array)
 
     def from_numpy(self, array: NDArray[Any]) -> Any:
         return array
+
+    def index(self, order: NDArray[np.int32], array: Any) -> Any:
+        return order
+
+    def take(self, array: Any, index: Any) -> Any:
+        return np.take(array, index, axis=-1)
+
+    def empty_like(self, array: Any) -> Any:
+        return np.empty(array.shape, array.dtype)
 
 
 class TorchArrays:
@@ -71,6 +87,9 @@ class TorchArrays:
 
     def device(self, array: Any) -> str:
         return "cpu" if array.is_cpu else str(array.device.type)  # each attribute takes its time in calls with one row
+
+    def ordinal(self, array: Any) -> int:
+        return int(array.device.index or 0)
 
     def to_numpy(self, array: Any) -> NDArray[Any]:
         torch = sys.modules["torch"]
@@ -86,6 +105,16 @@ class TorchArrays:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
+    def index(self, order: NDArray[np.int32], array: Any) -> Any:
+        return sys.modules["torch"].tensor(order, device=array.device)
+
+    def take(self, array: Any, index: Any) -> Any:
+        return array.index_select(-1, index)
+
+    def empty_like(self, array: Any) -> Any:
+        torch = sys.modules["torch"]
+        return torch.empty(array.shape, dtype=array.dtype, device=array.device)
+
 
 class MlxArrays:
     kind = "mlx"
@@ -96,6 +125,9 @@ class MlxArrays:
 
     def device(self, array: Any) -> str:
         return "cpu"  # memory is shared: operations have a device, arrays do not
+
+    def ordinal(self, array: Any) -> int:
+        return 0
 
     def to_numpy(self, array: Any) -> NDArray[Any]:
         mx = sys.modules["mlx.core"]
@@ -109,6 +141,15 @@ class MlxArrays:
             return mx.array(array.view(np.uint16)).view(mx.bfloat16)
         return mx.array(array)
 
+    def index(self, order: NDArray[np.int32], array: Any) -> Any:
+        return sys.modules["mlx.core"].array(order)
+
+    def take(self, array: Any, index: Any) -> Any:
+        return sys.modules["mlx.core"].take(array, index, axis=-1)
+
+    def empty_like(self, array: Any) -> Any:
+        return sys.modules["mlx.core"].zeros(array.shape, array.dtype)
+
 
 class CupyArrays:
     kind = "cupy"
@@ -120,11 +161,26 @@ class CupyArrays:
     def device(self, array: Any) -> str:
         return "cuda"
 
+    def ordinal(self, array: Any) -> int:
+        return int(array.device.id)
+
     def to_numpy(self, array: Any) -> NDArray[Any]:
         return np.asarray(array.get())
 
     def from_numpy(self, array: NDArray[Any]) -> Any:
         return sys.modules["cupy"].asarray(array)
+
+    def index(self, order: NDArray[np.int32], array: Any) -> Any:
+        with array.device:
+            return sys.modules["cupy"].asarray(order)
+
+    def take(self, array: Any, index: Any) -> Any:
+        with array.device:
+            return array.take(index, axis=-1)
+
+    def empty_like(self, array: Any) -> Any:
+        with array.device:
+            return sys.modules["cupy"].empty(array.shape, array.dtype)
 
 
 ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays(), CupyArrays())
@@ -165,6 +221,15 @@ class Input:
     def like(self, array: NDArray[Any]) -> Any:
         """`array` as an array of the same library as the argument."""
         return self.adapter.from_numpy(array)
+
+    @property
+    def place(self) -> str:
+        """The device and its number: "cpu", "cuda:0"."""
+        return "cpu" if self.device == "cpu" else f"{self.device}:{self.adapter.ordinal(self.source)}"
+
+    def with_source(self, source: Any) -> Input:
+        """Another array of the same kind under the same name."""
+        return Input(self.call, self.argument, source)
 
 
 def float_input(call: str, argument: str, source: object) -> Input:

@@ -6,6 +6,7 @@ kind out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ import numpy as np
 from billfish.arrays import Input, float_input
 from billfish.errors import ShapeError, complaint
 from billfish.format import get_format
-from billfish.formats.ggml import BlockFormat
 from billfish.ops import check_method, dequantize, quantize_matrix
+from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
 
 
@@ -24,18 +25,17 @@ def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
         call = f"quantize_{name}"
         taken = float_input(call, "x", x)
         format = get_format(name)
-        assert isinstance(format, BlockFormat)
         if not taken.shape:
             raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
         *leading, k = taken.shape
         format.check_k(call, k)
         check_method(call, method)
-        row_bytes = k // format.block_size * format.struct.itemsize
-        rows = taken.numpy().reshape(int(np.prod(leading)), k)
+        row_bytes = format.storage_spec(1, k, format.default_group_size)["blocks"].nbytes
+        rows = taken.numpy().reshape(math.prod(leading), k)
         if len(rows) == 0:
             return taken.like(np.zeros((*leading, row_bytes), np.uint8))
         tensor = quantize_matrix(call, "x", rows, format, None, method, {})
-        return taken.like(tensor.storage["blocks"].reshape(*leading, row_bytes))
+        return taken.like(np.array(tensor.storage["blocks"]).reshape(*leading, row_bytes))
 
     def dequantize_blocks(blocks: Any) -> Any:
         call = f"dequantize_{name}"
@@ -43,8 +43,12 @@ def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
         if not taken.shape:
             raise ShapeError(complaint(call, "blocks", f"shape {taken.shape}", "[..., bytes]"))
         *leading, row_bytes = taken.shape
-        rows = taken.numpy().reshape(int(np.prod(leading)), row_bytes)
-        tensor = QuantizedTensor.from_storage(name, {"blocks": rows}, call=call)
+        blocks = check_array(call, "blocks", taken.numpy(), (np.uint8,), len(taken.shape))
+        rows = blocks.reshape(math.prod(leading), row_bytes)
+        if len(rows) == 0:  # how long a row is can be told all the same
+            spare = QuantizedTensor.from_storage(name, {"blocks": np.zeros((1, row_bytes), np.uint8)}, call=call)
+            return taken.like(np.zeros((*leading, spare.shape[1]), np.float32))
+        tensor = QuantizedTensor.borrowing(name, {"blocks": rows}, call=call)
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
     for function, text in (

@@ -4,14 +4,17 @@ A format combines an element (elements.py), a scale per group of K, and an optio
 
     value = (element[code] - zero) * scale + minimum          float32, each operation rounded once
 
-and it maps those *planes* to the bytes that checkpoints store and back, losslessly. To add one, write a subclass,
-give it the methods marked "the format's own" below, and put @register above it: the table that `billfish formats`
-prints, the conformance tests and every backend find it in the registry.
+and it maps those *planes* to the bytes that checkpoints store and back, losslessly. `storage_spec` says which arrays
+these bytes are. To add a format, write a subclass, give it the methods marked "the format's own" below, and put
+@register above it: the table that `billfish formats` prints, the conformance tests and every backend find it in the
+registry.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,12 +23,10 @@ from numpy.typing import NDArray
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.parallel import map_rows
+from billfish.storage import Array, ArraySpec, Part, Storage, check_array
 
-Array = NDArray[Any]
 # "codes" is uint8 [N, K]; every other plane is [N, number of groups], or a scalar that belongs to the whole tensor.
 Planes = dict[str, Array]
-# The arrays as checkpoints hold them; names and shapes are the format's.
-Storage = dict[str, Array]
 
 METHODS = ("rtn", "mse")
 
@@ -54,6 +55,10 @@ class Format(ABC):
     # ---- the format's own -------------------------------------------------------------------------------------
 
     @abstractmethod
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        """The arrays of the storage, in their order. The first has both axes and a `run`: its shape tells N and K."""
+
+    @abstractmethod
     def pack(self, planes: Planes) -> Storage:
         """Planes to the arrays that checkpoints store."""
 
@@ -64,10 +69,6 @@ class Format(ABC):
     @abstractmethod
     def unpack_scales(self, storage: Storage) -> Planes:
         """All planes but the codes."""
-
-    @abstractmethod
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        """The (N, K, group_size) that these arrays hold; raises if they are not this format's."""
 
     @abstractmethod
     def group_values(self, planes: Planes) -> GroupValues:
@@ -87,10 +88,6 @@ class Format(ABC):
         Where a group comes out worse all the same, the plain one will be kept.
         """
 
-    @abstractmethod
-    def bits_per_weight(self, group_size: int) -> float:
-        """Stored bits, scales and offsets included, for each weight."""
-
     def tensor_planes(self, w: NDArray[np.float32]) -> Planes:
         """Planes that belong to the whole tensor and must be known before its groups are quantized."""
         return {}
@@ -100,6 +97,47 @@ class Format(ABC):
     def unpack(self, storage: Storage) -> Planes:
         """The inverse of :meth:`pack`."""
         return {"codes": self.unpack_codes(storage), **self.unpack_scales(storage)}
+
+    def storage_spec(
+        self, n: int, k: int, group_size: int, options: Mapping[str, str] | None = None
+    ) -> dict[str, ArraySpec]:
+        """The arrays that hold a matrix [n, k], by name and in their order. `options` as in :meth:`check_options`."""
+        return {part.name: part.spec(n, k, group_size) for part in self.parts(options or {})}
+
+    @cached_property
+    def storage_names(self) -> tuple[str, ...]:
+        """The names of the arrays, in their order."""
+        return tuple(part.name for part in self.parts({}))
+
+    def bits_per_weight(self, group_size: int) -> float:
+        """Stored bits, scales and offsets included, for each weight."""
+        return sum(8 * p.dtypes[0].itemsize * p.items / (p.run or group_size) for p in self.parts({}) if p.axes)
+
+    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
+        """The (N, K, group_size) that these arrays hold; raises if they are not this format's."""
+        check_names(call, self, storage, set(self.storage_names))
+        first, *others = self.parts({})
+        n, k = self._matrix_shape(call, first, check_array(call, first.name, storage[first.name], first.dtypes, 2))
+        self.check_k(call, k)
+        group_size = self.check_group_size(call, group_size, k)
+        for part in others:
+            spec = part.spec(n, k, group_size)
+            dtypes = (storage[part.like].dtype,) if part.like else part.dtypes
+            array = check_array(call, part.name, storage[part.name], dtypes, len(spec.shape))
+            if array.shape != spec.shape:
+                axes = " x ".join({"n": "N", "k": f"ceil(K/{spec.run})"}[axis] for axis in part.axes)
+                takes = f"{spec.shape}, {axes} for N={n}, K={k}"
+                raise ShapeError(complaint(call, part.name, f"shape {array.shape}", takes))
+        return n, k, group_size
+
+    def _matrix_shape(self, call: str, first: Part, array: Array) -> tuple[int, int]:
+        n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
+        if n == 0:
+            raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))
+        if along_k % first.items:
+            takes = f"rows of a positive multiple of {first.items} bytes for {self.name}"
+            raise ShapeError(complaint(call, first.name, f"rows of {along_k} bytes", takes))
+        return n, along_k // first.items * first.run
 
     @property
     def default_group_size(self) -> int:
@@ -210,6 +248,10 @@ class Format(ABC):
     def __repr__(self) -> str:
         return f"<format {self.name}>"
 
+    def __reduce__(self) -> Any:
+        """A format pickles and copies by its name, which must be registered where it is read."""
+        return (get_format, (self.name,)) if FORMATS.get(self.name) is self else super().__reduce__()
+
 
 FORMATS: dict[str, Format] = {}
 
@@ -236,20 +278,7 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
 def check_names(call: str, format: Format, storage: Storage, names: set[str]) -> None:
     """Raises unless `storage` has exactly the arrays that the format knows."""
     takes = f"{', '.join(sorted(names))} for {format.name}"
-    if not isinstance(storage, dict):
+    if not isinstance(storage, Mapping):
         raise DTypeError(complaint(call, "storage", f"a {type(storage).__name__}", f"a dict with {takes}"))
     if storage.keys() != names:
         raise FormatError(complaint(call, "storage", f"arrays {sorted(storage)}", takes))
-
-
-def check_array(call: str, argument: str, array: object, dtype: Any, ndim: int) -> Array:
-    """Raises unless `array` is a NumPy array of that type and number of axes."""
-    wanted = np.dtype(dtype)
-    if not isinstance(array, np.ndarray):
-        got = type(array).__name__
-        raise DTypeError(complaint(call, argument, f"a {got}", f"a {wanted} array"))
-    if array.dtype != wanted:
-        raise DTypeError(complaint(call, argument, f"dtype {array.dtype}", f"{wanted}"))
-    if array.ndim != ndim:
-        raise ShapeError(complaint(call, argument, f"shape {array.shape}", f"an array of {ndim} axes"))
-    return array

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from billfish.activations import ACTIVATIONS
+from billfish.activations import IntegerActivations, check_activations
 from billfish.arrays import FLOATS, Input, float_dtype, float_input
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Product
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.errors import BackendUnavailable, DataError, DTypeError, FormatError, ShapeError, complaint
-from billfish.format import METHODS, Format, check_array, get_format
+from billfish.format import METHODS, Format, get_format
+from billfish.formats.words import WordFormat
+from billfish.loose import Loose
+from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
+
+Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
 def quantize(
@@ -59,7 +66,7 @@ def quantize_matrix(
         if plane.dtype.kind == "f" and not np.isfinite(plane).all():
             got = f"weights whose {name} overflows {plane.dtype}"
             raise DataError(complaint(call, argument, got, "smaller weights"))
-    return QuantizedTensor(format, (n, k), group_size, format.pack(planes))
+    return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
 
 
 def check_method(call: str, method: str) -> None:
@@ -69,7 +76,7 @@ def check_method(call: str, method: str) -> None:
 
 
 def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = None, backend: str | None = None) -> Any:
-    """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`.
+    """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`. Columns are in W's own order.
 
     out: an array [N, K] to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU; its
     type then counts, and it is returned.
@@ -77,33 +84,50 @@ def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = N
     call = "dequantize"
     if not isinstance(q, QuantizedTensor):
         raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
-    if out is not None:
-        taken = float_input(call, "out", out)
-        if taken.device == "cuda" and taken.shape == q.shape:
-            there = Problem(
-                call, q.format, q.group_size, 0, *q.shape, FLOATS[taken.dtype_name], taken.kind, taken.device
-            )
-            choose(call, there, backend).dequantize_there(q, taken)
-            return out
-    target = np.empty(q.shape, float_dtype(call, dtype)) if out is None else _writable(call, out, q.shape)
-    problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, dtype=target.dtype)
-    choose(call, problem, backend).dequantize(q, target)
-    return target if out is None else out
+    if out is None:
+        out = np.empty(q.shape, float_dtype(call, dtype))
+    with _writing(call, out, q.shape) as target:
+        numbers = FLOATS[target.dtype_name]
+        problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
+        chosen = choose(call, problem, backend)
+        if q.permutation is None:
+            chosen.dequantize(q, target)
+        else:
+            stored = target.with_source(target.adapter.empty_like(target.source))
+            chosen.dequantize(q, stored)
+            target.source[:, _order(q, target)] = stored.source
+    return out
 
 
-def _writable(call: str, out: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+@contextmanager
+def _writing(call: str, out: Any, shape: tuple[int, ...]) -> Iterator[Input]:
+    """`out` as an array to write to. Afterwards torch knows that it was written to."""
     taken = float_input(call, "out", out)
-    if taken.kind == "mlx" or taken.device != "cpu":
-        takes = "a NumPy array or a torch.Tensor in CPU memory"
+    if taken.kind == "mlx" or taken.device not in ("cpu", "cuda"):
+        takes = "a NumPy array, a torch.Tensor in CPU memory, or an array on an NVIDIA GPU"
         raise DTypeError(complaint(call, "out", f"a {taken.kind} array on {taken.device}", takes))
     if taken.shape != shape:
         raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
-    target = taken.numpy()
-    if not target.flags.writeable:
-        raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
-    if target.size and any(stride == 0 and size > 1 for stride, size in zip(target.strides, target.shape, strict=True)):
-        raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
-    return target
+    negated = taken.kind == "torch" and out.is_neg()  # such a view has the opposite sign of its memory
+    target = taken.with_source(taken.adapter.empty_like(out)) if negated else taken
+    if target.device == "cpu":
+        array = target.numpy()
+        if not array.flags.writeable:
+            raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
+        if array.size and any(s == 0 and size > 1 for s, size in zip(array.strides, array.shape, strict=True)):
+            raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
+    yield target
+    if negated:
+        out.copy_(target.source)
+    elif taken.kind == "torch" and not out.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(out)
+
+
+def _order(q: QuantizedTensor | PackedWeights, beside: Input) -> Any:
+    """The tensor's permutation as an index array of the library, and in the place, of another array."""
+    order, adapter = q.permutation, beside.adapter
+    assert order is not None
+    return q.made(("order", beside.kind, beside.place), lambda: adapter.index(order, beside.source))
 
 
 def quantized_linear(
@@ -131,21 +155,22 @@ def quantized_linear(
     out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
     """
     call = "quantized_linear"
-    tensor: QuantizedTensor | PackedWeights
+    tensor: Weights
     if isinstance(weight, (QuantizedTensor, PackedWeights)):
         _check_absent(call, scales=scales, zeros=zeros, group_size=group_size, format=format)
         tensor = weight
     else:
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
-    taken = float_input(call, "x", x)
-    chosen, weights, n, added = _choose(call, taken, tensor, bias, activations, backend)
+    chosen, product = _choose(call, float_input(call, "x", x), tensor, bias, activations, backend)
     if out is None:
-        return chosen.linear(taken, weights, n, added, activations)
-    target = _writable(call, out, (*taken.shape[:-1], n))
-    if target.dtype != FLOATS[taken.dtype_name] or taken.device != "cpu":
-        got, takes = f"{target.dtype} in CPU memory", f"an array like x, {taken.dtype_name} on {taken.device}"
+        return chosen.linears([product], activations)[0]
+    taken = float_input(call, "out", out)
+    assert isinstance(product.x, Input)
+    if taken.dtype_name != product.x.dtype_name or taken.device != "cpu" or product.x.device != "cpu":
+        got, takes = f"{taken.dtype_name} on {taken.device}", f"{product.x.dtype_name} in CPU memory, as x"
         raise DTypeError(complaint(call, "out", got, takes))
-    chosen.linear_into(taken, weights, added, activations, target)
+    with _writing(call, out, (*product.x.shape[:-1], product.n)) as target:
+        chosen.linears([product._replace(out=target)], activations)
     return out
 
 
@@ -181,25 +206,24 @@ def quantized_linears(
             raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
         one = shared or float_input(call, f"x[{i}]", x[i])
         bias = None if biases is None else biases[i]
-        chosen, packed, n, added = _choose(call, one, w, bias, activations, backend)
+        chosen, product = _choose(call, one, w, bias, activations, backend)
         if last is not None and chosen is not last:
             results += last.linears(waiting, activations)
             waiting = []
         last = chosen
-        waiting.append(Product(one, packed, n, added))
+        waiting.append(product)
     return results if last is None else results + last.linears(waiting, activations)
 
 
 def _choose(
-    call: str, x: Input, tensor: QuantizedTensor | PackedWeights, bias: Any, activations: str, backend: str | None
-) -> tuple[Backend, Any, int, Input | None]:
-    """The backend for a product; weights, n and bias as it takes them."""
+    call: str, x: Input, tensor: Weights, bias: Any, activations: str, backend: str | None
+) -> tuple[Backend, Product]:
+    """The backend for a product, and the product as it takes it."""
     (n, k), shape = tensor.shape, x.shape
     if not shape or shape[-1] != k:
         raise ShapeError(complaint(call, x.argument, f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
     m = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
-    if activations not in ACTIVATIONS:
-        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    check_activations(call, activations)
     dtype = FLOATS[x.dtype_name]
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, x.kind, x.device, activations)
     if isinstance(tensor, PackedWeights):
@@ -210,8 +234,18 @@ def _choose(
         chosen, weights = choose(call, problem, "cpu"), tensor
     else:
         chosen = choose(call, problem, backend)
-        weights = tensor.prepacked_for(chosen.name, chosen.prepack)
-    return chosen, weights, n, None if bias is None else _bias(call, bias, n)
+        weights = packed_for(tensor, chosen, x)
+    if tensor.permutation is not None:
+        x = x.with_source(x.adapter.take(x.source, _order(tensor, x)))
+    return chosen, Product(x, weights, n, None if bias is None else _bias(call, bias, n))
+
+
+def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> Any:
+    """The weights as a backend wants them beside x; a tensor keeps them, one for each place."""
+    if isinstance(tensor, Loose):
+        return tensor.packed_for(backend, x)
+    place = x.place
+    return tensor.made((backend.name, place), lambda: backend.pack(tensor, place))
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:
@@ -222,7 +256,7 @@ def prepack(q: QuantizedTensor) -> PackedWeights:
     """
     if not isinstance(q, QuantizedTensor):
         raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", "a QuantizedTensor"))
-    packed = BACKENDS["cpu"].prepack(q)
+    packed = BACKENDS["cpu"].pack(q)
     assert isinstance(packed, PackedWeights)
     return packed
 
@@ -240,20 +274,21 @@ def _check_absent(call: str, **arguments: Any) -> None:
             raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
 
 
-def _from_words(
-    call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None
-) -> QuantizedTensor:
+def _from_words(call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None) -> Loose:
+    format = get_format(format, call)
+    if not isinstance(format, WordFormat):
+        takes = "a format of packed words such as 'fp4', or a QuantizedTensor"
+        raise FormatError(complaint(call, "format", repr(format.name), takes))
     if scales is None:
         raise DTypeError(complaint(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
-    wants_zeros = bool(getattr(get_format(format, call), "zero_dtypes", ()))
-    if wants_zeros != (zeros is not None):
+    if format.has_zeros != (zeros is not None):
         takes = "zeros [K/g, N] for u4, and none for other formats"
         raise FormatError(complaint(call, "zeros", "None" if zeros is None else "a value", takes))
-    arrays = {"weight": packed, "scales": scales} | ({"zeros": zeros} if wants_zeros else {})
+    arrays = {"weight": packed, "scales": scales} | ({"zeros": zeros} if format.has_zeros else {})
     taken = {name: Input(call, name, array).numpy() for name, array in arrays.items()}
-    check_array(call, "weight", taken["weight"], np.uint32, 2)
+    check_array(call, "weight", taken["weight"], (np.uint32,), 2)
     storage = {"packed": taken.pop("weight"), **taken}
-    return QuantizedTensor.from_storage(format, storage, group_size, call=call)
+    return Loose(QuantizedTensor.borrowing(format, storage, group_size, call=call), packed)
 
 
 def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backend: str | None = None) -> Any:
@@ -284,14 +319,17 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
         x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
     if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
         raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
-    problem = Problem("matmul", weight.format, weight.group_size, x.shape[0], *weight.shape, np.dtype(np.float32))
+    m = x.shape[0]
+    float32 = np.dtype(np.float32)
+    problem = Problem("matmul", weight.format, weight.group_size, m, *weight.shape, float32, activations="given")
     chosen = choose(call, problem, backend)
-    weights = weight.prepacked_for(chosen.name, chosen.prepack)
+    weights = weight.made((chosen.name, "cpu"), lambda: chosen.pack(weight))
     planes = x.planes
-    y = chosen.matmul_codes(planes["codes"].view(np.int8), planes["scale"].astype(np.float32), weights)
+    rows = IntegerActivations(planes["codes"].view(np.int8).astype(np.int32), planes["scale"].astype(np.float32))
+    (y,) = chosen.linears([Product(rows, weights, weight.shape[0])], "given")
     return y if like is None else like.like(y)
 
 
 def _from_blocks(call: str, argument: str, array: Any, format: str | Format) -> QuantizedTensor:
-    blocks = check_array(call, argument, Input(call, argument, array).numpy(), np.uint8, 2)
-    return QuantizedTensor.from_storage(format, {"blocks": blocks}, call=call)
+    blocks = check_array(call, argument, Input(call, argument, array).numpy(), (np.uint8,), 2)
+    return QuantizedTensor.borrowing(format, {"blocks": blocks}, call=call)

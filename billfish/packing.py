@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from billfish.arrays import Input, float_input
@@ -59,11 +60,11 @@ def _pack(call: str, w_kn: Any, format: str, group_size: int, method: str, **opt
     if len(taken.shape) != 2 or taken.shape[1] == 0:
         raise ShapeError(complaint(call, "w_kn", f"shape {taken.shape}", "a matrix [K, N] with N > 0"))
     tensor = quantize_matrix(call, "w_kn", taken.numpy().T, format, group_size, method, options)
-    return [taken.like(array) for array in tensor.storage.values()]
+    return [taken.like(np.array(array)) for array in tensor.storage.values()]  # the tensor's own are read-only
 
 
 def _unpack(call: str, format: str, storage: dict[str, Any], group_size: int, dtype: DTypeLike) -> Any:
     inputs = {name: Input(call, name, array) for name, array in storage.items()}
     arrays = {name: taken.numpy() for name, taken in inputs.items()}
-    tensor = QuantizedTensor.from_storage(format, arrays, group_size, call=call)
+    tensor = QuantizedTensor.borrowing(format, arrays, group_size, call=call)
     return inputs["packed"].like(dequantize(tensor, dtype).T.copy())

@@ -3,47 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from billfish.errors import BillfishError, DataError, complaint
-from billfish.format import Format, Planes, Storage, check_array, get_format
+from billfish.errors import BillfishError, DataError, ShapeError, complaint
+from billfish.format import Format, Planes, get_format
+from billfish.storage import Array, Storage, check_array
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """W [N, K], quantized. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
 
-    It holds the storage arrays as they are (they may be views of a memory-mapped file); planes, which take a byte
-    for each code, are computed when asked for.
+    It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
+    somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
+
+    permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
+    permutation[j] of W. Products and `dequantize` undo it; `planes` are in stored order.
     """
 
     format: Format
     shape: tuple[int, int]
     group_size: int
     storage: Storage
-    _prepacked: dict[str, Any] = field(default_factory=dict, repr=False)
+    permutation: NDArray[np.int32] | None = None
+    # What was made of the weights, such as their packed form for a backend; it lives and dies with the tensor.
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
+
+    def __post_init__(self) -> None:
+        whole_row = self.format.whole_row_groups and self.group_size == self.shape[1]
+        group_size = -1 if whole_row else self.group_size
+        n, k, _ = self.format.check_storage("QuantizedTensor", self.storage, group_size)
+        if (n, k) != tuple(self.shape):
+            raise ShapeError(complaint("QuantizedTensor", "shape", self.shape, f"{(n, k)}, as the storage has"))
+        self._hold({name: read_only(array) for name, array in self.storage.items()}, self.permutation)
+
+    def _hold(self, storage: dict[str, Array], permutation: Any) -> None:
+        order = None if permutation is None else check_permutation("QuantizedTensor", permutation, self.shape[1])
+        object.__setattr__(self, "storage", MappingProxyType(storage))
+        object.__setattr__(self, "permutation", order)
 
     @classmethod
     def from_storage(
-        cls, format: str | Format, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+        cls,
+        format: str | Format,
+        storage: Storage,
+        group_size: int | None = None,
+        *,
+        permutation: Any = None,
+        call: str = "from_storage",
     ) -> QuantizedTensor:
-        """Wrap arrays in a format's own layout; nothing is copied or re-quantized.
+        """Wrap arrays in a format's own layout; nothing is re-quantized, and read-only arrays are not copied.
 
         `group_size` matters where the format leaves a choice; -1 means one group for all of K.
         """
         format = get_format(format, call)
         n, k, group_size = format.check_storage(call, storage, group_size)
-        return cls(format, (n, k), group_size, dict(storage))
+        return cls(format, (n, k), group_size, storage, permutation)
+
+    @classmethod
+    def owning(
+        cls, format: Format, shape: tuple[int, int], group_size: int, storage: Storage, permutation: Any = None
+    ) -> QuantizedTensor:
+        """Of arrays that nobody else holds: they become read-only and are not copied."""
+        for array in storage.values():
+            for owner in owners(array):
+                owner.setflags(write=False)
+        return cls(format, shape, group_size, storage, permutation)
+
+    @classmethod
+    def borrowing(
+        cls, format: str | Format, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+    ) -> QuantizedTensor:
+        """Of arrays that their owner may change: for whoever notices and then makes another tensor."""
+        format = get_format(format, call)
+        n, k, group_size = format.check_storage(call, storage, group_size)
+        tensor = cls.__new__(cls)
+        for name, value in {"format": format, "shape": (n, k), "group_size": group_size, "_made": {}}.items():
+            object.__setattr__(tensor, name, value)
+        views = {name: array.view() for name, array in storage.items()}
+        for view in views.values():
+            view.setflags(write=False)
+        tensor._hold(views, None)
+        return tensor
 
     @classmethod
     def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
         """Pack planes. What the format cannot hold, such as a code too large, is an error: all must come back."""
         call = "from_planes"
         format = get_format(format, call)
-        codes = check_array(call, "codes", planes.get("codes"), np.uint8, 2)
+        codes = check_array(call, "codes", planes.get("codes"), (np.uint8,), 2)
         format.check_k(call, codes.shape[1])
         try:
             tensor = cls.from_storage(format, format.pack(planes), group_size, call=call)
@@ -66,6 +121,11 @@ class QuantizedTensor:
         return self.format.unpack(self.storage)
 
     @property
+    def scale_planes(self) -> Planes:
+        """The same without the codes."""
+        return self.format.unpack_scales(self.storage)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of storage."""
         return sum(array.nbytes for array in self.storage.values())
@@ -73,17 +133,73 @@ class QuantizedTensor:
     @property
     def bits_per_weight(self) -> float:
         """Bits of storage for each weight."""
-        return 8 * self.nbytes / max(1, self.shape[0] * self.shape[1])
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
-    def prepacked_for(self, backend: str, prepack: Callable[[QuantizedTensor], Any]) -> Any:
-        """The weights as a backend wants them, made at the first call and kept."""
-        if backend not in self._prepacked:
-            self._prepacked[backend] = prepack(self)
-        return self._prepacked[backend]
+    def take_rows(self, rows: Any) -> QuantizedTensor:
+        """W[rows], by moving storage: rows of a matrix never share a word, a block or a scale."""
+        specs = self.format.storage_spec(*self.shape, self.group_size)
+        taken = {name: specs[name].cut(array, np.asarray(rows)) for name, array in self.storage.items()}
+        shape = (len(rows), self.shape[1])
+        return QuantizedTensor(self.format, shape, self.group_size, taken, self.permutation)
+
+    def made(self, key: Any, make: Callable[[], Made]) -> Made:
+        """What `make` gives, made at the first call with this key and kept."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     def __repr__(self) -> str:
         n, k = self.shape
-        return f"QuantizedTensor({self.format.name}, [{n}, {k}], group_size={self.group_size}, {self.nbytes} bytes)"
+        order = "" if self.permutation is None else "act-order, "
+        return (
+            f"QuantizedTensor({self.format.name}, [{n}, {k}], group_size={self.group_size}, {order}{self.nbytes} bytes)"
+        )
+
+    def __reduce__(self) -> Any:
+        """Pickles have the storage, and nothing that was made of it."""
+        return QuantizedTensor.owning, (
+            self.format,
+            self.shape,
+            self.group_size,
+            dict(self.storage),
+            self.permutation,
+        )
+
+    def __copy__(self) -> QuantizedTensor:
+        """The same read-only arrays, and nothing that was made of them."""
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        return replace(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
+
+
+def check_permutation(call: str, permutation: Any, k: int) -> NDArray[np.int32]:
+    """An order of k columns as a read-only array."""
+    order = np.asarray(permutation)
+    if order.shape != (k,) or order.dtype.kind not in "iu" or not np.array_equal(np.sort(order), np.arange(k)):
+        got = f"{order.dtype} of shape {order.shape}" + (", not each index once" if order.shape == (k,) else "")
+        raise ShapeError(complaint(call, "permutation", got, f"each of 0..{k - 1} once"))
+    order = order.astype(np.int32)
+    order.setflags(write=False)
+    return order
+
+
+def owners(array: Array) -> list[Array]:
+    """The array, and the arrays whose memory it is a view of."""
+    found = [array]
+    while isinstance(found[-1].base, np.ndarray):
+        found.append(found[-1].base)
+    return found
+
+
+def read_only(array: Array) -> Array:
+    """The array if no NumPy array can write to its memory, else a copy."""
+    if not any(owner.flags.writeable for owner in owners(array)):
+        return array
+    copied = np.array(array)
+    copied.setflags(write=False)
+    return copied

@@ -1,7 +1,7 @@
 """neon_i8mm beside neon_dotprod, for every format: a script, because where a machine cannot run it, an emulator may."""
 
 import numpy as np
-from support import assert_same_bits, gaussian, options_of, random_storage
+from support import assert_same_bits, gaussian, multiply, options_of, random_storage
 
 import billfish as bf
 from billfish.backends.cpu import CpuBackend
@@ -19,13 +19,13 @@ def main() -> None:
             storage = random_storage(format, N, K, np.random.default_rng(4), group_size)
             tensors.append(bf.QuantizedTensor.from_storage(format, storage, group_size))
         for q in tensors:
-            by_dot, by_matrix = dot.prepack(q), matrix.prepack(q)
+            by_dot, by_matrix = dot.pack(q), matrix.pack(q)
             assert np.array_equal(by_dot.data, by_matrix.data)  # as PackedWeights.load relies on
             for m in (3, 8, 17):
                 x, bias = gaussian((m, K), m), gaussian((N,), 3)
                 for activations in ("q8", "q16"):
-                    y = matrix.matmul(x, by_matrix, bias, activations)
-                    assert_same_bits(y, dot.matmul(x, by_dot, bias, activations))
+                    y = multiply(matrix, x, by_matrix, bias, activations)
+                    assert_same_bits(y, multiply(dot, x, by_dot, bias, activations))
         print(format.name)
 
 

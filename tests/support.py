@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from billfish.format import Format, Planes, Storage
+from billfish.activations import IntegerActivations
+from billfish.arrays import Input
+from billfish.backends.base import Product
+from billfish.format import Format, Planes
+from billfish.storage import Storage
 
 ALL_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
 ALL_BYTES = np.arange(256, dtype=np.uint8)
@@ -44,13 +48,10 @@ def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
 def random_storage(format: Format, n: int, k: int, rng: np.random.Generator, group_size: int | None = None) -> Storage:
     """Storage of the right shape, every byte random: all codes, and all scale patterns, NaN and infinities included."""
     group_size = group_size or format.default_group_size
-    w = np.zeros((n, k), np.float32)
-    options = {name: allowed[0] for name, allowed in format.options.items()}
-    shapes = format.pack(format.quantize(w, group_size, "rtn", **options))
-    storage: Storage = {}
-    for name, array in shapes.items():
-        raw = rng.integers(0, 256, (array.nbytes,), dtype=np.uint8)
-        storage[name] = raw.view(array.dtype).reshape(array.shape)
+    storage: dict[str, Any] = {}
+    for name, spec in format.storage_spec(n, k, group_size).items():
+        raw = rng.integers(0, 256, (spec.nbytes,), dtype=np.uint8)
+        storage[name] = raw.view(spec.dtype).reshape(spec.shape)
     if "global_scale" in storage:
         storage["global_scale"] = np.asarray(rng.uniform(0.1, 2), np.float32)
     return storage
@@ -74,6 +75,18 @@ def assert_same_planes(actual: Planes, expected: Planes) -> None:
     for name, plane in expected.items():
         assert actual[name].dtype == plane.dtype, name
         assert actual[name].tobytes() == plane.tobytes(), name
+
+
+def multiply(backend: Any, x: Any, weights: Any, bias: Any = None, activations: str = "exact") -> Any:
+    """x @ W.T + bias by one backend; weights as its `pack` made them."""
+    given = x if isinstance(x, IntegerActivations) else Input("test", "x", x)
+    added = None if bias is None else Input("test", "bias", bias)
+    return backend.linears([Product(given, weights, weights.shape[0], added)], activations)[0]
+
+
+def decode_into(backend: Any, tensor: bf.QuantizedTensor, out: Any) -> None:
+    """W into `out` by one backend."""
+    backend.dequantize(tensor, Input("test", "out", out))
 
 
 def gaussian(shape: tuple[int, ...], seed: int = 0) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from support import assert_same_bits, gaussian, options_of, random_storage
+from support import assert_same_bits, decode_into, gaussian, multiply, options_of, random_storage
 
 import billfish as bf
 from billfish.activations import ACTIVATIONS, quantize_activations
@@ -62,9 +62,9 @@ def check_products(backend: CpuBackend, q: bf.QuantizedTensor, m: int, dtype: ty
     k = q.shape[1]
     x = gaussian((m, k), m).astype(dtype)
     w = bf.dequantize(q, backend="reference")
-    packed = backend.prepack(q)
+    packed = backend.pack(q)
     for activations in ("exact", "q8", "q16"):
-        y = backend.matmul(x, packed, bias, activations)
+        y = multiply(backend, x, packed, bias, activations)
         assert (y.dtype, y.shape) == (np.dtype(dtype), (m, q.shape[0]))
         values = x if activations == "exact" else quantize_activations(x.astype(np.float32), activations).values(k)
         expected = values.astype(np.float64) @ w.astype(np.float64).T
@@ -126,10 +126,10 @@ def test_dequantize_equals_the_oracle_on_random_bytes(level, format, dtype):
         q = bf.QuantizedTensor.from_storage(format, storage, group_size)
         expected = bf.dequantize(q, dtype, backend="reference")
         out = np.empty_like(expected)
-        backend_at(level).dequantize(q, out)
+        decode_into(backend_at(level), q, out)
         assert_same_bits(out, expected)
         strided = np.empty((37, 2 * k), expected.dtype)[:, ::2]
-        backend_at(level).dequantize(q, strided)
+        decode_into(backend_at(level), q, strided)
         assert_same_bits(strided, expected)
 
 
@@ -142,9 +142,9 @@ def test_every_scale_that_a_file_can_hold(level, format):
     )
     backend = backend_at(level)
     x = np.abs(gaussian((3, q.shape[1]))) + 1
-    y, expected = backend.matmul(x, backend.prepack(q), None), REFERENCE.matmul(x, REFERENCE.prepack(q), None)
+    y, expected = multiply(backend, x, backend.pack(q), None), multiply(REFERENCE, x, REFERENCE.pack(q), None)
     finite = np.isfinite(expected) & (np.abs(expected) < 1e30)
-    size = np.abs(x).astype(np.float64) @ np.abs(np.nan_to_num(REFERENCE.prepack(q), posinf=0, neginf=0)).T
+    size = np.abs(x).astype(np.float64) @ np.abs(np.nan_to_num(REFERENCE.pack(q), posinf=0, neginf=0)).T
     assert (np.abs(y[finite] - expected[finite]) <= 1e-5 * size[finite] + 1e-37).all()
     assert not np.isfinite(y[np.isnan(expected)]).any()
 
@@ -155,7 +155,7 @@ def test_packed_weights_take_no_more_than_five_percent_more(level, format):
     q = bf.quantize(gaussian((256, 1024)), format)
     # The kernels' bytes are signed, so affine8's minimum takes in 128 scales, which only float32 holds.
     allowed = 1.12 if format.name == "affine8" else 1.05
-    assert backend_at(level).prepack(q).nbytes <= allowed * q.nbytes
+    assert backend_at(level).pack(q).nbytes <= allowed * q.nbytes
 
 
 @LEVELS
@@ -163,7 +163,7 @@ def test_packed_weights_take_no_more_than_five_percent_more(level, format):
 def test_same_bits_for_any_number_of_threads(level, activations):
     q = bf.quantize(gaussian((300, 512)), "q4_k")
     backend = backend_at(level)
-    packed = backend.prepack(q)
+    packed = backend.pack(q)
     before = _cpu.threads()
     try:
         for m in (1, 7, 40):
@@ -171,7 +171,7 @@ def test_same_bits_for_any_number_of_threads(level, activations):
             results = []
             for count in (1, 2, 3, 7):
                 _cpu.set_threads(count)
-                results.append(backend.matmul(x, packed, None, activations))
+                results.append(multiply(backend, x, packed, None, activations))
             for y in results[1:]:
                 assert_same_bits(y, results[0])
     finally:
@@ -279,7 +279,7 @@ def test_exact_products_keep_infinities_and_nans(level, name, m):
     x = gaussian((m, 512))
     x[0, 7], x[-1, 300] = np.inf, -np.inf if m > 1 else 1
     backend = backend_at(level)
-    y = backend.matmul(x, backend.prepack(q), None)
+    y = multiply(backend, x, backend.pack(q), None)
     with np.errstate(invalid="ignore"):
         expected = x.astype(np.float64) @ bf.dequantize(q, backend="reference").astype(np.float64).T
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
@@ -295,7 +295,7 @@ def test_exact_rows_of_any_size(level, m):
     backend = backend_at(level)
     for factor in (1e-40, 1e-36, 1.0, 1e34):
         x = (gaussian((m, 512)) * np.float64(factor)).astype(np.float32)
-        y = backend.matmul(x, backend.prepack(q), None)
+        y = multiply(backend, x, backend.pack(q), None)
         size = np.abs(x).astype(np.float64) @ np.abs(w).T
         assert (np.abs(y - x.astype(np.float64) @ w.T) <= 1e-6 * size + 1e-44).all()
 
@@ -311,7 +311,7 @@ def test_exact_is_hardly_further_off_than_a_dense_product(level, m, outlier):
     x[:, ::32] *= np.float32(outlier)
     exact = x.astype(np.float64) @ w.T.astype(np.float64)
     backend = backend_at(level)
-    ours = np.abs(backend.matmul(x, backend.prepack(q), None) - exact)
+    ours = np.abs(multiply(backend, x, backend.pack(q), None) - exact)
     dense = np.abs((np.tile(x, (16, 1)) @ w.T)[:m] - exact)
     assert np.sqrt((ours**2).mean()) <= 1.5 * np.sqrt((dense**2).mean())
 
@@ -325,7 +325,7 @@ def test_exact_products_with_one_are_exact(level, m):
     x = np.random.default_rng(5).uniform(1 / 64, 1, (m, 256)).astype(np.float32)
     x[:, ::32] = np.nextafter(np.float32(1), np.float32(0))
     backend = backend_at(level)
-    assert_same_bits(backend.matmul(x, backend.prepack(q), None), x)
+    assert_same_bits(multiply(backend, x, backend.pack(q), None), x)
 
 
 @LEVELS
@@ -337,7 +337,7 @@ def test_codes_of_zero_give_exact_zeros(level, name):
     q = bf.QuantizedTensor.from_planes(name, {**planes, "codes": np.full_like(planes["codes"], zero)})
     backend = backend_at(level)
     for m in (1, 4, 9):
-        assert not backend.matmul(gaussian((m, 512)), backend.prepack(q), None).any()
+        assert not multiply(backend, gaussian((m, 512)), backend.pack(q), None).any()
 
 
 def test_q16_is_closer_than_float16_activations():

@@ -83,5 +83,5 @@ def test_without_metal(monkeypatch, capsys):
 
 def test_dense_stand_in_is_what_it_says(like_a_mac):
     q = bf.quantize(np.eye(64, dtype=np.float32), "fp4")
-    product = MetalBackend().prepack(q)
+    product = MetalBackend().pack(q)
     np.testing.assert_array_equal(np.array(product(mx.eye(64))), bf.dequantize(q).T)

@@ -17,7 +17,7 @@ from mlx_lm.models import llama
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.checkpoints.names import by_model_names, take_rows
+from billfish.checkpoints.names import by_model_names
 from billfish.nn.mlx import MarlinLinear
 
 LAYOUTS = [("gptq", False), ("gptq", True), ("awq", False), ("compressed-tensors", False)]
@@ -144,7 +144,7 @@ def test_tied_arrays_need_one_name(tmp_path):
 def test_take_rows(format):
     tensor = bf.quantize(gaussian((12, 256)), format)
     rows = np.array([3, 0, 11, 3])
-    assert_same_bits(bf.dequantize(take_rows(tensor, rows)), bf.dequantize(tensor)[rows])
+    assert_same_bits(bf.dequantize(tensor.take_rows(rows)), bf.dequantize(tensor)[rows])
 
 
 def test_other_architectures_are_refused_by_name(tmp_path):

@@ -7,8 +7,10 @@ import pytest
 from support import gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _as_bytes, _blocks_with_scales, _cpu, layout_of
-from billfish.backends.cpu.source import storage_of
+from billfish.backends.cpu import CpuBackend, _as_bytes, _cpu
+from billfish.backends.cpu.layout import layout_of
+from billfish.backends.cpu.source import codes_of
+from billfish.backends.cpu.structure import structure_of
 
 SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
 LONG_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
@@ -27,7 +29,7 @@ def test_blocks_and_planes_pack_to_the_same_bytes(level, name, n, k):
             if field in (q.format.struct.names or ()):
                 blocks.view(q.format.struct)[field] = 0.5
         q = bf.QuantizedTensor.from_storage(name, {"blocks": blocks})
-    assert _blocks_with_scales(q) is not None
+    assert structure_of(q.format).scales_inside
     check_against_planes(q, level)
 
 
@@ -38,19 +40,19 @@ def test_other_codes_and_planes_pack_to_the_same_bytes(level, n):
     for format in bf.FORMATS.values():
         q = bf.quantize(gaussian((n, (256 // format.block_size + 5) * format.block_size), n), format)
         if format.name not in BLOCKS:
-            assert _blocks_with_scales(q) is None
+            assert not structure_of(q.format).scales_inside
             check_against_planes(q, level)
 
 
 def check_against_planes(q, level):
     backend = CpuBackend()
     backend.level = level
-    packed, layout, k = backend.prepack(q), layout_of(q), q.shape[1]
+    packed, layout, k = backend.pack(q), layout_of(q), q.shape[1]
     planes = {"row_bytes": k, "block": 32, "block_bytes": 32, "planes": [(0, 1, 8)]}
     expected = np.empty_like(packed.data)
     fields = [_as_bytes(part) for part in (layout.chunk_fields, layout.group_fields)]
     codes = np.ascontiguousarray(q.planes["codes"])
-    _cpu.prepack(level, packed.description, codes, False, storage_of(q).about | planes, *fields, expected)
+    _cpu.prepack(level, packed.description, codes, False, codes_of(q).about | planes, *fields, expected)
     assert (packed.data == expected).all()
 
 
@@ -62,7 +64,7 @@ def test_a_single_scale_that_is_not_finite_makes_all_of_its_matrix_float32(name,
     blocks.view(plain.format.struct)["d"][-1, -1] = scale
     odd = bf.QuantizedTensor.from_storage(name, {"blocks": blocks})
     backend = CpuBackend()
-    first, second, third = backend.prepack_all([plain, odd, plain])
+    first, second, third = backend.pack_all([plain, odd, plain])
     assert second.axes.scales in ("f32", "f32_minimum")
-    assert first.axes == third.axes == backend.prepack(plain).axes
+    assert first.axes == third.axes == backend.pack(plain).axes
     assert (first.data == third.data).all()

@@ -1,71 +1,87 @@
-"""The backends, fastest first, and how one is chosen."""
+"""The backends, and how one is chosen. A backend is a folder here and a line in BACKENDS."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import NamedTuple
 
 from billfish.backends.base import Backend, Problem
 from billfish.errors import BackendUnavailable, complaint
 
-__all__ = ["BACKENDS", "Backend", "Problem", "choose"]
+__all__ = ["BACKENDS", "Backend", "Entry", "Problem", "choose"]
+
+
+class Entry(NamedTuple):
+    """A backend, before anybody needs it."""
+
+    name: str
+    path: str  # module and class; imported when it is first looked up, as nobody should wait for other machines'
+    priority: int  # of those that can run a problem, the highest does; below 0, it is only run by name
+    concerns: Callable[[Problem], bool]  # whether it is worth asking, and importing
+
+
+def _anything(problem: Problem) -> bool:
+    return True
 
 
 class Backends(MutableMapping[str, Backend]):
-    """Backends by name, each imported when it is first looked up: nobody waits for those of other machines."""
+    """Backends by name, the highest priority first."""
 
-    def __init__(self, classes: dict[str, str]) -> None:
-        self._classes = classes
-        self._made: dict[str, Backend | None] = dict.fromkeys(classes)
+    def __init__(self, *entries: Entry) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._made: dict[str, Backend] = {}
+        for entry in entries:
+            self.register(entry)
+
+    def register(self, entry: Entry) -> None:
+        """One more backend, whoever wrote it."""
+        entries = [*self.entries.values(), entry]
+        self.entries = {entry.name: entry for entry in sorted(entries, key=lambda entry: -entry.priority)}
+        self._made.pop(entry.name, None)
 
     def __getitem__(self, name: str) -> Backend:
-        backend = self._made[name]
-        if backend is None:
-            module, _, kind = self._classes[name].rpartition(".")
-            backend = self._made[name] = getattr(importlib.import_module(module), kind)()
-        return backend
+        if name not in self._made:
+            module, _, kind = self.entries[name].path.rpartition(".")
+            self._made[name] = getattr(importlib.import_module(module), kind)()
+        return self._made[name]
 
     def __setitem__(self, name: str, backend: Backend) -> None:
         self._made[name] = backend
 
     def __delitem__(self, name: str) -> None:
-        del self._made[name]
+        del self.entries[name]
+        self._made.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self.entries)
 
 
-# The first that can run a problem does. The emulator comes after the reference, which can run all it can: by name only.
 BACKENDS = Backends(
-    {
-        "metal": "billfish.backends.metal.MetalBackend",
-        "cpu": "billfish.backends.cpu.CpuBackend",
-        "cuda": "billfish.backends.cuda.CudaBackend",
-        "reference": "billfish.backends.reference.ReferenceBackend",
-        "metal-emulator": "billfish.backends.metal.EmulatorBackend",
-    }
+    Entry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
+    Entry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
+    Entry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
+    Entry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
+    Entry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
 )
 
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
     """The backend of that name, or without one the first that can run the problem."""
-    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
-        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
-    names = list(BACKENDS) if name is None else [name]
+    if name is not None:
+        if not isinstance(name, str) or name not in BACKENDS:
+            raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+        names = [name]
+    else:
+        names = [entry.name for entry in BACKENDS.entries.values() if entry.priority >= 0 and entry.concerns(problem)]
+    reasons = []
     for candidate in names:
-        if name is not None or _concerns(candidate, problem):
-            backend = BACKENDS[candidate]
-            if backend.can_run(problem)[0]:
-                return backend
-    reasons = [f"{candidate}: {BACKENDS[candidate].can_run(problem)[1]}" for candidate in names]
+        backend = BACKENDS[candidate]
+        able, reason = backend.can_run(problem)
+        if able:
+            return backend
+        reasons.append(f"{candidate}: {reason}")
     raise BackendUnavailable(f"[{call}] no backend can run this: {'; '.join(reasons)}")
-
-
-def _concerns(name: str, problem: Problem) -> bool:
-    """Whether a backend is worth asking, and importing: those of GPUs only for what is there."""
-    if name == "metal":
-        return problem.kind == "mlx"
-    return name != "cuda" or problem.device == "cuda"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.activations import IntegerActivations
 from billfish.arrays import Input
 from billfish.format import Format
 from billfish.tensor import QuantizedTensor
@@ -27,16 +28,20 @@ class Problem(NamedTuple):
     dtype: np.dtype[Any]  # of x and y, or of the dequantized weights
     kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
     device: str = "cpu"  # where they are
-    activations: str = "exact"
+    activations: str = "exact"  # as in billfish.activations, or "given": x is in integers already
 
 
 class Product(NamedTuple):
-    """What `Backend.linear` multiplies: x [..., K] with weights [n, K] as `prepack` made them, and adds bias [n]."""
+    """y [..., n] = x [..., K] @ W.T + bias [n], W as `Backend.pack` made it. y is of x's kind and type.
 
-    x: Input
+    x in integers [M, K] gives NumPy float32. out: where y is to be written, an array like y; it is in CPU memory.
+    """
+
+    x: Input | IntegerActivations
     weights: Any
     n: int
-    bias: Input | None
+    bias: Input | None = None
+    out: Input | None = None
 
 
 class Backend(ABC):
@@ -51,42 +56,47 @@ class Backend(ABC):
         """Whether it can, and if not, why, in words for the user."""
 
     @abstractmethod
-    def prepack(self, tensor: QuantizedTensor) -> Any:
-        """The weights as `matmul` wants them. Done once for each weight, however often it is multiplied with."""
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> Any:
+        """The weights as `linears` wants them for x in that place, such as "cuda:0". They do not keep the tensor.
+
+        Columns stay in stored order: x comes in the order of the tensor's permutation.
+        """
 
     @abstractmethod
-    def matmul(
-        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
+        """All y. Products with one x have the very same object as x, one after the other."""
+
+    @abstractmethod
+    def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
+        """W into `out` [N, K], bit for bit as the reference has it, columns in stored order."""
+
+
+class NumpyBackend(Backend):
+    """A backend that computes on NumPy arrays, one product at a time."""
+
+    @abstractmethod
+    def multiply(
+        self, x: NDArray[Any] | IntegerActivations, weights: Any, bias: NDArray[Any] | None, activations: str
     ) -> NDArray[Any]:
-        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type; `weights` is what `prepack` returned."""
-
-    def linear(self, x: Input, weights: Any, n: int, bias: Input | None, activations: str) -> Any:
-        """`matmul` for arrays of any library: x [..., K] -> y [..., N] of x's kind and type.
-
-        This goes through NumPy; a backend that computes on other memory overrides it and never copies to the host.
-        """
-        rows, added = x.numpy(), None if bias is None else bias.numpy()
-        if rows.ndim == 2:
-            return x.like(self.matmul(rows, weights, added, activations))
-        y = self.matmul(rows.reshape(math.prod(x.shape[:-1]), x.shape[-1]), weights, added, activations)
-        return x.like(y.reshape(*x.shape[:-1], n))
+        """x [M, K] @ W.T + bias [N] -> [M, N] of x's type, float32 for integers."""
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
-        """`linear` for each product. Those with one x have the same Input, one after the other."""
-        return [self.linear(*product, activations) for product in products]
+        results = []
+        for product in products:
+            x, bias = product.x, None if product.bias is None else product.bias.numpy()
+            if isinstance(x, IntegerActivations):
+                results.append(self.multiply(x, product.weights, bias, activations))
+                continue
+            rows = x.numpy().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+            y = self.multiply(rows, product.weights, bias, activations)
+            results.append(delivered(product, y.reshape(*x.shape[:-1], product.n)))
+        return results
 
-    def linear_into(self, x: Input, weights: Any, bias: Input | None, activations: str, out: NDArray[Any]) -> None:
-        """`linear` into `out` [..., N], in CPU memory as x is, and of its type."""
-        out[...] = x.adapter.to_numpy(self.linear(x, weights, out.shape[-1], bias, activations))
 
-    @abstractmethod
-    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
-        """The same with x quantized already: codes [M, K], a scale for each 32 of them [M, K/32] -> float32 [M, N]."""
-
-    @abstractmethod
-    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
-        """W into `out` [N, K], bit for bit as the reference has it."""
-
-    def dequantize_there(self, tensor: QuantizedTensor, out: Input) -> None:
-        """The same into an array that is not in CPU memory, for a backend that can run such problems."""
-        self.dequantize(tensor, out.numpy())
+def delivered(product: Product, y: NDArray[Any]) -> Any:
+    """y where the product wants it: in `out`, or as an array of x's library."""
+    if product.out is not None:
+        product.out.numpy()[...] = y
+        return product.out.source
+    assert isinstance(product.x, Input)
+    return product.x.like(y)

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.activations import IntegerActivations, quantize_activations
-from billfish.arrays import round_once
-from billfish.backends.base import Backend, Problem
+from billfish.arrays import Input, round_once
+from billfish.backends.base import NumpyBackend, Problem
 from billfish.tensor import QuantizedTensor
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(NumpyBackend):
     """Decodes all weights, then multiplies in float64 and rounds once to the type of x."""
 
     name = "reference"
@@ -23,27 +23,26 @@ class ReferenceBackend(Backend):
             return False, f"it computes in CPU memory, and x is on {problem.device}"
         return True, ""
 
-    def prepack(self, tensor: QuantizedTensor) -> NDArray[np.float32]:
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> NDArray[np.float32]:
         out = np.empty(tensor.shape, np.float32)
-        self.dequantize(tensor, out)
+        tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)
         return out
 
-    def matmul(
-        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    def multiply(
+        self, x: NDArray[Any] | IntegerActivations, weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
     ) -> NDArray[Any]:
+        k, dtype = weights.shape[1], np.dtype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
-            values = x.astype(np.float64)
-            if activations != "exact":
-                values = quantize_activations(x.astype(np.float32), activations).values(x.shape[1])
+            if isinstance(x, IntegerActivations):
+                values = x.values(k)
+            else:
+                dtype = x.dtype
+                exact = activations == "exact"
+                values = x.astype(np.float64) if exact else quantize_activations(x, activations).values(k)
             y = values @ weights.T.astype(np.float64)
             if bias is not None:
                 y += bias.astype(np.float64)
-            return round_once(y, x.dtype)
+            return round_once(y, dtype)
 
-    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
-        with np.errstate(invalid="ignore", over="ignore"):
-            x = IntegerActivations(codes.astype(np.int32), scale).values(codes.shape[1])
-            return (x @ weights.T.astype(np.float64)).astype(np.float32)
-
-    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
-        tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)
+    def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
+        tensor.format.dequantize_into(tensor.planes, tensor.group_size, out.numpy())

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from billfish.arrays import Input
 from billfish.backends import BACKENDS, Problem
+from billfish.backends.base import Product
 from billfish.backends.cpu import CpuBackend
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, MetalWeights, has_kernels, lay_out
@@ -77,7 +79,7 @@ class CpuEngine(Engine):
         return select(names, PEERS)
 
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
-        weights = self.backend.prepack(case.tensor())
+        weights = self.backend.pack(case.tensor())
         copies = copies_for(weights.nbytes, cold_bytes) - 1
         rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
         return InOneCall(self.backend, rotation, case.activations), weights.nbytes
@@ -91,9 +93,13 @@ class InOneCall(Prepared):
         self._backend, self._weights, self._activations = backend, weights, activations
 
     def bind(self, x: Floats) -> Callable[[], object]:
-        room = [(x.copy(), w, None, np.empty((len(x), w.shape[0]), np.float32)) for w in self._weights]
-        self._y = room[-1][-1]
-        return lambda: self._backend.multiply_all(room, self._activations)
+        products = []
+        for weights in self._weights:
+            n = weights.shape[0]
+            self._y = np.empty((len(x), n), np.float32)
+            given, out = Input("bench", "x", x.copy()), Input("bench", "y", self._y)
+            products.append(Product(given, weights, n, None, out))
+        return lambda: self._backend.linears(products, self._activations)
 
     def result(self) -> Floats:
         return self._y

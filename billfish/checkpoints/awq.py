@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.container import Stored
 from billfish.checkpoints.entry import Entry, Unsupported, check_part
 from billfish.checkpoints.words import FLOATS, WordMatrix, group_of, why_not
-from billfish.format import Array
+from billfish.storage import Array
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 
@@ -53,8 +53,9 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedTensor | Array:
         """A tensor, or W[a:b, c:d] of it for rows=(a, b), columns=(c, d). Only that part is read.
 
-        Columns are cut where groups end. With act-order they are the sorted ones, see :meth:`permutation`. Of a plain
-        array rows are its first axis and columns its last.
+        Columns are cut where groups end. With act-order they are columns of the sorted matrix, see :meth:`permutation`,
+        and the part that is read does not know where they were; a whole tensor, or rows of it, does. Of a plain array
+        rows are its first axis and columns its last.
         """
         try:
             return self.entry(name).read(rows, columns)
@@ -65,7 +66,7 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
             raise CheckpointError(complaint("read", name, got, "a whole file")) from None
 
     def permutation(self, name: str) -> NDArray[np.int64] | None:
-        """p [K] where columns were sorted by group, so that W_read[:, j] is W[:, p[j]]; None where they were not."""
+        """p [K] where columns were sorted by group, so that stored column j is W[:, p[j]]; None where they were not."""
         return self.entry(name).permutation()
 
     def is_reordered(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from billfish.checkpoints.entry import Description
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
-from billfish.checkpoints.writers.plan import Quantization, Settings, by_reason, unsorted
+from billfish.checkpoints.writers.plan import Quantization, Settings, by_reason
 from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.ops import check_method, dequantize
@@ -233,7 +233,7 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
         if bits and _same_bits(*parts):
             continue
         bits = False
-        x, y = (_values(part, order, a.shape[-1]) for part, order in zip(parts, orders, strict=True))
+        x, y = (_values(part, a.shape[-1]) for part in parts)
         with np.errstate(invalid="ignore"):
             difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
         squares += float(np.sum(difference**2))
@@ -256,9 +256,9 @@ def _same_bits(a: Any, b: Any) -> bool:
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
 
 
-def _values(part: Any, order: Any, k: int) -> NDArray[np.float64]:
+def _values(part: Any, k: int) -> NDArray[np.float64]:
     if isinstance(part, QuantizedTensor):
-        return unsorted(dequantize(part), order).astype(np.float64)
+        return dequantize(part).astype(np.float64)
     if part.dtype.kind == "c":
         raise CheckpointError(complaint("verify", "tensor", str(part.dtype), "real numbers"))
     return part.reshape(-1, k).astype(np.float64)

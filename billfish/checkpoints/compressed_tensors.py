@@ -22,7 +22,8 @@ from billfish.checkpoints.container import CALL, Stored, section
 from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
 from billfish.checkpoints.words import FLOATS, WordMatrix, gather_words, group_of, unpack_bits, why_not
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array, Format, Storage
+from billfish.format import Format
+from billfish.storage import Array, Storage
 
 
 class PackedMatrix(WordMatrix):

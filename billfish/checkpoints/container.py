@@ -19,7 +19,7 @@ import numpy as np
 
 from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
-from billfish.format import Array
+from billfish.storage import Array
 
 CALL = "load"
 MAX_JSON_BYTES = 100_000_000  # as for the header of a safetensors file

@@ -126,9 +126,9 @@ def _recognise(
     if suffix == "weight" and stored[name].kind == "U32" and f"{module}.scales" in stored:
         settings = section(config, "quantization") or section(config, "quantization_config")
         return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings)
-    if suffix in ("packed", "blocks"):
+    if suffix in native.first_parts():
         settings = _native_settings(about, metadata)
-        return native.recognise(module, parts(native.PARTS), settings) if settings else None
+        return native.recognise(module, parts(native.parts()), settings) if settings else None
     if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
         return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
     return None

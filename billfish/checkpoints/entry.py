@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.container import CALL, Stored
 from billfish.errors import BillfishError, CheckpointError, complaint
-from billfish.format import Array, Format, Storage, get_format
+from billfish.format import Format, get_format
+from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # from, up to
@@ -92,7 +93,10 @@ class Unsupported(Entry):
 
 
 class Matrix(Entry):
-    """A quantized matrix [N, K], or a stack of them, which reads as one [E * N, K]."""
+    """A quantized matrix [N, K], or a stack of them, which reads as one [E * N, K].
+
+    A tensor knows the order of its columns, but for some columns of one: those are in stored order.
+    """
 
     layout: str
 
@@ -130,7 +134,9 @@ class Matrix(Entry):
             raise CheckpointError(complaint("read", "columns", f"({c}, {d})", takes))
         try:
             format, storage, group_size = self.storage(slice(a, b), slice(c, d))
-            return QuantizedTensor.from_storage(format, storage, group_size, call=CALL)
+            order = self.permutation() if columns is None else None
+            n, k, group_size = format.check_storage(CALL, storage, group_size)
+            return QuantizedTensor.owning(format, (n, k), group_size, dict(storage), order)
         except CheckpointError:
             raise
         except BillfishError as error:

@@ -19,8 +19,9 @@ import numpy as np
 
 from billfish.checkpoints.container import TYPES, MappedFile, Stored, damaged
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
-from billfish.format import Format, Storage, get_format
+from billfish.format import Format, get_format
 from billfish.formats.ggml import BlockFormat
+from billfish.storage import Storage
 
 # ggml's names of types, and ours. Its Q8_1 is for activations: the library has its size wrong, and no file holds it.
 QUANTIZED = {

@@ -14,7 +14,7 @@ import numpy as np
 from billfish.checkpoints.container import MappedFile, damaged
 from billfish.checkpoints.gguf import ARRAY, Field, Header, Info, list_items
 from billfish.extras import require
-from billfish.format import Array
+from billfish.storage import Array
 
 # How the library, or a read that goes beyond the end, says no.
 REFUSALS = (ValueError, KeyError, IndexError, OverflowError, TypeError, struct.error)

@@ -19,7 +19,7 @@ from billfish.checkpoints.container import CALL, Stored
 from billfish.checkpoints.entry import Entry, Unsupported, check_part
 from billfish.checkpoints.words import FLOATS, WordMatrix, gather_words, group_of, unpack_bits, why_not
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array
+from billfish.storage import Array
 
 
 class GptqMatrix(WordMatrix):

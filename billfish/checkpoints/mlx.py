@@ -19,7 +19,8 @@ from billfish.checkpoints.container import CALL, Stored
 from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
 from billfish.checkpoints.words import FLOATS
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Format, Storage
+from billfish.format import Format
+from billfish.storage import Storage
 
 DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16)}
 

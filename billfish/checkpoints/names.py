@@ -15,8 +15,7 @@ from billfish.checkpoints.container import CALL
 from billfish.checkpoints.entry import Entry, Span, check_span
 from billfish.checkpoints.gguf import Metadata
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array
-from billfish.formats.words import WordFormat
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 # The modules of a decoder with gated feed-forward blocks.
@@ -56,17 +55,10 @@ class Renamed(Entry):
         chosen = self.order[start:stop]
         first = int(chosen.min())  # rows move inside of their head, so that whole heads cost no more than themselves
         part = self.entry.read((first, int(chosen.max()) + 1), columns)
-        return take_rows(part, chosen - first) if isinstance(part, QuantizedTensor) else part[chosen - first]
+        return part.take_rows(chosen - first) if isinstance(part, QuantizedTensor) else part[chosen - first]
 
     def permutation(self) -> NDArray[np.int64] | None:
         return self.entry.permutation()
-
-
-def take_rows(tensor: QuantizedTensor, rows: NDArray[np.int64]) -> QuantizedTensor:
-    """W[rows], by moving storage: rows of a matrix never share a word, a block or a scale."""
-    axis = 1 if isinstance(tensor.format, WordFormat) else 0
-    storage = {name: a if a.ndim == 0 else np.take(a, rows, axis=axis) for name, a in tensor.storage.items()}
-    return QuantizedTensor.from_storage(tensor.format, storage, tensor.group_size, call="take_rows")
 
 
 def is_gguf(checkpoint: Checkpoint) -> bool:

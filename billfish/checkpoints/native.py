@@ -23,11 +23,18 @@ from numpy.typing import NDArray
 from billfish.checkpoints.container import CALL, Stored, section
 from billfish.checkpoints.entry import Entry, Matrix
 from billfish.errors import CheckpointError, complaint
-from billfish.format import FORMATS, Array, Format, Storage
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.words import WordFormat
+from billfish.format import FORMATS, Format
+from billfish.storage import Storage
 
-PARTS = ("packed", "blocks", "scales", "zeros", "biases", "global_scale", "permutation")
+
+def parts() -> tuple[str, ...]:
+    """The names of all arrays that a module may have."""
+    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), "permutation")
+
+
+def first_parts() -> set[str]:
+    """The names of the arrays by which a module is recognised."""
+    return {format.storage_names[0] for format in FORMATS.values()}
 
 
 class NativeMatrix(Matrix):
@@ -42,11 +49,12 @@ class NativeMatrix(Matrix):
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
         storage = {part: stored.array() for part, stored in self.arrays.items()}
         group = -1 if self.group == self.k and self.format.whole_row_groups else self.group
+        specs = self.format.storage_spec(self.n, self.k, self.group)
         for part, array in storage.items():
             if array.dtype == np.int32:
                 storage[part] = array = array.view(np.uint32)
             if array.ndim == 2:
-                storage[part] = cut(self.format, part, array, rows, columns, self.group)
+                storage[part] = specs[part].cut(array, rows, columns)
         return self.format, storage, group
 
     def permutation(self) -> NDArray[np.int64] | None:
@@ -58,17 +66,6 @@ class NativeMatrix(Matrix):
         return order
 
 
-def cut(format: Format, part: str, array: Array, rows: slice, columns: slice, group: int) -> Array:
-    """Part of a storage array. Words have K along their first axis, everything else along its second."""
-    if isinstance(format, BlockFormat):
-        size = format.struct.itemsize
-        return array[rows, columns.start // format.block_size * size : columns.stop // format.block_size * size]
-    words = isinstance(format, WordFormat)
-    run = (32 if words else 8) // format.element.bits if part == "packed" else group
-    along_k = slice(columns.start // run, -(-columns.stop // run))
-    return array[along_k, rows] if words else array[rows, along_k]
-
-
 def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
     """The entry for `module`, whose arrays are `parts`."""
     settings = {**config, **section(section(config, "modules"), module)}
@@ -76,15 +73,15 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     if format is None:
         got = f"format {settings.get('format')!r} for {module}"
         raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
-    main = parts.get("blocks") or parts["packed"]
+    first = format.parts({})[0]
+    main = parts.get(first.name)
+    if main is None:
+        got = f"arrays {sorted(parts)} for {module}"
+        raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
     if len(main.shape) != 2 or 0 in main.shape:
         raise CheckpointError(complaint(CALL, main.name, f"shape {main.shape}", "a matrix"))
-    if isinstance(format, WordFormat):
-        shape = (main.shape[1], main.shape[0] * (32 // format.element.bits))
-    elif isinstance(format, BlockFormat):
-        shape = (main.shape[0], main.shape[1] // format.struct.itemsize * format.block_size)
-    else:
-        shape = (main.shape[0], main.shape[1] * 8 // format.element.bits)
+    n, along_k = (main.shape[first.axes.index(axis)] for axis in "nk")
+    shape = (n, along_k // first.items * first.run)
     if group in (-1, shape[1]) and format.whole_row_groups:
         group = shape[1]
     if group not in format.group_sizes and group != shape[1]:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from billfish.arrays import bfloat16
 from billfish.checkpoints.words import narrow
 from billfish.elements import Integer, Signed
-from billfish.format import Array, Format, GroupValues, Planes
+from billfish.format import Format, GroupValues, Planes
 from billfish.formats.affine import AffineFormat, ZeroPointFormat
 from billfish.formats.ggml import MinimumBlock, ScaledBlock
 from billfish.formats.words import ScaledWordFormat, WordFormat
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 Floats = NDArray[np.float32]
@@ -45,7 +46,8 @@ class Recast:
         codes = tensor.format.unpack_codes(tensor.storage)
         planes = {"codes": codes if self.table is None else self.table[codes], **self.planes}
         group = -1 if self.format.whole_row_groups and self.group_size == tensor.shape[1] else self.group_size
-        return QuantizedTensor.from_storage(self.format, self.format.pack(planes), group, call="convert")
+        n, k, group = self.format.check_storage("convert", storage := self.format.pack(planes), group)
+        return QuantizedTensor.owning(self.format, (n, k), group, dict(storage), tensor.permutation)
 
 
 def recast(tensor: QuantizedTensor, format: Format) -> Recast:
@@ -55,7 +57,7 @@ def recast(tensor: QuantizedTensor, format: Format) -> Recast:
         return Recast(format, tensor.group_size, {}, None)
     if tensor.shape[1] % format.block_size:
         raise Misfit(f"K = {tensor.shape[1]} is no multiple of {format.block_size}")
-    planes = source.unpack_scales(tensor.storage)
+    planes = tensor.scale_planes
     kinds = {source.element.name, format.element.name}
     if kinds <= {"e2m1", "e2m1x2"} and source.group_sizes == format.group_sizes:
         return Recast(format, format.default_group_size, _fp4_scales(source, format, planes), None)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from billfish.checkpoints.container import CALL, Stored
 from billfish.checkpoints.entry import Matrix
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array, Format, Storage, get_format
+from billfish.format import Format, get_format
+from billfish.storage import Array, Storage
 
 FLOATS = ("F16", "BF16", "F32")
 WORD_GROUPS = (32, 64, 128)

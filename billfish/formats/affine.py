@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 
 from billfish.arrays import bfloat16
 from billfish.elements import U4, U4B8, U8, U8B128
-from billfish.errors import DTypeError, ShapeError, complaint
-from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
+from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.search import float16_scale, reciprocal, search_scale_and_minimum
 from billfish.formats.words import ScaledWordFormat, WordFormat
+from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
 
@@ -29,7 +30,7 @@ class ZeroPointFormat(WordFormat):
 
     offset = "zero point, u8 or f16"
     options = {"zero_point": ("integer", "fractional")}
-    zero_dtypes = (np.uint8, np.float16)
+    has_zeros = True
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(planes["scale"].astype(np.float32), zero=planes["zero"].astype(np.float32))
@@ -69,9 +70,6 @@ class ZeroPointFormat(WordFormat):
         zero = self._zero(stored.astype(np.float32), minimum[:, None], zero_point)
         codes = self.element.encode(w * reciprocal(stored.astype(np.float32)) + zero.astype(np.float32))
         return {"codes": codes, "scale": stored, "zero": zero}
-
-    def bits_per_weight(self, group_size: int) -> float:
-        return super().bits_per_weight(group_size) + 8 / group_size
 
 
 @register
@@ -117,7 +115,11 @@ class AffineFormat(Format):
     offset = "minimum, as scale"
     group_sizes = (32, 64, 128)
     block_size = 32
-    scale_dtypes = (np.dtype(np.float16), bfloat16, np.dtype(np.float32))
+
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        packed = Part("packed", (np.dtype(np.uint8),), "nk", 8 // self.element.bits)
+        floats = (np.dtype(np.float16), bfloat16, np.dtype(np.float32))
+        return packed, Part("scales", floats, "nk"), Part("biases", floats, "nk", like="scales")
 
     def pack(self, planes: Planes) -> Storage:
         codes = planes["codes"]
@@ -132,22 +134,6 @@ class AffineFormat(Format):
 
     def unpack_scales(self, storage: Storage) -> Planes:
         return {"scale": storage["scales"], "minimum": storage["biases"]}
-
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales", "biases"})
-        packed = check_array(call, "packed", storage["packed"], np.uint8, 2)
-        n, k = packed.shape[0], packed.shape[1] * 8 // self.element.bits
-        self.check_k(call, k)
-        group_size = self.check_group_size(call, group_size, k)
-        dtype = getattr(storage["scales"], "dtype", None)
-        if dtype not in self.scale_dtypes:
-            raise DTypeError(complaint(call, "scales", f"dtype {dtype}", f"{self.scale} for {self.name}"))
-        for name in ("scales", "biases"):
-            array = check_array(call, name, storage[name], dtype, 2)
-            if array.shape != (n, -(-k // group_size)):
-                takes = f"{(n, -(-k // group_size))}, N x ceil(K/{group_size})"
-                raise ShapeError(complaint(call, name, f"shape {array.shape}", takes))
-        return n, k, group_size
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(planes["scale"].astype(np.float32), minimum=planes["minimum"].astype(np.float32))
@@ -169,9 +155,6 @@ class AffineFormat(Format):
         stored, least = scale.astype(np.float16)[:, None], minimum.astype(np.float16)[:, None]
         codes = self.element.encode((w - least.astype(np.float32)) * reciprocal(stored.astype(np.float32)))
         return {"codes": codes, "scale": stored, "minimum": least}
-
-    def bits_per_weight(self, group_size: int) -> float:
-        return self.element.bits + 32 / group_size
 
 
 @register

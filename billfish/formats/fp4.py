@@ -9,19 +9,22 @@ The microscaling formats are stored row-major, as compressed-tensors and MLX sto
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import FP4, Element
-from billfish.errors import ShapeError, complaint
-from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
+from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.search import reciprocal, search_scale
 from billfish.formats.words import ScaledWordFormat
 from billfish.scales import E4M3_MAX, decode_e4m3, decode_e8m0, encode_e4m3
+from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
+
+GLOBAL_SCALE = Part("global_scale", (np.dtype(np.float32),))
 
 
 @register
@@ -40,6 +43,10 @@ class MicroscaledFp4(Format):
 
     element: Element = FP4
 
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        byte = (np.dtype(np.uint8),)
+        return Part("packed", byte, "nk", 2), Part("scales", byte, "nk")
+
     def pack(self, planes: Planes) -> Storage:
         codes = planes["codes"]
         return {"packed": codes[:, 0::2] | codes[:, 1::2] << 4, "scales": planes["scale"]}
@@ -51,20 +58,6 @@ class MicroscaledFp4(Format):
     def unpack_scales(self, storage: Storage) -> Planes:
         return {"scale": storage["scales"]}
 
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        packed = check_array(call, "packed", storage["packed"], np.uint8, 2)
-        n, k = packed.shape[0], packed.shape[1] * 2
-        self.check_k(call, k)
-        group_size = self.check_group_size(call, group_size, k)
-        scales = check_array(call, "scales", storage["scales"], np.uint8, 2)
-        if scales.shape != (n, k // group_size):
-            takes = f"{(n, k // group_size)}, N x K/{group_size}"
-            raise ShapeError(complaint(call, "scales", f"shape {scales.shape}", takes))
-        return n, k, group_size
-
-    def bits_per_weight(self, group_size: int) -> float:
-        return 4 + 8 / group_size
-
 
 @register
 class Mxfp4(MicroscaledFp4):
@@ -75,10 +68,6 @@ class Mxfp4(MicroscaledFp4):
     group_sizes = (32,)
     block_size = 32
     layout = "u8 [N, K/2], u8 [N, K/32]"
-
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales"})
-        return super().check_storage(call, storage, group_size)
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_e8m0(planes["scale"]))
@@ -130,16 +119,14 @@ class Nvfp4(MicroscaledFp4):
     block_size = 16
     layout = "u8 [N, K/2], u8 [N, K/16], f32 []"
 
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        return *super().parts(options), GLOBAL_SCALE
+
     def pack(self, planes: Planes) -> Storage:
         return {**super().pack(planes), "global_scale": planes["global_scale"]}
 
     def unpack_scales(self, storage: Storage) -> Planes:
         return {**super().unpack_scales(storage), "global_scale": storage["global_scale"]}
-
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales", "global_scale"})
-        check_array(call, "global_scale", storage["global_scale"], np.float32, 0)
-        return super().check_storage(call, storage, group_size)
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_e4m3(planes["scale"]) * planes["global_scale"])

@@ -8,17 +8,18 @@ i of qh is the fifth bit of element i.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16
-from billfish.errors import ShapeError, complaint
-from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names, register
-from billfish.formats.fp4 import Mxfp4, Nvfp4
+from billfish.format import Format, GroupValues, Planes, register
+from billfish.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
 from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
 from billfish.scales import decode_e8m0_half, decode_ue4m3_half
+from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
 
@@ -54,6 +55,9 @@ class BlockFormat(Format):
     def __init_subclass__(cls) -> None:
         if "struct" in cls.__dict__:
             cls.layout = f"{cls.struct.itemsize} B: {describe_struct(cls.struct)}"
+
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        return (Part("blocks", (np.dtype(np.uint8),), "nk", self.block_size, self.struct.itemsize),)
 
     def read_codes(self, blocks: Array) -> Array:
         """Struct blocks [N, B] to codes [N, B, block_size]."""
@@ -96,24 +100,8 @@ class BlockFormat(Format):
     def _structs(self, storage: Storage) -> Array:
         return np.ascontiguousarray(storage["blocks"]).view(self.struct)
 
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"blocks"})
-        return self._check_blocks(call, storage, group_size)
-
-    def _check_blocks(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        blocks = check_array(call, "blocks", storage["blocks"], np.uint8, 2)
-        size = self.struct.itemsize
-        if blocks.shape[1] % size or blocks.shape[1] == 0:
-            takes = f"rows of a positive multiple of {size} bytes for {self.name}"
-            raise ShapeError(complaint(call, "blocks", f"rows of {blocks.shape[1]} bytes", takes))
-        k = blocks.shape[1] // size * self.block_size
-        return blocks.shape[0], k, self.check_group_size(call, group_size, k)
-
     def quantization_run(self, group_size: int) -> int:
         return self.block_size
-
-    def bits_per_weight(self, group_size: int) -> float:
-        return self.struct.itemsize * 8 / self.block_size
 
 
 def flat_rows(plane: Array) -> Array:
@@ -311,10 +299,8 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     def quantization_run(self, group_size: int) -> int:
         return group_size
 
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"blocks", "global_scale"})
-        check_array(call, "global_scale", storage["global_scale"], np.float32, 0)
-        return self._check_blocks(call, storage, group_size)
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        return *BlockFormat.parts(self, options), GLOBAL_SCALE
 
     def pack(self, planes: Planes) -> Storage:
         return {**BlockFormat.pack(self, planes), "global_scale": planes["global_scale"]}

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import U2, U3B4, U4, U5, U6B32
-from billfish.format import Array, GroupValues, Planes, register
+from billfish.format import GroupValues, Planes, register
 from billfish.formats.ggml import BlockFormat, fold, unfold
 from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
+from billfish.storage import Array
 
 Floats = NDArray[np.float32]
 

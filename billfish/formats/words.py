@@ -10,14 +10,15 @@ This is the weight layout of Marlin's original documents and of GPTQ's `qweight`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DTypeError, ShapeError, complaint
-from billfish.format import Array, Format, GroupValues, Planes, Storage, check_array, check_names
+from billfish.format import Format, GroupValues, Planes
 from billfish.formats.search import float16_scale, reciprocal, search_scale
+from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
 
@@ -47,14 +48,23 @@ class WordFormat(Format):
     scale = "f16"
     group_sizes: tuple[int, ...] = (32, 64, 128)
     whole_row_groups = True
-    zero_dtypes: tuple[type[np.generic], ...] = ()
+    has_zeros = False
+
+    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+        packed = Part("packed", (np.dtype(np.uint32),), "kn", 32 // self.element.bits)
+        scales = Part("scales", (np.dtype(np.float16), np.dtype(np.float32)), "kn")
+        if not self.has_zeros:
+            return packed, scales
+        zeros = (np.dtype(np.uint8), np.dtype(np.float16))
+        fractional = options.get("zero_point") == "fractional"
+        return packed, scales, Part("zeros", zeros[::-1] if fractional else zeros, "kn")
 
     def pack(self, planes: Planes) -> Storage:
         storage = {
             "packed": pack_words(planes["codes"].T, self.element.bits),
             "scales": np.ascontiguousarray(planes["scale"].T),
         }
-        if self.zero_dtypes:
+        if self.has_zeros:
             storage["zeros"] = np.ascontiguousarray(planes["zero"].T)
         return storage
 
@@ -63,33 +73,9 @@ class WordFormat(Format):
 
     def unpack_scales(self, storage: Storage) -> Planes:
         planes = {"scale": np.ascontiguousarray(storage["scales"].T)}
-        if self.zero_dtypes:
+        if self.has_zeros:
             planes["zero"] = np.ascontiguousarray(storage["zeros"].T)
         return planes
-
-    def check_storage(self, call: str, storage: Storage, group_size: int | None) -> tuple[int, int, int]:
-        check_names(call, self, storage, {"packed", "scales"} | ({"zeros"} if self.zero_dtypes else set()))
-        packed = check_array(call, "packed", storage["packed"], np.uint32, 2)
-        k, n = packed.shape[0] * (32 // self.element.bits), packed.shape[1]
-        self.check_k(call, k)
-        group_size = self.check_group_size(call, group_size, k)
-        expected = (-(-k // group_size), n)
-        wide = getattr(storage["scales"], "dtype", None) == np.float32
-        scales = check_array(call, "scales", storage["scales"], np.float32 if wide else np.float16, 2)
-        if scales.shape != expected:
-            takes = f"{expected}, ceil(K/g) x N for K={k}, N={n}, g={group_size}"
-            raise ShapeError(complaint(call, "scales", f"shape {scales.shape}", takes))
-        if self.zero_dtypes:
-            zeros = storage["zeros"]
-            if getattr(zeros, "dtype", None) not in self.zero_dtypes:
-                takes = " or ".join(t.__name__ for t in self.zero_dtypes)
-                raise DTypeError(complaint(call, "zeros", f"dtype {getattr(zeros, 'dtype', None)}", takes))
-            if zeros.shape != expected:
-                raise ShapeError(complaint(call, "zeros", f"shape {zeros.shape}", f"{expected}, as scales"))
-        return n, k, group_size
-
-    def bits_per_weight(self, group_size: int) -> float:
-        return self.element.bits + 16 / group_size
 
 
 class ScaledWordFormat(WordFormat):

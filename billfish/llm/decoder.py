@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from billfish.activations import ACTIVATIONS
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
-from billfish.backends.cpu.source import storage_of
+from billfish.backends.cpu.source import codes_of
+from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import FormatError, ModelError, complaint
-from billfish.format import Array
 from billfish.llm.config import Config, embedding_scale
 from billfish.ops import dequantize
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
@@ -99,7 +100,7 @@ class Decoder:
             yield from self._matrices.values()
             under_way()  # earlier, two threads would wait for each other to let go of the interpreter
 
-        packed = dict(zip(self._matrices, self._backend.prepack_all(matrices()), strict=True))
+        packed = dict(zip(self._matrices, self._backend.pack_all(matrices()), strict=True))
         self._matrices.clear()
         self.nbytes = sum(weights.nbytes for weights in packed.values())
         factors = self._vector(ROTARY_FACTORS, c.rope_size // 2) if ROTARY_FACTORS in self._tensors else None
@@ -133,9 +134,10 @@ class Decoder:
         self._native.set_head(self.last_norm, (packed["head"].description, packed["head"].data, None))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
-            source = storage_of(self._embedding)
-            self._native_embedding = not source.words and source.about["scale_offset"] >= 0
+            structure = structure_of(self._embedding.format)
+            self._native_embedding = structure is not None and structure.scales_inside
             if self._native_embedding:
+                source = codes_of(self._embedding)
                 self._native.set_embedding(source.data, source.about)
 
     # ---- tensors of the file ------------------------------------------------------------------------------------

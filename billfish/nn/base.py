@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from billfish.activations import ACTIVATIONS
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
-from billfish.format import Format, Storage, get_format
+from billfish.format import Format, get_format
+from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ from billfish.backends.cpu import _cpu
 from billfish.errors import BackendUnavailable, BillfishError, CheckpointError, complaint
 from billfish.files import replacing
 from billfish.format import Format, get_format
+from billfish.tensor import check_permutation
 
 # The order of the enums in problem.h.
 CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
@@ -62,6 +64,7 @@ class PackedWeights:
     level: str
     axes: Axes
     data: NDArray[np.uint8]
+    permutation: NDArray[np.int32] | None = None  # as of QuantizedTensor
 
     @cached_property
     def description(self) -> Any:
@@ -78,15 +81,28 @@ class PackedWeights:
         n, k = self.shape
         return f"PackedWeights({self.format.name}, [{n}, {k}], {self.level}, {self.nbytes} bytes)"
 
+    def made(self, key: Any, make: Callable[[], Any]) -> Any:
+        """As of QuantizedTensor."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "description"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("description", "_made")}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file, an .npz of NumPy, complete or not at all."""
         axes = self.axes.__dict__ | {"table": list(self.axes.table)}
         about = {"format": self.format.name, "shape": self.shape, "group_size": self.group_size, "level": self.level}
         with replacing(path) as file:
-            np.savez(file, about=np.array(json.dumps(about | {"axes": axes, "layout": LAYOUT})), data=self.data)
+            arrays: dict[str, Any] = {"about": np.array(json.dumps(about | {"axes": axes, "layout": LAYOUT}))}
+            if self.permutation is not None:
+                arrays["permutation"] = self.permutation
+            np.savez(file, **arrays, data=self.data)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedWeights:
@@ -95,11 +111,13 @@ class PackedWeights:
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 about, data = json.loads(str(file["about"])), file["data"]
+                order = file.get("permutation")
             axes = Axes(**about["axes"] | {"table": tuple(about["axes"]["table"])})
             n, k = about["shape"]
             readers = next((levels for levels in ONE_STREAM if about["level"] in levels), (about["level"],))
             level = next((level for level in readers if level in _cpu.levels()), about["level"])
-            packed = cls(get_format(about["format"], call), (n, k), about["group_size"], level, axes, data)
+            order = None if order is None else check_permutation(call, order, k)
+            packed = cls(get_format(about["format"], call), (n, k), about["group_size"], level, axes, data, order)
             usable = axes.group in GROUPS and min(n, k) > 0 and data.dtype == np.uint8 and data.ndim == 1
             if about.get("layout") != LAYOUT:
                 raise BackendUnavailable(

@@ -1,4 +1,4 @@
-"""Storage as the kernels read it, without planes in between: where in its bytes codes and scales are."""
+"""Storage as the kernels read it: one array of bytes, where its codes are, and its scales inside or beside it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.structure import Structure, structure_of
 from billfish.elements import Signed
 from billfish.format import Format
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.words import WordFormat
+from billfish.formats.meaning import E4M3, E8M0, meaning
 from billfish.tensor import QuantizedTensor
 
 # The order of the enums in problem.h.
 SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
-SUB_SCALES = {
-    "q2_k": "nibble_pairs",
-    "q3_k": "six_bits",
-    "q4_k": "six_bit_pairs",
-    "q5_k": "six_bit_pairs",
-    "q6_k": "signed_bytes",
-}
+# A byte for each code, in rows: what a format's planes are.
+CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
 
 
 @dataclass
 class Source:
-    """Storage in the terms of problem.h: one array of bytes and where its codes and scales are, or the fields that
-    hold scales."""
+    """Storage in the terms of problem.h. Scales are inside the blocks, or in fields of their own."""
 
     data: NDArray[np.uint8]
     words: bool
@@ -43,54 +37,52 @@ class Source:
     scaled_tables: NDArray[np.uint8] | None = None
 
 
-def storage_of(tensor: QuantizedTensor) -> Source:
-    """Where the kernel finds codes and scales."""
-    format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
-    element, words = format.element, isinstance(format, WordFormat)
-    about: dict[str, Any] = {
+def codes_of(tensor: QuantizedTensor) -> Source:
+    """Where the packer finds codes: in storage, or in a plane of them where kernels do not read the storage."""
+    structure = structure_of(tensor.format)
+    if structure is None:
+        codes = np.ascontiguousarray(tensor.format.unpack_codes(tensor.storage))
+        return Source(codes, False, _about(tensor, CODE_BYTES, codes.shape[1]))
+    held = np.ascontiguousarray(next(iter(tensor.storage.values())))
+    row_bytes = held.shape[1] if held.dtype == np.uint8 else tensor.shape[1] * tensor.format.element.bits // 8
+    return Source(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
+
+
+def source_of(tensor: QuantizedTensor) -> Source:
+    """Codes and scales of a tensor whose storage the kernels read."""
+    structure, format, storage = structure_of(tensor.format), tensor.format, tensor.storage
+    assert structure is not None
+    source = codes_of(tensor)
+    if meaning(format) in (*E8M0, *E4M3):
+        with np.errstate(over="ignore", invalid="ignore"):  # scales of a file may be NaN or infinite
+            source.byte_values = byte_values(format) * np.float32(storage.get("global_scale", 1))
+        source.scaled_tables = None if "global_scale" in storage else scaled_tables(format)
+    if structure.scales == "apart":
+        words = structure.words
+        source.scale = _field(storage["scales"], words, source.byte_values is not None)
+        source.minimum = _field(storage["biases"], words) if "biases" in storage else None
+        source.zero = _field(storage["zeros"], words) if "zeros" in storage else None
+    return source
+
+
+def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dict[str, Any]:
+    element, (n, k) = tensor.format.element, tensor.shape
+    return {
         "n": n,
         "k": k,
+        "row_bytes": row_bytes,
         "group": tensor.group_size,
         "table": [float(v) for v in element.values] if element.bits <= 4 else [],
         "bias": 128 if isinstance(element, Signed) else getattr(element, "bias", 0),
         "flip": 128 if isinstance(element, Signed) else 0,
-        "scales": 0,
-        "scale_offset": -1,
-        "minimum_offset": -1,
-        "sub_offset": -1,
+        "block": structure.block,
+        "block_bytes": structure.block_bytes,
+        "planes": structure.planes,
+        "scales": SCALES_IN_BLOCKS.index(structure.scales),
+        "scale_offset": structure.scale_offset,
+        "minimum_offset": structure.minimum_offset,
+        "sub_offset": structure.sub_offset,
     }
-    source = Source(np.ascontiguousarray(storage["packed" if "packed" in storage else "blocks"]), words, about)
-    if format.scale.startswith(("e8m0", "e4m3", "ue4m3")):
-        with np.errstate(over="ignore", invalid="ignore"):  # scales of a file may be NaN or infinite
-            source.byte_values = byte_values(format) * np.float32(storage.get("global_scale", 1))
-        source.scaled_tables = None if "global_scale" in storage else scaled_tables(format)
-    if isinstance(format, BlockFormat):
-        _describe_blocks(format, about)
-        about["row_bytes"] = source.data.shape[1]
-        return source
-    source.data = source.data.view(np.uint8)
-    block_bytes = 32 * element.bits // 8
-    about |= {"block": 32, "block_bytes": block_bytes, "row_bytes": k * element.bits // 8}
-    about["planes"] = [(0, 1, element.bits)]
-    source.scale = _field(storage["scales"], words, source.byte_values is not None)
-    source.minimum = _field(storage["biases"], words) if "biases" in storage else None
-    source.zero = _field(storage["zeros"], words) if "zeros" in storage else None
-    return source
-
-
-def _describe_blocks(format: BlockFormat, about: dict[str, Any]) -> None:
-    struct = format.struct
-    offset = {name: struct.fields[name][1] for name in struct.names or ()} if struct.fields else {}
-    about |= {"block": format.block_size, "block_bytes": struct.itemsize}
-    about["planes"] = [(offset[name], width, bits) for name, width, bits in format.code_planes]
-    if format.name in SUB_SCALES:
-        kind, about["sub_offset"] = SUB_SCALES[format.name], offset["scales"]
-        about["scale_offset"], about["minimum_offset"] = offset["d"], offset.get("dmin", -1)
-    elif struct["d" if "d" in offset else "e"] == np.float16:
-        kind, about["scale_offset"], about["minimum_offset"] = "halves", offset["d"], offset.get("m", -1)
-    else:
-        kind, about["sub_offset"] = "looked_up", offset.get("d", offset.get("e"))
-    about["scales"] = SCALES_IN_BLOCKS.index(kind)
 
 
 @cache

@@ -9,19 +9,23 @@ test it: it is slow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.activations import IntegerActivations
 from billfish.arrays import Input, MlxArrays
-from billfish.backends.base import Backend, Problem
+from billfish.backends.base import Backend, NumpyBackend, Problem, Product
 from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out
+from billfish.formats.meaning import decodes_plainly
 from billfish.tensor import QuantizedTensor
 
 MLX = MlxArrays()
+GROUPS = (16, 32, 64, 128, 256)
 
 __all__ = ["MLX", "EmulatorBackend", "Kernels", "MetalBackend", "MetalProduct", "MetalWeights", "lay_out"]
 
@@ -30,7 +34,11 @@ def has_kernels(problem: Problem) -> tuple[bool, str]:
     """Whether there are kernels for a problem, whoever runs them."""
     if element_axis(problem.format.element) is None:
         return False, f"it has no kernels for the {problem.format.element.name} codes of {problem.format.name}"
-    if problem.activations != "exact":
+    if not decodes_plainly(problem.format):
+        return False, f"{problem.format.name} has a way of its own to decode"
+    if problem.group_size not in GROUPS and problem.group_size < problem.k:
+        return False, f"groups of {problem.group_size}; it takes {', '.join(map(str, GROUPS))}, or all of K"
+    if problem.activations not in ("exact", "given"):
         return False, f"it multiplies x as it is, and activations are {problem.activations!r}"
     return True, ""
 
@@ -70,15 +78,7 @@ class MetalProduct:
         return y.reshape(*x.shape[:-1], n)
 
 
-class KernelBackend(Backend):
-    """What both have in common."""
-
-    def matmul_codes(self, codes: NDArray[np.int8], scale: NDArray[np.float32], weights: Any) -> NDArray[np.float32]:
-        x = codes.astype(np.float32).reshape(*scale.shape, 32) * scale[:, :, None]
-        return self.matmul(x.reshape(codes.shape), weights, None)
-
-
-class MetalBackend(KernelBackend):
+class MetalBackend(Backend):
     """Apple GPUs, through `mx.fast.metal_kernel`."""
 
     name = "metal"
@@ -100,23 +100,24 @@ class MetalBackend(KernelBackend):
 
         return Kernels(mx.fast.metal_kernel)
 
-    def prepack(self, tensor: QuantizedTensor) -> MetalProduct:
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> MetalProduct:
         return MetalProduct(self.kernels, lay_out(tensor).converted(MLX.from_numpy))
 
-    def linear(self, x: Input, weights: Any, n: int, bias: Input | None, activations: str) -> Any:
-        return weights(x.source, None if bias is None else bias.source if bias.kind == "mlx" else x.like(bias.numpy()))
+    def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
+        return [self._linear(product) for product in products]
 
-    def matmul(
-        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
-    ) -> NDArray[Any]:
-        return MLX.to_numpy(weights(MLX.from_numpy(x), None if bias is None else MLX.from_numpy(bias)))
+    def _linear(self, product: Product) -> Any:
+        x, bias = product.x, product.bias
+        assert isinstance(x, Input)
+        added = None if bias is None else bias.source if bias.kind == "mlx" else x.like(bias.numpy())
+        return product.weights(x.source, added)
 
-    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
-        weights = tensor.prepacked_for(self.name, self.prepack).weights
-        out[...] = MLX.to_numpy(self.kernels.dequantize(weights, MLX.from_numpy(out[:0]).dtype))
+    def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
+        target, weights = out.numpy(), tensor.made((self.name, out.place), lambda: self.pack(tensor)).weights
+        target[...] = MLX.to_numpy(self.kernels.dequantize(weights, MLX.from_numpy(target[:0]).dtype))
 
 
-class EmulatorBackend(KernelBackend):
+class EmulatorBackend(NumpyBackend):
     """The same kernels on this machine's CPU, NumPy arrays in and out."""
 
     name = "metal-emulator"
@@ -132,15 +133,17 @@ class EmulatorBackend(KernelBackend):
 
         return Kernels(emulator.metal_kernel)
 
-    def prepack(self, tensor: QuantizedTensor) -> MetalWeights:
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> MetalWeights:
         return lay_out(tensor)
 
-    def matmul(
-        self, x: NDArray[Any], weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
+    def multiply(
+        self, x: NDArray[Any] | IntegerActivations, weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
     ) -> NDArray[Any]:
-        if len(x) == 0:
-            return np.empty((0, weights.shape[0]), x.dtype)
-        return self.kernels.multiply(x, weights, bias)
+        rows = x.values(weights.shape[1]).astype(np.float32) if isinstance(x, IntegerActivations) else x
+        if len(rows) == 0:
+            return np.empty((0, weights.shape[0]), rows.dtype)
+        return self.kernels.multiply(rows, weights, bias)
 
-    def dequantize(self, tensor: QuantizedTensor, out: NDArray[Any]) -> None:
-        out[...] = self.kernels.dequantize(tensor.prepacked_for(self.name, self.prepack), out.dtype)
+    def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
+        target, weights = out.numpy(), tensor.made((self.name, out.place), lambda: self.pack(tensor))
+        target[...] = self.kernels.dequantize(weights, target.dtype)

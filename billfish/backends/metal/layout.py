@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from billfish.elements import E2M1, E2M1X2, IQ4NL, Element, Integer, Signed
 from billfish.format import Format, Planes
+from billfish.formats.fp4 import Mxfp4, Nvfp4
+from billfish.formats.ggml import Mxfp4Gguf, Nvfp4Gguf
+from billfish.formats.meaning import E4M3, PLAIN, meaning
 from billfish.formats.words import WordFormat, pack_words
 from billfish.tensor import QuantizedTensor
 
@@ -61,26 +64,27 @@ class MetalWeights:
 
 def element_axis(element: Element) -> str | None:
     """How codes are stored and what they mean; None if the kernels have no such element."""
-    if isinstance(element, E2M1):
+    if type(element) is E2M1:
         return "Element<Packed<0>, E2M1>"
     if element is E2M1X2:
         return "Element<Packed<0>, E2M1X2>"
     if element is IQ4NL:
         return "Element<Packed<0>, Looked>"
-    if isinstance(element, Signed):
+    if type(element) is Signed:
         return "Element<Whole, Integer<128>>"
-    if isinstance(element, Integer) and element.bits in (4, 5, 8):
+    if type(element) is Integer and element.bits in (4, 5, 8):
         bits = {4: "Packed<0>", 5: "Packed<1>", 8: "Whole"}[element.bits]
         return f"Element<{bits}, Integer<{element.bias}>>"
     return None
 
 
-def scale_axis(format: Format, scale: Array) -> str:
-    """How the scale plane is decoded."""
-    if scale.dtype != np.uint8:
-        return "Plain"
-    kind = "E8M0" if "e8m0" in format.scale else "UE4M3" if "ue4m3" in format.scale else "E4M3"
-    return kind + ("Half" if format.element is E2M1X2 else "")
+# How a scale of one byte is decoded, by the method that says what it means.
+BYTE_SCALES: dict[object, str] = {
+    Mxfp4.group_values: "E8M0",
+    Mxfp4Gguf.group_values: "E8M0Half",
+    Nvfp4.group_values: "E4M3",
+    Nvfp4Gguf.group_values: "UE4M3Half",
+}
 
 
 def lay_out(tensor: QuantizedTensor) -> MetalWeights:
@@ -88,8 +92,8 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     format, (n, k) = tensor.format, tensor.shape
     element = element_axis(format.element)
     assert element is not None
-    planes = format.unpack_scales(tensor.storage)
-    scale, kind, offset = _group_planes(format, planes)
+    planes = tensor.scale_planes
+    axis, scale, kind, offset = _group_planes(format, planes)
     arrays: dict[str, Array] = {"codes": _code_words(tensor)}
     arrays["scales"] = np.ascontiguousarray(scale.T)
     if format.element.bits == 5:
@@ -99,25 +103,31 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     arrays = {name: at_least(array) for name, array in arrays.items()}
     for name in ("high", "offsets"):
         arrays.setdefault(name, arrays["codes"])  # never read
-    arrays["factor"] = np.asarray(planes.get("global_scale", 1), np.float32)
-    axes = Axes(element, scale_axis(format, scale), kind)
+    arrays["factor"] = np.asarray(planes["global_scale"] if meaning(format) in E4M3 else 1, np.float32)
+    axes = Axes(element, axis, kind)
     return MetalWeights(format.name, (n, k), 0 if tensor.group_size >= k else tensor.group_size, axes, arrays)
 
 
-def _group_planes(format: Format, planes: Planes) -> tuple[Array, str, Array | None]:
-    """The scale plane, the kind of offset, and its plane."""
-    if "sub_scale" in planes:  # two levels, multiplied out
-        with np.errstate(invalid="ignore", over="ignore"):
-            group = format.group_values(planes)
-        return group.scale, "none" if group.minimum is None else "minimum", group.minimum
-    kind = next((name for name in ("zero", "minimum") if name in planes), "none")
-    return planes["scale"], kind, planes.get(kind)
+def _group_planes(format: Format, planes: Planes) -> tuple[str, Array, str, Array | None]:
+    """How scales are decoded, their plane, the kind of offset, and its plane."""
+    if meaning(format) in BYTE_SCALES:
+        return BYTE_SCALES[meaning(format)], planes["scale"], "none", None
+    if meaning(format) in PLAIN:
+        kind = next((name for name in ("zero", "minimum") if name in planes), "none")
+        return "Plain", planes["scale"], kind, planes.get(kind)
+    with np.errstate(invalid="ignore", over="ignore"):  # two levels, multiplied out, or a meaning of its own
+        scale, zero, minimum = format.group_values(planes)
+        if zero is not None and minimum is not None:
+            minimum = minimum - zero * scale
+            zero = None
+    offset = minimum if zero is None else zero
+    return "Plain", scale, "none" if offset is None else "minimum" if zero is None else "zero", offset
 
 
 def _code_words(tensor: QuantizedTensor) -> NDArray[np.uint32]:
     format = tensor.format
-    if isinstance(format, WordFormat):
-        return np.ascontiguousarray(tensor.storage["packed"])
+    if isinstance(format, WordFormat) and type(format).unpack_codes is WordFormat.unpack_codes:
+        return np.array(tensor.storage["packed"])  # a copy: packed weights do not keep what they were made of
     codes = format.unpack_codes(tensor.storage).T
     if isinstance(format.element, Signed):
         return pack_words(codes ^ np.uint8(0x80), 8)

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.container import TYPES
 from billfish.checkpoints.writers.engine import OutputFile, Piece
-from billfish.format import Array, Format, Planes
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.words import WordFormat
+from billfish.format import Format, Planes
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 SHARD_BYTES = 5_000_000_000
@@ -62,29 +61,16 @@ class Item:
 
 def storage_specs(item: Item) -> dict[str, Spec]:
     """Types and shapes of the storage arrays of a quantized item."""
-    format, n, k = item.format, item.n, item.k
-    shapes: dict[str, tuple[int, ...]] = {"global_scale": ()}
-    if isinstance(format, BlockFormat):
-        shapes["blocks"] = (n, k // format.block_size * format.struct.itemsize)
-    elif isinstance(format, WordFormat):
-        shapes |= {"packed": (k * item.bits // 32, n), "scales": (item.groups, n), "zeros": (item.groups, n)}
-    else:
-        shapes |= {"packed": (n, k * item.bits // 8), "scales": (n, item.groups), "biases": (n, item.groups)}
-    return {name: (dtype, shapes[name]) for name, dtype in item.dtypes.items()}
+    assert item.format is not None
+    specs = item.format.storage_spec(item.n, item.k, item.group_size)
+    return {name: (item.dtypes[name], spec.shape) for name, spec in specs.items()}
 
 
-def stored_types(format: Format, planes: Planes) -> dict[str, np.dtype[Any]]:
-    """The types of the storage arrays, from planes (all but the codes)."""
-    types: dict[str, np.dtype[Any]] = {}
-    if isinstance(format, BlockFormat):
-        types["blocks"] = np.dtype(np.uint8)
-    else:
-        types["packed"] = np.dtype(np.uint32 if isinstance(format, WordFormat) else np.uint8)
-        names = {"scale": "scales", "zero": "zeros", "minimum": "biases"}
-        types |= {names[plane]: planes[plane].dtype for plane in names if plane in planes}
-    if "global_scale" in planes:
-        types["global_scale"] = np.dtype(np.float32)
-    return types
+def stored_types(format: Format, k: int, planes: Planes) -> dict[str, np.dtype[Any]]:
+    """The types of the storage arrays for these planes (all but the codes), from packing the first row."""
+    row = {name: plane if plane.ndim == 0 else plane[:1] for name, plane in planes.items()}
+    packed = format.pack({"codes": np.zeros((1, k), np.uint8), **row})
+    return {name: array.dtype for name, array in packed.items()}
 
 
 class Target(ABC):

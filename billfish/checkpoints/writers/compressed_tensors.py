@@ -13,8 +13,9 @@ from billfish.arrays import bfloat16
 from billfish.checkpoints.recast import Misfit, holds
 from billfish.checkpoints.words import gather_words
 from billfish.checkpoints.writers.base import Item, Spec, Target, model_type
-from billfish.format import Array, Format, Planes
+from billfish.format import Format, Planes
 from billfish.formats.words import WordFormat
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array
+from billfish.storage import Array
 
 Made = Sequence[Array]
 

@@ -15,7 +15,8 @@ from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
 from billfish.extras import require
-from billfish.format import Array, Format, Planes
+from billfish.format import Format, Planes
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 ALIGNMENT = 32

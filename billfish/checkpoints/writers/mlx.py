@@ -11,8 +11,9 @@ import numpy as np
 from billfish.arrays import bfloat16
 from billfish.checkpoints.recast import Misfit, holds
 from billfish.checkpoints.writers.base import Item, Spec, Target, model_type
-from billfish.format import Array, Format, Planes
+from billfish.format import Format, Planes
 from billfish.formats.affine import AffineFormat
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 U32 = np.dtype(np.uint32)

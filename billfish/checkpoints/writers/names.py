@@ -31,7 +31,7 @@ from billfish.checkpoints.names import (
 )
 from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
-from billfish.format import Array
+from billfish.storage import Array
 
 # Architectures of llama.cpp, with the model types and classes of transformers that have them.
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

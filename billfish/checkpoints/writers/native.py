@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
-from billfish.format import FORMATS, Array, Format
+from billfish.format import FORMATS, Format
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 

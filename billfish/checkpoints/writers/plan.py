@@ -6,10 +6,8 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from billfish.arrays import FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
@@ -18,8 +16,9 @@ from billfish.checkpoints.recast import Misfit, recast
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Array, Format, get_format
+from billfish.format import Format, get_format
 from billfish.ops import dequantize, quantize_matrix
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 # What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
@@ -115,12 +114,12 @@ def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Sett
     for format in _candidates(tensor.format, target):
         try:
             plan = recast(tensor, format)
-            planes = plan.planes or tensor.format.unpack_scales(tensor.storage)
+            planes = plan.planes or tensor.scale_planes
             target.check(format, plan.group_size, planes, shape, act_order)
         except Misfit as reason:
             reasons.append((_distance(tensor.format, format), str(reason)))
             continue
-        types = stored_types(format, planes) | target.preferred(format, planes, checkpoint.config)
+        types = stored_types(format, shape[-1], planes) | target.preferred(format, planes, checkpoint.config)
         return Item(
             name,
             format,
@@ -169,8 +168,8 @@ def _quantized(
         raise Misfit(f"K = {k} is no positive multiple of {format.block_size}, as {format.name} needs")
     group = format.check_group_size(call, group_size, k)
     options = format.check_options(call, {})
-    planes = format.quantize(np.zeros((1, k), np.float32), group, "rtn", **options)
-    planes.pop("codes")
+    specs = format.storage_spec(1, k, group, options)
+    planes = format.unpack_scales({part: spec.zeros() for part, spec in specs.items()})
     target.check(format, group, planes, shape, False)
 
     def load() -> QuantizedTensor:
@@ -178,14 +177,15 @@ def _quantized(
         tensor = quantize_matrix(call, name, weights, format, group, method, options)
         return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
 
-    return Item(name, format, shape, group, stored_types(format, planes), False, load, lambda: None)
+    types = {part: spec.dtype for part, spec in specs.items()}
+    return Item(name, format, shape, group, types, False, load, lambda: None)
 
 
 def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
     """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
     one, scale = np.float32(1), tensor.storage["global_scale"]
     moved = np.asarray(one / np.float32(one / scale), np.float32)
-    return QuantizedTensor(tensor.format, tensor.shape, tensor.group_size, {**tensor.storage, "global_scale": moved})
+    return replace(tensor, storage={**tensor.storage, "global_scale": moved})
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> QuantizedTensor:
@@ -199,17 +199,7 @@ def _weights(checkpoint: Checkpoint, name: str) -> Array:
     tensor = checkpoint[name]
     if not isinstance(tensor, QuantizedTensor):
         return tensor
-    weights = dequantize(tensor)
-    return unsorted(weights, checkpoint.permutation(name))
-
-
-def unsorted(weights: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[Any]:
-    """Columns back in their places."""
-    if order is None:
-        return weights
-    original = np.empty_like(weights)
-    original[:, order] = weights
-    return original
+    return dequantize(tensor)
 
 
 def by_reason(problems: Sequence[Problem], limit: int = 5) -> list[str]:
