@@ -60,8 +60,7 @@ def write_pair(path: Path, format: str, group_size: int, act_order: bool) -> Non
 def whole_layer(weights: bf.Checkpoint, path: str) -> MarlinLinear:
     tensor = weights[f"{path}.weight"]
     assert isinstance(tensor, bf.QuantizedTensor)
-    order = weights.permutation(f"{path}.weight")
-    return MarlinLinear.from_quantized(tensor, to_torch(np.array(weights[f"{path}.bias"])), permutation=order)
+    return MarlinLinear.from_quantized(tensor, to_torch(np.array(weights[f"{path}.bias"])))
 
 
 def layers(mesh: DeviceMesh, folder: Path) -> None:

@@ -16,7 +16,7 @@ try:
 except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
-from billfish.nn.torch import WEIGHTS, MarlinLinear  # noqa: E402
+from billfish.nn.torch import MarlinLinear  # noqa: E402
 
 FORMATS = pytest.mark.parametrize("format", ["fp4", "u4", "nvfp4", "q4_0", "q4_k"])
 
@@ -71,4 +71,3 @@ def test_compiled_and_captured():
             captured = layer(x)
         graph.replay()
         assert torch.equal(captured, eager)
-    assert len(WEIGHTS) == 1
