@@ -129,6 +129,33 @@ def test_torch_conversions_leave_storage_alone():
     assert layer.to("meta").scales.is_meta
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16])
+def test_torch_autocast_is_followed_as_linear_does(dtype, wanted):
+    """y has autocast's type, and is that of x rounded to it; inside enabled=False all is as without."""
+    torch.compiler.reset()
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "nvfp4")
+    plain = layer.to_linear()
+    x = torch.from_numpy(gaussian((3, 64))).to(dtype)
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=wanted):
+            ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+            y = module(ours)
+            assert y.dtype == plain(theirs).dtype == wanted
+            with torch.no_grad():
+                assert torch.equal(module(x), y)
+            with torch.autocast("cpu", enabled=False):
+                assert module(x).dtype == dtype
+            with pytest.raises(bf.DTypeError, match="x: got dtype float64"):
+                layer(x.double())
+        assert torch.equal(y, layer(x.to(wanted)))
+        y.float().sum().backward()
+        plain(theirs.to(wanted).float()).sum().backward()
+        assert ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-7, atol=0)
+        assert module(x).dtype == dtype
+
+
 def test_torch_layer_under_inference_mode():
     with torch.inference_mode():
         layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "q4_0")

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
 from billfish.errors import CheckpointError, ShapeError, complaint
-from billfish.nn.torch import ARRAYS, MarlinLinear, autocast
+from billfish.nn.torch import MarlinLinear, autocast
+from billfish.nn.torch_watch import ARRAYS
 from billfish.tensor import QuantizedTensor
 
 Span = tuple[int, int]

@@ -16,7 +16,7 @@ from billfish.errors import BillfishError, DTypeError, ShapeError, complaint
 from billfish.format import Format
 from billfish.nn import base
 from billfish.nn.torch_operator import LINEAR
-from billfish.nn.torch_watch import ARRAYS, to_numpy, to_torch
+from billfish.nn.torch_watch import order_array, to_numpy, to_torch
 from billfish.nn.torch_weights import ORDER, Weights
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
@@ -196,7 +196,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     @property
     def has_order(self) -> bool:
         """Whether columns are stored in another order than that of x's features."""
-        return dict.get(self._weights, ORDER) is not None
+        return self._weights.own(ORDER) is not None
 
     @property
     def storage(self) -> list[Tensor]:
@@ -205,9 +205,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
-        matrix, order = self._weights.current().tensor, dict.get(self._weights, ORDER)
-        whole = order is not None and self._weights.features is None
-        permutation = to_numpy(order) if whole else None
+        matrix, order = self._weights.current().tensor, self._weights.own(ORDER)
+        permutation = None if order is None or self._weights.features is not None else order_array(order)
         return QuantizedTensor(matrix.format, matrix.shape, matrix.group_size, matrix.storage, permutation)
 
     def repack(self) -> None:
@@ -220,7 +219,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        weights, order = self._weights, dict.get(self._weights, ORDER)
+        weights, order = self._weights, self._weights.own(ORDER)
         weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=weights.tensors()[0].device)
         dequantize(weights.matrix_beside(weight), out=weight)
         if order is not None:
@@ -239,7 +238,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         """y of x's type, whatever autocast says."""
         weights, bias = self.__dict__["_buffers"], self._parameters["bias"]
-        order = dict.get(weights, ORDER)
+        order = weights.own(ORDER)
         eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not _is_watched()
         if eager:
             matrix = weights.matrix_beside(x)
@@ -265,7 +264,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         held = dict(zip(self.storage_names, self._weights.tensors(), strict=True))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
-            after = dict.__getitem__(self._weights, name)
+            after = self._weights.own(name)
             if after.dtype != before.dtype:
                 self._weights[name] = before.to(after.device)
         return self
@@ -280,12 +279,12 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes all that is given or, if some of it does not fit, nothing."""
+        """Takes all that is given or, if some of it does not fit, nothing. torch says afterwards what is missing."""
         held = {
             name: tensor for name, tensor in (*self._weights.items(), *self._parameters.items()) if tensor is not None
         }
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        fits = not strict or given.keys() == held.keys()
+        fits = True
         try:
             self._check_state({name: given.get(name, tensor) for name, tensor in held.items()})
         except BillfishError as error:
@@ -300,7 +299,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
                 # copy_ would convert. Scales of a file may have a wider type than quantize() makes: take that type.
                 self._weights[name] = torch.empty_like(held[name], dtype=value.dtype)
             loaded[prefix + name] = value
-        super()._load_from_state_dict(loaded, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(loaded, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _check_state(self, arrays: dict[str, Any]) -> None:
         """Raises unless these arrays are weights of this layer's format and shape."""
@@ -315,7 +314,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         if bias is not None and tuple(bias.shape) != (n,):
             raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
         if order is not None and not order.is_meta:
-            base.check_order(call, to_numpy(order), k, weights.features)
+            base.check_order(call, order_array(order), k, weights.features)
 
 
 def _described(call: str, name: str, tensor: Any) -> NDArray[Any]:

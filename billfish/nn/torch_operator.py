@@ -5,6 +5,7 @@ The tensors are those of a layer (billfish.nn.torch_weights): its storage, or it
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +73,11 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0]:
         shape = ctx.out_features, ctx.in_features
         w = DEQUANTIZE(ctx.weights, ctx.format, ctx.group_size, *shape, ctx.form)
-        for_x = (wide @ w).to(gradient.dtype)
+        device = gradient.device.type
+        # A compiler derives within autocast, which would round W.
+        plain = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+        with plain:
+            for_x = (wide @ w).to(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         for_bias = wide.reshape(-1, ctx.out_features).sum(0).to(ctx.bias_dtype)
     return for_x, [None] * len(ctx.weights), for_bias, None, None, None, None, None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from billfish.arrays import TorchArrays
 from billfish.backends.cpu import _cpu
@@ -33,6 +34,11 @@ def to_numpy(tensor: Tensor) -> NDArray[Any]:
     """A storage tensor as an array, of the same memory where that is the CPU's."""
     array = ARRAYS.to_numpy(tensor.detach().cpu())
     return array.view(np.uint32) if array.dtype == np.int32 else array
+
+
+def order_array(permutation: Tensor) -> NDArray[Any]:
+    """A permutation as an array."""
+    return ARRAYS.to_numpy(permutation.detach().cpu())
 
 
 def to_torch(array: NDArray[Any], device: torch.device | str | None = None) -> Tensor:
@@ -124,10 +130,10 @@ class Watch:
             return False
         if place != self.place:
             memory = tensor.untyped_storage()
-            between_processes = tensor.is_cpu and tensor.is_shared()
+            between_processes = tensor.is_cpu and tensor.is_shared()  # type: ignore[no-untyped-call]
             self.foreign = between_processes or not (memory.resizable() or hasattr(memory, TRUSTED))
             if not self.foreign:
-                trust(tensor)  # memory that NumPy sees is no longer resizable, and is about to be seen
+                trust(tensor)
             self.array = view_of(tensor, tensor.is_cpu)
         self.place, self.version, self.state = place, version, object()
         return True
@@ -159,7 +165,9 @@ def own(tensor: Tensor) -> Tensor:
         assert isinstance(known, Watch)
         known.shared |= held is not tensor
         return held
-    held = tensor.detach()
+    held = _alias(tensor)
+    if held.untyped_storage().resizable():
+        trust(held)  # here, as torch calls memory that NumPy has seen no longer resizable
     watch = Watch.on(held)
     watch.own_ref = weakref.ref(held)
     watch.lend(tensor)
@@ -170,7 +178,13 @@ def lent(held: Tensor) -> Tensor:
     """The tensor that others get for one that a layer holds."""
     watch = Watch.on(held)
     out = watch.out_ref()
-    return watch.lend(held.detach() if out is None else out)
+    return watch.lend(_alias(held) if out is None else out)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor of the same memory, a real one also where torch.export makes fakes of all that it computes."""
+    with _disable_current_modes():
+        return tensor.detach()
 
 
 def _nobody() -> None:
@@ -198,7 +212,7 @@ def trust(tensor: Tensor) -> None:
 def count_holders(tensor: Tensor) -> tuple[int, int]:
     """How many hold the memory of a tensor, and how many torch's object for it."""
     memory = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(memory._cdata), sys.getrefcount(memory)
 
 
 @cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from billfish.backends import BACKENDS
 from billfish.format import Format
 from billfish.nn.base import check_order
-from billfish.nn.torch_watch import Watch, lent, own, to_numpy, to_torch
+from billfish.nn.torch_watch import Watch, lent, order_array, own, to_numpy, to_torch
 from billfish.tensor import QuantizedTensor
 
 ORDER = "permutation"
@@ -80,7 +80,7 @@ def matrix_of(
     return QuantizedTensor.packed_only(format, shape, group_size, made)
 
 
-class Weights(MutableMapping[str, Any], dict[str, Any]):
+class Weights(dict[str, Any]):
     """The buffers of a layer: storage tensors by name, and `permutation`.
 
     Where a backend's packed form can be unpacked (`Backend.to_tensors`), the layer holds only that once it has
@@ -101,6 +101,11 @@ class Weights(MutableMapping[str, Any], dict[str, Any]):
 
     # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
 
+    if not TYPE_CHECKING:  # the other methods of a mapping, in terms of these
+        get, items, values = MutableMapping.get, MutableMapping.items, MutableMapping.values
+        pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+        update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
     def __getitem__(self, name: str) -> Any:
         if torch.compiler.is_compiling():
             return dict.__getitem__(self, name)
@@ -114,7 +119,7 @@ class Weights(MutableMapping[str, Any], dict[str, Any]):
         self.made = None
         if name in self.names and not torch.compiler.is_compiling():
             self.restore()
-            held = dict.get(self, name)
+            held = self.own(name)
             if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
                 return
             if isinstance(value, Tensor):
@@ -127,13 +132,8 @@ class Weights(MutableMapping[str, Any], dict[str, Any]):
         dict.__delitem__(self, name)
 
     def __iter__(self) -> Iterator[str]:
+        """As a dict's own; but dict(weights) copies a dict without asking it, unless it has an `__iter__`."""
         return dict.__iter__(self)
-
-    def __len__(self) -> int:
-        return dict.__len__(self)
-
-    def __contains__(self, name: object) -> bool:
-        return dict.__contains__(self, name)
 
     def copy(self) -> Weights:
         other = Weights(self.format, self.shape, self.group_size)
@@ -147,9 +147,13 @@ class Weights(MutableMapping[str, Any], dict[str, Any]):
 
     # ---- for the layer -----------------------------------------------------------------------------------------------
 
+    def own(self, name: str) -> Any:
+        """The layer's own tensor, which nobody else gets."""
+        return dict.get(self, name)
+
     def tensors(self) -> list[Tensor]:
         """The storage tensors, or the packed ones, for an operator; nobody may write to them."""
-        return self.packed if self.form else [dict.__getitem__(self, name) for name in self.names]
+        return self.packed if self.form else [self.own(name) for name in self.names]
 
     def matrix_beside(self, x: Tensor) -> QuantizedTensor:
         """The matrix for a product with x."""
@@ -166,14 +170,14 @@ class Weights(MutableMapping[str, Any], dict[str, Any]):
             for name, (watch, state) in zip(self.names, made.watched, strict=True):
                 if watch.lent or watch.state is not state:
                     break
-                if watch.version is not None and dict.__getitem__(self, name)._version != watch.version:
+                if watch.version is not None and self.own(name)._version != watch.version:
                     break
             else:
                 return made
         self.restore()
-        order = dict.get(self, ORDER)
+        order = self.own(ORDER)
         if order is not None:
-            check_order("MarlinLinear", to_numpy(order), self.shape[1], self.features)
+            check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
         self.made = made_of(self.tensors(), self.format, self.group_size)
         return self.made
 

@@ -16,7 +16,8 @@ from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import CheckpointError, complaint
 from billfish.nn import parallel
-from billfish.nn.torch import MarlinLinear, to_torch
+from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_watch import to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
 
@@ -119,12 +120,12 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
     def matrix(name: str) -> dict[str, NDArray[Any]]:
         share = shares[name]
         if share is None:
-            tensor, order = weights[name], None
+            tensor, index = weights[name], None
         else:
-            tensor, order = parallel.read_share(weights, name.removesuffix(".weight"), share)
+            tensor, index = parallel.read_share(weights, name.removesuffix(".weight"), share)
         assert isinstance(tensor, QuantizedTensor)
-        order = tensor.permutation if order is None else order
-        return {**tensor.storage, **({} if order is None else {"permutation": order.astype(np.int32)})}
+        order = tensor.permutation if index is None else index.astype(np.int32)
+        return {**tensor.storage, **({} if order is None else {"permutation": order})}
 
     def numbers(name: str) -> NDArray[Any]:
         tensor = weights[name]
