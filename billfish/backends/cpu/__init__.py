@@ -149,7 +149,7 @@ def _float_minimum(group: GroupValues, shift: np.float32) -> NDArray[np.float32]
     return group.scale * offset + (0 if group.minimum is None else group.minimum)
 
 
-OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in problem.h
+OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in layout/problem.h
 
 
 def _blocks_with_scales(tensor: QuantizedTensor) -> Source | None:

@@ -16,7 +16,7 @@ from billfish.formats.ggml import BlockFormat
 from billfish.formats.words import WordFormat
 from billfish.tensor import QuantizedTensor
 
-# The order of the enums in problem.h.
+# The order of the enums in layout/problem.h.
 SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
 SUB_SCALES = {
@@ -30,7 +30,7 @@ SUB_SCALES = {
 
 @dataclass
 class Source:
-    """Storage in the terms of problem.h: one array of bytes and where its codes and scales are, or the fields that
+    """Storage in the terms of layout/problem.h: one array of bytes and where its codes and scales are, or the fields that
     hold scales."""
 
     data: NDArray[np.uint8]
