@@ -30,13 +30,13 @@ def test_avx512_emulated_multiplies_like_portable(tmp_path):
 
     def level(name: str, header: str, *more: str) -> str:
         named = (f"-DBILLFISH_ISA={name}", f'-DBILLFISH_SIMD="{header}"', *more)
-        return compile_to(f"{name}.o", SOURCES / "level.cpp", *named)
+        return compile_to(f"{name}.o", SOURCES / "level/level.cpp", *named)
 
     jobs = [
-        lambda: level("portable", "simd_portable.h"),
-        lambda: level("avx512_vnni", "simd_avx512.h", f"-I{EMULATED}"),
+        lambda: level("portable", "simd/portable.h"),
+        lambda: level("avx512_vnni", "simd/avx512.h", f"-I{EMULATED}"),
         lambda: compile_to("compare.o", EMULATED / "compare_levels.cpp"),
-        lambda: compile_to("threads.o", SOURCES / "threads.cpp"),
+        lambda: compile_to("threads.o", SOURCES / "threads/threads.cpp"),
     ]
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(lambda job: job(), jobs))

@@ -1,10 +1,10 @@
-// The AVX-512 instructions that simd_avx512.h uses, one lane after the other: to run that level on any machine, slowly.
+// The AVX-512 instructions that simd/avx512.h uses, one lane after the other: to run that level on any machine, slowly.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "halves.h"
+#include "simd/halves.h"
 
 // Kernels are made of thousands of these: as calls, or they take minutes to compile.
 #define EMULATED __attribute__((noinline)) inline

@@ -1,7 +1,7 @@
 """The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
 
 storage -> structure.py: is it read as it is?    -> source.py: where its codes and scales are
-        -> layout.py: which kernel axes it is made of
+        -> axes.py: which kernel axes it is made of
         -> packed.py: one stream of bytes, in the order in which the kernels read
 x, stream -> the native core -> y
 """
@@ -21,7 +21,7 @@ from billfish.activations import ACTIVATIONS, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.layout import Layout, layout_of, layout_of_blocks, why_not
+from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_not
 from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.backends.cpu.source import codes_of, source_of
 from billfish.backends.cpu.structure import structure_of
@@ -49,7 +49,109 @@ def set_threads(count: int) -> None:
     _cpu.set_threads(count)
 
 
+<<<<<<< HEAD
 OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in problem.h
+=======
+@dataclass
+class Layout:
+    """One format in terms of the kernel axes. Fields are planes [N, count], one column for each chunk or group."""
+
+    codes: str
+    scales: str
+    chunk_fields: list[NDArray[Any]]
+    group_fields: list[NDArray[Any]]
+    group: int
+    bias: int = 0
+    factor: float = 1.0
+    table: tuple[int, ...] = ()
+
+
+def layout_of(tensor: QuantizedTensor) -> Layout:
+    """Which kernel axes a tensor is made of."""
+    format, element = tensor.format, tensor.format.element
+    group = min(tensor.group_size, CHUNK)
+    layout = Layout("u4", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
+    if isinstance(element, (E2M1, Table)):
+        # E2M1 as twice its value, a small integer; the scale makes up for it.
+        doubled = E2M1X2.values if isinstance(element, E2M1) else element.values
+        layout.codes = "table"
+        layout.table = tuple(int(v) & 0xFF for v in doubled)
+        layout.factor = 0.5 if isinstance(element, E2M1) else 1.0
+    elif element.bits == 8:
+        layout.codes = "s8"
+    elif isinstance(element, Integer):
+        layout.codes, layout.bias = f"u{element.bits}", element.bias
+    _add_scales(layout, format, format.unpack_scales(tensor.storage))
+    if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
+        chunks = -(-tensor.shape[1] // CHUNK)
+        index = np.arange(chunks) * CHUNK // tensor.group_size
+        layout.group_fields = [np.ascontiguousarray(field[:, index]) for field in layout.group_fields]
+    return layout
+
+
+def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
+    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without.
+    plain = planes["scale"].dtype != np.float16 or bool(np.isfinite(planes["scale"]).all())
+    if "sub_scale" in planes and plain:
+        layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
+        bias = getattr(format, "sub_bias", 0)
+        if layout.scales == "sub":  # signed; the kernels' bytes are not, and have 128 more
+            bias -= 128
+        sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.uint8)
+        layout.chunk_fields = [planes["scale"]] + ([planes["minimum"]] if "minimum" in planes else [])
+        layout.group_fields = [sub_scale] + ([planes["sub_minimum"]] if "sub_minimum" in planes else [])
+        if getattr(format, "sub_limit", 0) == 15:  # both fit one byte, as in the file
+            layout.scales = "sub_nibbles"
+            layout.group_fields = [planes["sub_scale"] | planes["sub_minimum"] << 4]
+        return
+    scale = planes["scale"]
+    # The kernels' bytes are signed: of codes that mean q they hold q - 128.
+    shift = 128 - format.element.bias if format.element.bits == 8 and isinstance(format.element, Integer) else 0
+    if shift and scale.dtype == np.float16 and planes.get("zero", scale).dtype == np.uint8:
+        layout.scales = "f16_zero16"
+        layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
+        return
+    if scale.dtype.itemsize > 1 and (scale.dtype != np.float16 or shift or not plain):
+        with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+            group = format.group_values(planes)
+            layout.scales, layout.group_fields = "f32", [group.scale * np.float32(layout.factor)]
+            layout.factor = 1.0
+            if group.zero is not None or group.minimum is not None:
+                layout.scales = "f32_minimum"
+                layout.group_fields.append(_float_minimum(group, np.float32(shift)))
+        return
+    if scale.dtype == np.float16:
+        layout.group_fields = [scale]
+        if "zero" in planes:
+            layout.scales = "f16_zero8" if planes["zero"].dtype == np.uint8 else "f16_zero16"
+            layout.group_fields.append(planes["zero"])
+        elif "minimum" in planes:
+            layout.scales = "f16_minimum"
+            layout.group_fields.append(planes["minimum"])
+        return
+    # One byte: shifted into place by the kernel, except for the few bytes that mean something else there.
+    if format.scale.startswith("e8m0"):
+        layout.scales, odd = "e8m0", (scale == 0) | (scale > 224)  # no scale times the offset may overflow
+        factor = 0.5
+    else:
+        layout.scales, odd = "e4m3", scale >= 0x7F
+        factor = 128.0 * float(planes["global_scale"])
+    if odd.any():
+        layout.scales = "f32"
+        layout.group_fields = [format.group_values(planes).scale * np.float32(layout.factor)]
+        layout.factor = 1.0
+    else:
+        layout.group_fields, layout.factor = [scale], factor
+
+
+def _float_minimum(group: GroupValues, shift: np.float32) -> NDArray[np.float32]:
+    """(code + shift - zero) * scale + minimum is code * scale plus this."""
+    offset = shift if group.zero is None else shift - group.zero
+    return group.scale * offset + (0 if group.minimum is None else group.minimum)
+
+
+OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in layout/problem.h
+>>>>>>> threads
 
 
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
@@ -99,7 +201,7 @@ class CpuBackend(Backend):
             blocks.append((packed[place].description, source.data, source.about, packed[place].data))
             places.append(place)
         for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
-            if not finite:  # such scales need float32: see layout.py
+            if not finite:  # such scales need float32: see axes.py
                 packed[place] = self._pack_with_fields(all_tensors[place])
         return [packed[place] for place in range(len(all_tensors))]
 

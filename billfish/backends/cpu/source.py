@@ -16,7 +16,7 @@ from billfish.format import Format
 from billfish.formats.meaning import E4M3, E8M0, meaning
 from billfish.tensor import QuantizedTensor
 
-# The order of the enums in problem.h.
+# The order of the enums in layout/problem.h.
 SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
 # A byte for each code, in rows: what a format's planes are.
@@ -25,7 +25,7 @@ CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
 
 @dataclass
 class Source:
-    """Storage in the terms of problem.h. Scales are inside the blocks, or in fields of their own."""
+    """Storage in the terms of layout/problem.h. Scales are inside the blocks, or in fields of their own."""
 
     data: NDArray[np.uint8]
     words: bool
