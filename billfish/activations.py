@@ -20,9 +20,9 @@ LARGEST = {"q8": 127, "q16": 32639}
 
 
 class IntegerActivations(NamedTuple):
-    """codes int32 [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
+    """codes [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
 
-    codes: NDArray[np.int32]
+    codes: NDArray[np.signedinteger[Any]]
     scale: NDArray[np.float32]
 
     def values(self, k: int) -> NDArray[np.float64]:

@@ -134,7 +134,7 @@ class Format(ABC):
         n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
         if n == 0:
             raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))
-        if along_k % first.items:
+        if first.items > 1 and (along_k % first.items or along_k == 0):
             takes = f"rows of a positive multiple of {first.items} bytes for {self.name}"
             raise ShapeError(complaint(call, first.name, f"rows of {along_k} bytes", takes))
         return n, along_k // first.items * first.run

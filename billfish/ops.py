@@ -306,6 +306,9 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
     k = weight.shape[1]
     if k % 32:
         raise ShapeError(complaint(call, "w_q4", f"K={k}", "a multiple of 32, as x_q8 has"))
+    if weight.permutation is not None:
+        takes = "columns in order: x_q8 has a scale for each 32 of them"
+        raise FormatError(complaint(call, "w_q4", "columns in another order (act-order)", takes))
     if isinstance(x_q8, QuantizedTensor):
         x, like = x_q8, None
     else:
@@ -316,6 +319,8 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
         if row_bytes not in by_row_bytes:
             takes = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K={k}"
             raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
+        if like.shape[0] == 0:
+            return like.like(np.empty((0, weight.shape[0]), np.float32))
         x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
     if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
         raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
@@ -325,7 +330,7 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
     chosen = choose(call, problem, backend)
     weights = weight.made((chosen.name, "cpu"), lambda: chosen.pack(weight))
     planes = x.planes
-    rows = IntegerActivations(planes["codes"].view(np.int8).astype(np.int32), planes["scale"].astype(np.float32))
+    rows = IntegerActivations(planes["codes"].view(np.int8), planes["scale"].astype(np.float32))
     (y,) = chosen.linears([Product(rows, weights, weight.shape[0])], "given")
     return y if like is None else like.like(y)
 

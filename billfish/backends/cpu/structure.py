@@ -1,8 +1,8 @@
 """Which storage the kernels read as it is, told by how a format is made and never by its name.
 
-A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h, its scales in one of those of
-layout/file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after. Anybody's
-subclass qualifies as long as it changes none of these. Every other format goes by way of its planes (axes.py).
+A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h, its scales in one of
+layout/file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after.
+Anybody's subclass qualifies as long as it changes none of these. Every other format goes by way of its planes (axes.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs
 from billfish.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.formats.words import WordFormat
 
-# (run of bytes, bits) of each plane of codes -> block, group and minimums (None: either way), as in layout/file_codes.h.
+# (run of bytes, bits) of each plane of codes -> block, group, minimums (None: either way), as in layout/file_codes.h.
 CODE_LAYOUTS: dict[tuple[tuple[int, int], ...], tuple[int, int, bool | None]] = {
     ((1, 4),): (32, 32, None),
     ((1, 8),): (32, 32, None),
