@@ -251,7 +251,8 @@ CASES = [
     (
         lambda: bf.dequantize(Q, out=torch.empty(4, 64, device="meta")),
         bf.DTypeError,
-        "[dequantize] out: got a torch array on meta; takes a NumPy array, a torch.Tensor in CPU memory, or an array on an NVIDIA GPU",
+        "[dequantize] out: got a torch array on meta; takes a NumPy array, a torch.Tensor in CPU memory, "
+        "or an array on an NVIDIA GPU",
     ),
     # quantized_linear
     (

@@ -2,7 +2,8 @@
 
 A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h, its scales in one of
 layout/file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after.
-Anybody's subclass qualifies as long as it changes none of these. Every other format goes by way of its planes (axes.py).
+A subclass qualifies, whoever wrote it, as long as it changes none of these. Other formats go by way of their planes
+(axes.py).
 """
 
 from __future__ import annotations
