@@ -28,6 +28,7 @@ from billfish.checkpoints.writers.native import NativeTarget
 from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.version import __version__
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
@@ -100,12 +101,10 @@ def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Set
 
 def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
     """What the output depends on, beside what is in its headers."""
-    import billfish
-
     sources = [(file.path.name, file.size, file.path.stat().st_mtime_ns) for file in checkpoint.files]
     quantization = settings.quantization
     return {
-        "billfish": billfish.__version__,
+        "billfish": __version__,
         "sources": sources,
         "method": quantization.method if quantization else "",
         "requantize": settings.requantize,
