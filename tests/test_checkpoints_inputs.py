@@ -1,20 +1,76 @@
-"""The input of `convert` and `quantize`: what happens if it changes."""
+"""The input of `convert` and `quantize`: what of it is copied, and what happens if it changes."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import checkpoint_samples as samples
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import assert_same_bits
 
 import billfish as bf
+from billfish.checkpoints import writers
 from billfish.checkpoints.commands import convert
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.writers import engine
 from billfish.checkpoints.writers.source import identity
+
+# ---- what belongs to a model --------------------------------------------------------------------------------------
+
+COMPANIONS = {"tokenizer.json", "tokenizer.model", "LICENSE"}
+
+
+def write_model(folder: Path) -> None:
+    samples.write_config(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    (folder / "LICENSE").write_text("as you like")
+    save_file({"norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path, capsys):
+    """A model that was downloaded must not put a file of the user's into an output that is published."""
+    write_model(tmp_path / "in")
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "in" / "README.md").symlink_to(tmp_path / "key")
+    (tmp_path / "in" / "NOTICE").symlink_to("../key")
+    (tmp_path / "in" / "chat.jinja").symlink_to("LICENSE")
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "chat.jinja", *COMPANIONS}
+    note = "NOTICE, README.md: left out: a link that leads out of the model's folder\n"
+    assert note in capsys.readouterr().err
+
+
+def test_large_companions_are_left_out_by_name(tmp_path, capsys, monkeypatch):
+    write_model(tmp_path / "in")
+    monkeypatch.setattr(writers, "MAX_COMPANION_BYTES", 255)
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    assert "tokenizer.model: left out: larger than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, capsys, cached):
+    """All its files are links to ../../blobs, which count as the model's own; in other folders they do not."""
+    model = tmp_path / ("models--org--name" if cached else "name")
+    snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+    write_model(snapshot)
+    blobs.mkdir()
+    (tmp_path / "key").write_text("secret")
+    (snapshot / "README.md").symlink_to("../../../key")
+    for path in snapshot.iterdir():
+        if not path.is_symlink():
+            path.rename(blobs / path.name)
+            path.symlink_to(f"../../blobs/{path.name}")
+    convert(str(snapshot), str(tmp_path / "out"), "billfish", False)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", *(COMPANIONS if cached else ())}
+    assert "README.md" in capsys.readouterr().err
+
 
 # ---- the input changes --------------------------------------------------------------------------------------------
 

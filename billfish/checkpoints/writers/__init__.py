@@ -89,7 +89,7 @@ def _output(
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
         fields = _gguf_metadata(checkpoint)
-        lost = [name for name in _companions(checkpoint) if name in ("tokenizer.json", "tokenizer.model")]
+        lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
         if lost and "tokenizer.ggml.model" not in fields:
             takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
             notes.append(Problem(lost[0], f"left out: {takes}"))
@@ -109,7 +109,7 @@ def _output(
         config["quantization_config"] = native.quantization_config(items)
         metadata["billfish"] = json.dumps(config["quantization_config"])
     files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint), **index}
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index}
     small["config.json"] = json_bytes(config)
     return Output(files, small, True, inputs, unchanged)
 
@@ -125,18 +125,38 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]
         return {}
 
 
-def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+def _companions(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if not (folder / "config.json").is_file():  # a file in some folder, not a model's
         return {}
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(found)
-        if path.name not in REPLACED
-        and not path.name.endswith(".safetensors.index.json")
-        and path.stat().st_size <= MAX_COMPANION_BYTES
-    }
+    copied = {}
+    for path in sorted(found):
+        if path.name in REPLACED or path.name.endswith(".safetensors.index.json"):
+            continue
+        if not _belongs_to(path, folder):
+            notes.append(Problem(path.name, "left out: a link that leads out of the model's folder"))
+        elif path.stat().st_size > MAX_COMPANION_BYTES:
+            notes.append(Problem(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
+        else:
+            copied[path.name] = path.read_bytes()
+    return copied
+
+
+def _belongs_to(path: Path, folder: Path) -> bool:
+    """Whether a file is the model's own. A downloaded folder may have a README that is a link to somebody's keys, and
+    outputs are published.
+
+    Hugging Face's cache is an exception: `models--NAME/snapshots/REVISION` has nothing but links to
+    `models--NAME/blobs`. That folder belongs to the same model, and only the cache writes to it.
+    """
+    target, home = path.resolve(), folder.resolve()
+    if target.is_relative_to(home):
+        return True
+    for above in home.parents:
+        if above.name == "snapshots" and above.parent.name.startswith("models--"):
+            return target.parent == above.parent / "blobs"
+    return False
 
 
 def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
