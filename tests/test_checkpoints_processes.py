@@ -29,7 +29,7 @@ WORKER = Path(__file__).parent / "writer_worker.py"
 
 
 def worker(*arguments: object) -> list[tuple[list[int], dict[str, str]]]:
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "BILLFISH_NUM_THREADS": "1"}
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WORKER), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert "Traceback" not in done.stderr
