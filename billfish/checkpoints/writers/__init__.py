@@ -29,7 +29,7 @@ from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
 from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
-from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
+from billfish.checkpoints.writers.plan import Remark, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
@@ -50,7 +50,7 @@ class Report:
     """What was written."""
 
     items: list[Item]
-    notes: list[Problem]
+    notes: list[Remark]
     nbytes: int
 
 
@@ -76,7 +76,7 @@ def export(
 
 
 def _output(
-    checkpoint: Checkpoint, sources: Identity, path: Path, items: list[Item], settings: Settings, notes: list[Problem]
+    checkpoint: Checkpoint, sources: Identity, path: Path, items: list[Item], settings: Settings, notes: list[Remark]
 ) -> Output:
     """What is to be written; `notes` gets what is left out."""
     target = settings.target
@@ -92,7 +92,7 @@ def _output(
         lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
         if lost and "tokenizer.ggml.model" not in fields:
             takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
-            notes.append(Problem(lost[0], f"left out: {takes}"))
+            notes.append(Remark(lost[0], f"left out: {takes}"))
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, inputs, unchanged)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
@@ -114,18 +114,18 @@ def _output(
     return Output(files, small, True, inputs, unchanged)
 
 
-def _tokenizer(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]:
+def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
     """The tokenizer that a GGUF file holds, in files of its own."""
     if not is_gguf(checkpoint) or "tokenizer.ggml.model" not in checkpoint.metadata:
         return {}
     try:
         return tokenizer_files(checkpoint.metadata)
     except (ModelError, BackendUnavailable) as error:
-        notes.append(Problem("tokenizer", f"left out: {error}"))
+        notes.append(Remark("tokenizer", f"left out: {error}"))
         return {}
 
 
-def _companions(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]:
+def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if not (folder / "config.json").is_file():  # a file in some folder, not a model's
         return {}
@@ -135,9 +135,9 @@ def _companions(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes
         if path.name in REPLACED or path.name.endswith(".safetensors.index.json"):
             continue
         if not _belongs_to(path, folder):
-            notes.append(Problem(path.name, "left out: a link that leads out of the model's folder"))
+            notes.append(Remark(path.name, "left out: a link that leads out of the model's folder"))
         elif path.stat().st_size > MAX_COMPANION_BYTES:
-            notes.append(Problem(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
+            notes.append(Remark(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
         else:
             copied[path.name] = path.read_bytes()
     return copied
