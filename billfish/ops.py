@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,41 +85,45 @@ def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = N
         raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
     if out is None:
         out = np.empty(q.shape, float_dtype(call, dtype))
-    with _writing(call, out, q.shape) as target:
-        numbers = FLOATS[target.dtype_name]
-        problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
-        chosen = choose(call, problem, backend)
-        if q.permutation is None:
-            chosen.dequantize(q, target)
-        else:
-            stored = target.with_source(target.adapter.empty_like(target.source))
-            chosen.dequantize(q, stored)
-            target.source[:, _order(q, target)] = stored.source
-    return out
+    target = _writable(float_input(call, "out", out), q.shape)
+    numbers = FLOATS[target.dtype_name]
+    problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
+    chosen = choose(call, problem, backend)
+    if q.permutation is None:
+        chosen.dequantize(q, target)
+    else:
+        stored = target.with_source(target.adapter.empty_like(target.source))
+        chosen.dequantize(q, stored)
+        target.source[:, _order(q, target)] = stored.source
+    return _written(target, out)
 
 
-@contextmanager
-def _writing(call: str, out: Any, shape: tuple[int, ...]) -> Iterator[Input]:
-    """`out` as an array to write to. Afterwards torch knows that it was written to."""
-    taken = float_input(call, "out", out)
+def _writable(taken: Input, shape: tuple[int, ...]) -> Input:
+    """`out` as an array that a backend can write to; :func:`_written` comes after it."""
+    call, out = taken.call, taken.source
     if taken.kind == "mlx" or taken.device not in ("cpu", "cuda"):
         takes = "a NumPy array, a torch.Tensor in CPU memory, or an array on an NVIDIA GPU"
         raise DTypeError(complaint(call, "out", f"a {taken.kind} array on {taken.device}", takes))
     if taken.shape != shape:
         raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
-    negated = taken.kind == "torch" and out.is_neg()  # such a view has the opposite sign of its memory
-    target = taken.with_source(taken.adapter.empty_like(out)) if negated else taken
-    if target.device == "cpu":
-        array = target.numpy()
-        if not array.flags.writeable:
+    if taken.kind == "torch" and out.is_neg():  # a view with the opposite sign of its memory
+        return taken.with_source(taken.adapter.empty_like(out))
+    if taken.device == "cpu":
+        flags, strides = (array := taken.numpy()).flags, array.strides
+        if not flags.writeable:
             raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
-        if array.size and any(s == 0 and size > 1 for s, size in zip(array.strides, array.shape, strict=True)):
+        if not flags.c_contiguous and any(s == 0 and size > 1 for s, size in zip(strides, shape, strict=True)):
             raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
-    yield target
-    if negated:
+    return taken
+
+
+def _written(target: Input, out: Any) -> Any:
+    """`out` with what was written to `target`; torch learns of it."""
+    if target.source is not out:
         out.copy_(target.source)
-    elif taken.kind == "torch" and not out.is_inference():
+    elif target.kind == "torch" and not out.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(out)
+    return out
 
 
 def _order(q: QuantizedTensor | PackedWeights, beside: Input) -> Any:
@@ -169,9 +172,9 @@ def quantized_linear(
     if taken.dtype_name != product.x.dtype_name or taken.device != "cpu" or product.x.device != "cpu":
         got, takes = f"{taken.dtype_name} on {taken.device}", f"{product.x.dtype_name} in CPU memory, as x"
         raise DTypeError(complaint(call, "out", got, takes))
-    with _writing(call, out, (*product.x.shape[:-1], product.n)) as target:
-        chosen.linears([product._replace(out=target)], activations)
-    return out
+    target = _writable(taken, (*product.x.shape[:-1], product.n))
+    chosen.linears([product._replace(out=target)], activations)
+    return _written(target, out)
 
 
 def quantized_linears(

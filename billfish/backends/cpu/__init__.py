@@ -21,7 +21,7 @@ from billfish.activations import ACTIVATIONS, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_not
+from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.backends.cpu.source import codes_of, source_of
 from billfish.backends.cpu.structure import structure_of
@@ -78,7 +78,7 @@ class CpuBackend(Backend):
             return False, f"it computes in CPU memory, and x is on {problem.device}"
         if problem.operation == "dequantize":
             return structure_of(problem.format) is not None, f"it does not read the storage of {problem.format.name}"
-        reason = why_not(problem.format, problem.group_size, problem.k)
+        reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
@@ -131,17 +131,16 @@ class CpuBackend(Backend):
                 last, lead, k = x, x.shape[:-1], x.shape[-1]
                 rows = np.ascontiguousarray(x.numpy().reshape(math.prod(lead), k), np.float32)
             added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
-            y = _room_in(out, added) if out is not None else None
-            if y is None:
-                y = np.empty((*lead, n), np.float32)
-            ys.append(y)
+            room = None if out is None else _room_in(out, added)
+            y = np.empty((*lead, n), np.float32) if room is None else room
+            ys.append((y, room is not None))
             if rows.size:
                 todo.append((weights.level, weights.description, weights.data, rows, planes, added, y))
         if len(todo) == 1:
             _cpu.multiply(*todo[0])
         elif todo:
             _cpu.multiply_all(todo)
-        return [_finished(product, y) for product, y in zip(products, ys, strict=True)]
+        return [_finished(product, y, there) for product, (y, there) in zip(products, ys, strict=True)]
 
     def _multiply_given(self, product: Product) -> NDArray[np.float32]:
         x, weights = product.x, product.weights
@@ -172,9 +171,9 @@ def _room_in(out: Input, bias: NDArray[np.float32] | None) -> NDArray[np.float32
     return room if direct and (bias is None or not np.may_share_memory(bias, room)) else None
 
 
-def _finished(product: Product, y: NDArray[np.float32]) -> Any:
-    x, out = product.x, product.out
-    assert isinstance(x, Input)
-    if out is not None and np.may_share_memory(y, out.numpy()):
-        return out.source
-    return delivered(product, _rounded(y, FLOATS[x.dtype_name]))
+def _finished(product: Product, y: NDArray[np.float32], there: bool) -> Any:
+    """What the caller gets; `there`: y was written to where it is wanted."""
+    if there and product.out is not None:
+        return product.out.source
+    assert isinstance(product.x, Input)
+    return delivered(product, _rounded(y, FLOATS[product.x.dtype_name]))

@@ -38,15 +38,21 @@ class Layout:
     table: tuple[int, ...] = ()
 
 
-def why_not(format: Format, group_size: int, k: int) -> str:
+@cache
+def why_never(format: Format) -> str:
     """Why the kernels cannot multiply with a format, or ""."""
     if not decodes_plainly(format):
         return f"{format.name} has a way of its own to decode"
     if _code_axis(format.element) is None:
         return f"it has no kernels for the {format.element.name} codes of {format.name}"
-    if group_size not in GROUPS and group_size % CHUNK and group_size < k:
-        return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
     return ""
+
+
+def why_not(group_size: int, k: int) -> str:
+    """Why they cannot with groups of this size, or ""."""
+    if group_size in GROUPS or group_size >= k or group_size % CHUNK == 0:
+        return ""
+    return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
 
 
 def layout_of(tensor: QuantizedTensor) -> Layout:
