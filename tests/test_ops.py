@@ -173,7 +173,7 @@ def test_out_that_cannot_be_written_is_an_error():
         (bf.DTypeError, np.empty((3, 24), np.int32), "float32"),
         (bf.DTypeError, frozen, "a writable one"),
         (bf.DTypeError, np.broadcast_to(np.float32(0), (3, 24)), "a writable one"),
-        (bf.DTypeError, mx.zeros((3, 24)), "a NumPy array or a torch.Tensor"),
+        (bf.DTypeError, mx.zeros((3, 24)), "an array of NumPy, torch or CuPy"),
         (bf.DTypeError, [0.0], "a NumPy array"),
     ]:
         with pytest.raises(error, match=re.escape(words)):

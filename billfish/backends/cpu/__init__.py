@@ -75,7 +75,7 @@ class CpuBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and x is on {problem.device}"
+            return False, f"it computes in CPU memory, and the array is on {problem.device}"
         if problem.operation == "dequantize":
             return structure_of(problem.format) is not None, f"it does not read the storage of {problem.format.name}"
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
