@@ -11,10 +11,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ACTIVATIONS = ("exact", "q8", "q16")
+from billfish.errors import FormatError, complaint
+
+# How many int8 planes hold x: the number by which kernels know a kind of activations.
+PLANES = {"exact": 0, "q8": 1, "q16": 2}
+ACTIVATIONS = tuple(PLANES)
 BLOCK = 32
 # The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
 LARGEST = {"q8": 127, "q16": 32639}
+
+
+def check_activations(call: str, activations: str) -> str:
+    """Raises unless `activations` is one of ACTIVATIONS."""
+    if activations not in ACTIVATIONS:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    return activations
 
 
 class IntegerActivations(NamedTuple):

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from billfish.checkpoints.names import LAYER, TOP
-from billfish.llm.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
+from billfish.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"

@@ -11,7 +11,7 @@ from billfish.backends.cpu import _cpu
 from billfish.errors import ModelError, complaint
 from billfish.llm.decoder import Cache, Decoder, Floats
 from billfish.llm.sampling import Sampling
-from billfish.llm.tokenizer import Tokenizer
+from billfish.tokenizer import Tokenizer
 
 # Rows of x that run together: enough to decode weights once for many, few enough that what lies between two products
 # stays in cache.

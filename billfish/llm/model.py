@@ -20,7 +20,7 @@ from billfish.llm.config import read_config
 from billfish.llm.decoder import Cache, Convert, Decoder, planes_of
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
 from billfish.llm.sampling import Sampling
-from billfish.llm.tokenizer import Tokenizer
+from billfish.tokenizer import Tokenizer
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]

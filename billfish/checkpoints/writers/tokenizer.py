@@ -10,7 +10,7 @@ from billfish.checkpoints.writers.base import json_bytes
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """tokenizer.json and tokenizer_config.json; raises ModelError for a kind of tokenizer that we do not know."""
-    from billfish.llm.tokenizer import Tokenizer  # here, because weights alone are converted without its packages
+    from billfish.tokenizer import Tokenizer  # here, because weights alone are converted without its packages
 
     tokenizer = Tokenizer(metadata)
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # GGUF's names and transformers'
