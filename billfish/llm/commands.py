@@ -13,8 +13,8 @@ from typing import TextIO
 
 from billfish.backends.cpu import _cpu
 from billfish.errors import DataError, ModelError, ShapeError, complaint
+from billfish.llm.cache import Cache
 from billfish.llm.chat import Message
-from billfish.llm.decoder import Cache
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
