@@ -12,6 +12,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.source import storage_of
 from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.gguf import QUANTIZED
 from billfish.checkpoints.names import ROTARY_FACTORS, take_rows
 from billfish.errors import ModelError, complaint
 from billfish.format import Array
@@ -110,11 +111,16 @@ class Decoder:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._tensors:
             raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
-        tensor = self._tensors[name].read(None, None)
+        entry = self._tensors[name]
+        about = entry.description
+        if about.unsupported:
+            takes = f"a type that can be run: {', '.join(QUANTIZED)}"
+            raise ModelError(complaint(CALL, name, f"ggml's type {about.dtype}", takes))
+        _check_shape(name, about.shape, shape)
+        tensor = entry.read(None, None)
         if self._convert is not None:
             tensor = self._convert(name, tensor)
-        if tensor.shape != shape:
-            raise ModelError(complaint(CALL, name, f"shape {tensor.shape}", f"{shape}, as the metadata says"))
+        _check_shape(name, tensor.shape, shape)
         return tensor
 
     def _vector(self, name: str, size: int) -> Floats:
@@ -201,3 +207,8 @@ class Decoder:
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ModelError(complaint(CALL, name, f"shape {shape}", f"{expected}, as the metadata says"))

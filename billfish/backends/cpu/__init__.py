@@ -30,6 +30,7 @@ from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256
+MAX_THREADS = 1024
 
 
 def choose_level() -> str:
@@ -46,9 +47,14 @@ def choose_level() -> str:
 
 def set_threads(count: int) -> None:
     """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
-        raise FormatError(complaint("set_threads", "count", repr(count), "a number from 0 to 1024"))
-    _cpu.set_threads(count)
+    _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
+
+
+def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
+    """Raises unless so many threads can be asked for."""
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_THREADS:
+        raise FormatError(complaint(call, argument, repr(count), f"a number from {least} to {MAX_THREADS}"))
+    return count
 
 
 @dataclass
