@@ -161,3 +161,5 @@ def test_templates_are_kept_in_a_sandbox():
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([{"role": "user"}])
     with pytest.raises(bf.ModelError, match="chat_template"):
         ChatTemplate("{% for %}")
+    with pytest.raises(bf.ModelError, match="chat_template: got Can't compile non template nodes; takes a jinja2"):
+        ChatTemplate(5)
