@@ -171,12 +171,15 @@ def test_wrong_arguments_get_one_line_and_leave_nothing(model, monkeypatch, caps
     assert os.listdir() == ["IN"]
 
 
-@pytest.mark.parametrize(("package", "suffix"), [("gguf", ".gguf"), ("safetensors", ".safetensors")])
-def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch, capsys, package, suffix):
-    path = tmp_path / f"m{suffix}"
-    samples.gguf_file(path, ("Q4_0",)) if suffix == ".gguf" else save_file({"a": np.ones(2)}, path)
+@pytest.mark.parametrize("package", ["gguf", "safetensors"])
+def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, monkeypatch, capsys, package):
+    """The one writes GGUF, the other reads safetensors; GGUF is read without any."""
+    samples.gguf_file(tmp_path / "m.gguf", ("Q4_0",))
+    save_file({"a": np.ones(2)}, tmp_path / "m.safetensors")
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
-    assert main(["inspect", str(path)]) == 2
+    assert main(["inspect", str(tmp_path / "m.gguf")]) == 0
+    writing = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out.gguf"), "--to", "gguf"]
+    assert main(writing if package == "gguf" else ["inspect", str(tmp_path / "m.safetensors")]) == 2
     error = capsys.readouterr().err
     assert f"the package {package}: got none" in error
     assert "pip install 'billfish[checkpoints]'" in error

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import ACTIVATIONS, IntegerActivations
+from billfish.activations import PLANES, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
@@ -28,6 +28,8 @@ from billfish.backends.cpu.structure import structure_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
+
+MAX_THREADS = 1024
 
 
 def choose_level() -> str:
@@ -44,9 +46,14 @@ def choose_level() -> str:
 
 def set_threads(count: int) -> None:
     """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
-        raise FormatError(complaint("set_threads", "count", repr(count), "a number from 0 to 1024"))
-    _cpu.set_threads(count)
+    _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
+
+
+def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
+    """Raises unless so many threads can be asked for."""
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_THREADS:
+        raise FormatError(complaint(call, argument, repr(count), f"a number from {least} to {MAX_THREADS}"))
+    return count
 
 
 OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in layout/problem.h
@@ -122,7 +129,7 @@ class CpuBackend(Backend):
         """All in one call of the native core, which makes those together that have one x."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
-        planes, last = ACTIVATIONS.index(activations), None
+        planes, last = PLANES[activations], None
         todo, ys = [], []
         for product in products:
             x, weights, n, bias, out = product
