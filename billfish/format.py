@@ -51,6 +51,7 @@ class Format(ABC):
     block_size: int  # K must be a multiple of this: the least run of K that the storage can hold
     layout: str  # the storage in one line, for people
     options: dict[str, tuple[str, ...]] = {}  # what else quantize() may be told; the first of each is the default
+    gguf: str  # ggml's name of the type, of a format that GGUF files hold; subclasses do not inherit it
 
     # ---- the format's own -------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 import billfish as bf
-from billfish.checkpoints.gguf import QUANTIZED
+from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import LAYER, TOP
 from billfish.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
 
@@ -102,7 +102,7 @@ def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
             return
         type_ = gguf.GGMLQuantizationType[kind]
         if kind.endswith("_K") or kind in ("IQ4_NL", "NVFP4"):  # the library does not quantize to these, or not so well
-            tensor = bf.quantize(values.astype(np.float32), QUANTIZED[kind])
+            tensor = bf.quantize(values.astype(np.float32), ggml_names()[kind])
             data = tensor.storage["blocks"]
             if kind == "NVFP4":
                 writer.add_tensor(name.replace(".weight", ".scale"), tensor.storage["global_scale"].reshape(1))

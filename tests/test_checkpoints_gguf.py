@@ -16,7 +16,7 @@ from support import gaussian
 import billfish as bf
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.ggml_types import GGML_TYPES
-from billfish.checkpoints.gguf import PLAIN, QUANTIZED, Metadata
+from billfish.checkpoints.gguf import PLAIN, Metadata, ggml_names
 from billfish.checkpoints.gguf_header import read_header
 from billfish.cli import main
 from billfish.formats.ggml import BlockFormat
@@ -120,8 +120,8 @@ def test_sizes_of_types_are_those_of_the_library_and_of_our_formats():
     shared = theirs.keys() & GGML_TYPES.keys()
     assert len(shared) >= 32
     assert {number: theirs[number] for number in shared} == {number: tuple(GGML_TYPES[number]) for number in shared}
-    assert {NUMBERS[name] for name in (*QUANTIZED, *PLAIN)} <= GGML_TYPES.keys()
-    for ggml_name, name in {**QUANTIZED, "Q8_1": "q8_1"}.items():
+    assert {NUMBERS[name] for name in (*ggml_names(), *PLAIN)} <= GGML_TYPES.keys()
+    for ggml_name, name in {**ggml_names(), "Q8_1": "q8_1"}.items():
         format = bf.get_format(name)
         assert isinstance(format, BlockFormat)
         assert GGML_TYPES[NUMBERS[ggml_name]][1:] == (format.block_size, format.struct.itemsize)
@@ -252,7 +252,7 @@ def test_gguf_is_read_without_the_library(tmp_path, monkeypatch):
 
 # ---- types that we do not read --------------------------------------------------------------------------------------
 
-UNREAD = [type_.name for type_ in GGML_TYPES.values() if type_.name not in (*QUANTIZED, *PLAIN)]
+UNREAD = [type_.name for type_ in GGML_TYPES.values() if type_.name not in (*ggml_names(), *PLAIN)]
 
 
 def write_unread(path: Path, kinds: list[str], seed: int = 0) -> None:
@@ -336,7 +336,7 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     path.write_bytes(data[:at] + struct.pack("<I", NUMBERS["IQ2_XXS"]) + data[at + 4 :])
     assert main(["run", str(path), "-p", "a"]) == 2
     takes = (
-        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, MXFP4, NVFP4"
+        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K"
     )
     expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's type IQ2_XXS; {takes}\n"
     assert capsys.readouterr().err == expected

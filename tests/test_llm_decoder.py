@@ -14,7 +14,7 @@ import billfish as bf
 from billfish.activations import quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
-from billfish.checkpoints.gguf import QUANTIZED
+from billfish.checkpoints.gguf import ggml_names
 from billfish.llm import Cache, load
 from billfish.llm.generation import CHUNK
 
@@ -146,7 +146,7 @@ def test_huge_scores_do_not_overflow(path_of):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])  # gemma's rows are scaled
-@pytest.mark.parametrize("kind", [*QUANTIZED, "F32", "F16", "BF16"])
+@pytest.mark.parametrize("kind", [*ggml_names(), "F32", "F16", "BF16"])
 def test_rows_of_an_embedding_of_any_type(path_of, kind, architecture):
     path = path_of(Small(architecture, layers=1, hidden=256, embedding=kind))
     model, stored = load(path), bf.load(path)["token_embd.weight"]
@@ -169,7 +169,7 @@ def test_rows_of_an_embedding_that_was_converted(path_of, format):
     assert_same_bits(model.decoder.embed(TOKENS), bf.dequantize(converted["token_embd.weight"])[TOKENS])
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", ggml_names())
 def test_an_embedding_of_any_quantized_type_is_a_head_too(path_of, kind):
     path = path_of(Small("llama", layers=1, hidden=256, embedding=kind, tied=True))
     model = load(path)

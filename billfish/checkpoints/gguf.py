@@ -13,27 +13,16 @@ import numpy as np
 from billfish.checkpoints.container import TYPES, MappedFile, Stored, damaged
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
 from billfish.checkpoints.gguf_header import Field, Info, Items, read_header
-from billfish.format import Format, get_format
+from billfish.format import FORMATS, Format, get_format
 from billfish.storage import Storage
 
-# ggml's names of types, and ours. Its Q8_1 is for activations, and no file holds it.
-QUANTIZED = {
-    "Q4_0": "q4_0",
-    "Q4_1": "q4_1",
-    "Q5_0": "q5_0",
-    "Q5_1": "q5_1",
-    "Q8_0": "q8_0",
-    "Q2_K": "q2_k",
-    "Q3_K": "q3_k",
-    "Q4_K": "q4_k",
-    "Q5_K": "q5_k",
-    "Q6_K": "q6_k",
-    "IQ4_NL": "iq4_nl",
-    "MXFP4": "mxfp4_gguf",
-    "NVFP4": "nvfp4_gguf",
-}
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def ggml_names() -> dict[str, str]:
+    """ggml's names of the types that files hold, and ours: what each format's own class says."""
+    return {vars(type(f))["gguf"]: f.name for f in FORMATS.values() if "gguf" in vars(type(f))}
 
 
 class Metadata(Mapping[str, Any]):
@@ -129,8 +118,9 @@ def _parts(path: Path) -> list[Path]:
 def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     taken = set()
+    known = ggml_names()
     for name, (info, held) in infos.items():
-        format = QUANTIZED.get(info.kind)
+        format = known.get(info.kind)
         if info.kind in PLAIN:
             entries[name] = Plain(held, "gguf")
         elif format is None:

@@ -180,6 +180,7 @@ class MinimumBlock(BlockFormat):
 @register
 class Q4_0(ScaledBlock):
     name = "q4_0"
+    gguf = "Q4_0"
     element = U4B8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 
@@ -187,6 +188,7 @@ class Q4_0(ScaledBlock):
 @register
 class Q4_1(MinimumBlock):
     name = "q4_1"
+    gguf = "Q4_1"
     element = U4
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
 
@@ -194,6 +196,7 @@ class Q4_1(MinimumBlock):
 @register
 class Q5_0(ScaledBlock):
     name = "q5_0"
+    gguf = "Q5_0"
     element = U5B16
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
     code_planes = (("qs", 16, 4), ("qh", 1, 1))
@@ -202,6 +205,7 @@ class Q5_0(ScaledBlock):
 @register
 class Q5_1(MinimumBlock):
     name = "q5_1"
+    gguf = "Q5_1"
     element = U5
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
     code_planes = (("qs", 16, 4), ("qh", 1, 1))
@@ -210,6 +214,7 @@ class Q5_1(MinimumBlock):
 @register
 class Q8_0(ScaledBlock):
     name = "q8_0"
+    gguf = "Q8_0"
     element = S8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
     code_planes = (("qs", 1, 8),)
@@ -255,6 +260,7 @@ class Iq4Nl(ScaledBlock):
     """Non-linear levels, a table of 16."""
 
     name = "iq4_nl"
+    gguf = "IQ4_NL"
     element = IQ4NL
     struct = Q4_0.struct
 
@@ -272,6 +278,7 @@ class Mxfp4Gguf(BlockFormat, Mxfp4):
     """mxfp4 as GGUF stores it and ggml reads it: one zero only, and scale byte 255 is a number."""
 
     name = "mxfp4_gguf"
+    gguf = "MXFP4"
     element = E2M1X2
     scale = "e8m0"
     struct = np.dtype([("e", "u1"), ("qs", "u1", 16)])
@@ -286,6 +293,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     """nvfp4 as GGUF stores it, 64 weights to a block: one zero only, unsigned scales, the global scale apart."""
 
     name = "nvfp4_gguf"
+    gguf = "NVFP4"
     element = E2M1X2
     scale = "ue4m3 * f32"
     group_sizes = (16,)

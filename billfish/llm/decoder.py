@@ -13,7 +13,7 @@ from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.entry import Entry
-from billfish.checkpoints.gguf import QUANTIZED
+from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import ModelError, complaint
 from billfish.llm.cache import Cache, Floats
@@ -116,7 +116,7 @@ class Decoder:
         entry = self._tensors[name]
         about = entry.description
         if about.unsupported:
-            takes = f"a type that can be run: {', '.join(QUANTIZED)}"
+            takes = f"a type that can be run: {', '.join(ggml_names())}"
             raise ModelError(complaint(CALL, name, f"ggml's type {about.dtype}", takes))
         _check_shape(name, about.shape, shape)
         tensor = entry.read(None, None)
