@@ -106,10 +106,6 @@ class Levels(ScaledBlock):
     element = Table("levels", 4, [-120, -90, -60, -40, -25, -12, -5, -1, 0, 2, 7, 15, 30, 50, 80, 110])
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 
-    def round_groups(self, w: Any, **context: Any) -> Planes:
-        scale = self._scale(w)[:, None]
-        return {"codes": self.element.encode(w / scale), "scale": scale.astype(np.float16)}
-
 
 class LevelsTimesPowers(Mxfp4):
     """Such levels times E8M0."""
@@ -216,6 +212,25 @@ def test_the_emulated_metal_kernels_say_no_or_are_right(foreign):
     expected = bf.quantized_linear(x, tensor, backend="reference")
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     assert_same_bits(bf.dequantize(tensor, backend="metal-emulator"), bf.dequantize(tensor, backend="reference"))
+
+
+@pytest.mark.parametrize("base", [ScaledBlock, MinimumBlock])
+def test_rounding_follows_the_element(base):
+    """Every weight gets the nearest of the element's values under its group's scale, whatever these values are."""
+
+    class Own(base):
+        name = "own"
+        element = Table("own", 4, [-90, -60, -40, -25, -12, -5, -1, 0, 2, 7, 15, 30, 50, 80, 100, 120])
+        struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
+
+    format, w = Own(), gaussian((64, 32))
+    planes = format.round_groups(w)
+    group = format.group_values(planes)
+    minimum = 0 if group.minimum is None else group.minimum
+    levels = np.asarray(format.element.values)[None, None] * group.scale[..., None] + np.asarray(minimum)[..., None]
+    nearest = np.abs(w[..., None] - levels).min(axis=-1)
+    got = np.abs(w - format.decode(planes, 32))
+    np.testing.assert_allclose(got, nearest, rtol=0, atol=2e-3 * np.abs(w).max())
 
 
 def test_storage_spec_tells_all_about_storage(foreign):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16
+from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16, Element, Integer
 from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
 from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
@@ -120,6 +120,14 @@ def describe_struct(struct: np.dtype[Any]) -> str:
     return ", ".join(fields)
 
 
+def round_up(x: Floats, element: Element) -> NDArray[np.uint8]:
+    """The codes of the nearest values. Between two integers ties go up, as ggml's do; other elements have a rule."""
+    if not isinstance(element, Integer):
+        return element.encode(x)
+    middle = np.float32(0.5 + element.bias)
+    return np.trunc(x + middle).clip(0, 2**element.bits - 1).astype(np.uint8)
+
+
 class ScaledBlock(BlockFormat):
     """element[code] * d."""
 
@@ -136,11 +144,9 @@ class ScaledBlock(BlockFormat):
         return signed_extreme(w) / np.float32(self.element.low)
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
-        # The codes follow the scale before it is rounded to float16, and ties go up: bit for bit what ggml does.
+        # The codes follow the scale before it is rounded to float16: bit for bit what ggml does.
         scale = self._scale(w)[:, None]
-        middle = np.float32(0.5 - self.element.low)
-        codes = np.trunc(w * reciprocal(scale) + middle).clip(0, 2**self.element.bits - 1).astype(np.uint8)
-        return {"codes": codes, "scale": scale.astype(np.float16)}
+        return {"codes": round_up(w * reciprocal(scale), self.element), "scale": scale.astype(np.float16)}
 
 
 class MinimumBlock(BlockFormat):
@@ -158,9 +164,8 @@ class MinimumBlock(BlockFormat):
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         scale, minimum = (x[:, None] for x in self._range(w))
-        codes = np.trunc((w - minimum) * reciprocal(scale) + np.float32(0.5))
         return {
-            "codes": codes.clip(0, self.element.high).astype(np.uint8),
+            "codes": round_up((w - minimum) * reciprocal(scale), self.element),
             "scale": scale.astype(np.float16),
             "minimum": minimum.astype(np.float16),
         }
@@ -263,10 +268,6 @@ class Iq4Nl(ScaledBlock):
     gguf = "IQ4_NL"
     element = IQ4NL
     struct = Q4_0.struct
-
-    def round_groups(self, w: Floats, **context: Any) -> Planes:
-        scale = self._scale(w)[:, None]
-        return {"codes": self.element.encode(w * reciprocal(scale)), "scale": scale.astype(np.float16)}
 
 
 # The next two take how they are stored from BlockFormat, which comes first, and how they are quantized from OCP's and
