@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_support import decode_bytes, decoded
 from support import assert_same_bits, options_of, random_storage
 
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import layout
+from billfish.backends.cuda import packed as saved
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel
-from billfish.backends.cuda.driver import Device, Launch
-from billfish.backends.cuda.layout import Description, Kind, PackedBricks, brick_shape, describe, pack
-from billfish.backends.cuda.plans import Plan, Product, Shape, launch_large, plan
+from billfish.backends.cuda.describe import Description, describe
+from billfish.backends.cuda.driver import Device, KernelLaunch
+from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.layout import brick_shape, pack
+from billfish.backends.cuda.packed import PackedBricks
+from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
 from billfish.elements import FP4
 from billfish.format import FORMATS
 
@@ -105,18 +111,14 @@ def test_bricks_hold_the_operand_of_the_instruction(element, scale, offset, grou
     packed = pack(Description(kind, codes, scales, offsets, np.ones(n, np.float32)))
     found, rest = read_back(kind, packed, n, k)
     assert (found[:n, :k] == codes).all()
+    parts = layout.split(kind, packed, n, k)
+    assert (layout.unpack_codes(kind, parts[..., : kind.code_bytes], n, k) == codes).all()
     assert found[n:].max() == found[:, k:].max() == 0
     # Of each group, lanes with g want the rows g and g + 8 side by side.
     planes = rest.view(kind.scale_dtype).reshape(*rest.shape[:2], -1, 8, groups, 2)
     for plane, expected in enumerate([scales] if offsets is None else [scales, offsets]):
         rows = planes[:, :, plane].transpose(0, 4, 2, 1, 3).reshape(len(found), -1)
         assert (rows[:n, :columns] == expected).all()
-
-
-def decode_bytes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """The upper bits of a float16 that is 2^7 times the scale: float32."""
-    shift = {"ScaleE5M2": 8, "ScaleE5M3": 7}[kind]
-    return (codes.astype(np.uint16) << shift).view(np.float16).astype(np.float32) * np.float32(2.0**-7)
 
 
 def test_scales_of_two_groups_share_a_word():
@@ -133,33 +135,9 @@ def test_scales_of_two_groups_share_a_word():
 
 @pytest.mark.parametrize(("name", "size", "option", "wild"), storages())
 def test_no_format_loses_a_bit_on_the_way_to_bricks(name, size, option, wild):
-    """What dequantize.cu does, in NumPy, from the description alone."""
     q = make(name, size, option, wild)
-    about = describe(q)
-    kind = about.kind
-    k = q.shape[1]
-    if kind.element == "E2M1":
-        w = FP4.values[about.codes]
-    elif kind.element == "Table4":
-        w = np.asarray(kind.table, np.float32)[about.codes] - 128
-    else:
-        center = {"Int4": 8, "Int8": 128}[kind.element]
-        w = about.codes.astype(np.float32) - center + kind.middle
     with np.errstate(all="ignore"):
-        scale = about.scales.astype(np.float32)
-        if kind.scale in ("ScaleE5M2", "ScaleE5M3"):
-            scale = decode_bytes(about.scales, kind.scale)
-
-        def spread(x: np.ndarray) -> np.ndarray:
-            return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
-
-        row = about.row_scale[:, None]
-        if kind.offset == "ZERO":
-            w = w - spread(about.offsets.astype(np.float32))
-        w = w * spread(scale * row)
-        if kind.offset == "MINIMUM":
-            w = w + spread(about.offsets.astype(np.float32) * row)
-        assert_same_bits(w.astype(np.float32), bf.dequantize(q, backend="reference"))
+        assert_same_bits(decoded(describe(q)), bf.dequantize(q, backend="reference"))
 
 
 @pytest.mark.parametrize("name", ["u4", "iq4_nl", "nvfp4"])
@@ -186,7 +164,7 @@ def test_other_files_are_not_bricks(tmp_path):
 
 def test_bricks_of_another_version_are_refused(tmp_path, monkeypatch):
     packed = PackedBricks.of(make("u4b8", 128, {}, 0))
-    monkeypatch.setattr(layout, "LAYOUT", layout.LAYOUT - 1)
+    monkeypatch.setattr(saved, "LAYOUT", saved.LAYOUT - 1)
     packed.save(tmp_path / "old.npz")
     monkeypatch.undo()
     with pytest.raises(bf.DataError, match="another version: pack the tensor again"):
@@ -201,7 +179,8 @@ def test_scales_stay_as_small_as_the_file_has_them():
     assert kinds["u4b8"].brick_bytes == 1024 + 32
     assert kinds["u4"].scale == kinds["q4_1"].scale == kinds["q8_0"].scale == "ScaleF16"
     assert (kinds["mxfp4"].scale, kinds["nvfp4"].scale) == ("ScaleE5M2", "ScaleE5M3")
-    assert (kinds["mxfp4_gguf"], kinds["nvfp4_gguf"]) == (kinds["mxfp4"], kinds["nvfp4"])
+    for name in ("mxfp4", "nvfp4"):
+        assert kinds[f"{name}_gguf"] == replace(kinds[name], one_zero=True)
     assert kinds["q4_k"].scale == "ScaleF32"
     assert kinds["iq4_nl"].table
 
@@ -299,7 +278,8 @@ def test_scales_that_a_byte_does_not_hold_are_float32():
 
 
 def all_kinds() -> list[Kind]:
-    return sorted({describe(make(*storage)).kind for storage in storages() if not storage[3]}, key=repr)
+    kinds = {describe(make(*storage)).kind for storage in storages() if not storage[3]}
+    return sorted({replace(kind, one_zero=False) for kind in kinds}, key=repr)
 
 
 def resources(source: str, macros: dict[str, str], arch: str) -> int:
@@ -315,11 +295,11 @@ def resources(source: str, macros: dict[str, str], arch: str) -> int:
     return int(found[1])
 
 
-def product(kind: Kind, m: int, n: int = 4096, bfloat16: bool = False) -> Product:
-    return Product(kind, m, n, 4096, bfloat16)
+def product(kind: Kind, m: int, n: int = 4096, bfloat16: bool = False) -> Gemm:
+    return Gemm(kind, m, n, 4096, bfloat16)
 
 
-def chosen(product: Product, device: Device) -> Plan:
+def chosen(product: Gemm, device: Device) -> Plan:
     found = plan(product, device)
     assert found is not None
     return found
@@ -336,7 +316,9 @@ def test_every_kind_of_weights_compiles_for_every_architecture(kind, arch):
     assert resources(launch.source, dict(launch.macros), arch) * launch.threads <= 65536
     if arch == "sm_90a":
         resources("pack.cu", kind.macros(), arch)
-        resources("dequantize.cu", kind.macros() | {"OUTPUT": "Stored<BF16>"}, arch)
+        resources("unpack.cu", kind.macros(), arch)
+        zero = {"ONE_ZERO": "1"} if kind.element == "E2M1" else {}
+        resources("dequantize.cu", kind.macros() | zero | {"OUTPUT": "Stored<BF16>"}, arch)
         for m, n in ((16, 28672), (32, 28672), (64, 4096)):
             launch = chosen(product(kind, m, n, bfloat16), device).launch
             assert launch.source == "gemm_large.cu"
@@ -412,12 +394,12 @@ def test_plans_fit_the_device(kind, device):
     for m in (1, 8, 9, 17, 33, 65, 129, 300, 1000, 5000):
         for n in (1, 100, 4096, 14336, 28672):
             for k in (16, 128, 4096):
-                found = plan(Product(kind, m, n, k), device)
+                found = plan(Gemm(kind, m, n, k), device)
                 if found is None:
                     assert device is ADA
                     assert m > 64
                     continue
-                launch: Launch = found.launch
+                launch: KernelLaunch = found.launch
                 assert launch.shared_bytes <= device.shared_bytes
                 assert launch.threads <= 1024
                 assert launch.grid[0] % launch.cluster == 0
@@ -470,7 +452,7 @@ def test_tiles_are_paired_where_that_keeps_more_multiprocessors_at_work():
     kind, paired = Kind("Int4", "ScaleF16", "NONE", 1), {}
     for k, n in ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)):
         for m in (64, 128, 256, 512):
-            launch = chosen(Product(kind, m, n, k), H200).launch
+            launch = chosen(Gemm(kind, m, n, k), H200).launch
             if dict(launch.macros)["PAIRED"] == "1":
                 paired[m, k, n] = launch.grid[0]
     assert paired == {
@@ -485,7 +467,7 @@ def test_tiles_are_paired_where_that_keeps_more_multiprocessors_at_work():
 def test_batch_invariance_fixes_the_order_of_additions():
     kind = Kind("Int4", "ScaleF16", "NONE", 1)
     teams = {
-        dict(chosen(Product(kind, m, 4096, 4096, batch_invariant=True), H200).launch.macros)["TEAMS"]
+        dict(chosen(Gemm(kind, m, 4096, 4096, batch_invariant=True), H200).launch.macros)["TEAMS"]
         for m in (1, 9, 17, 33, 1000)
     }
     assert len(teams) == 1
@@ -521,11 +503,11 @@ def test_torch_knows_the_shape_without_computing():
     from billfish.backends.cuda import torch_op
 
     with FakeTensorMode():
-        y = torch_op.cuda_linear(torch.empty((2, 3, 128), dtype=torch.bfloat16), None, 0, 77, False, None)
+        x, bricks, row_scale = torch.empty((2, 3, 128), dtype=torch.bfloat16), torch.empty(9), torch.empty(77)
+        kind = Kind("Int4", "ScaleF16", "NONE", 1).spelled()
+        y = torch_op.cuda_linear(x, bricks, row_scale, None, kind, 77, False, None)
     assert y.shape == (2, 3, 77)
     assert y.dtype == torch.bfloat16
-    with pytest.raises(bf.DataError, match="still held"):
-        torch_op.cuda_linear(torch.empty((1, 128)), None, 0, 77, False, None)
 
 
 # ---- the documentation ----------------------------------------------------------------------------------------------
