@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_support import decode_bytes, decoded
+from cuda_fake import decode_bytes, decoded
 from support import assert_same_bits, options_of, random_storage
 
 import billfish as bf

@@ -32,7 +32,9 @@ def decoded(about: Description) -> np.ndarray:
     else:
         assert kind.words == 2 or about.codes.max() < 16
         center = {"Int4": 8, "Int8": 128}[kind.element]
-        w = about.codes.astype(np.float32) - center + kind.middle
+        w = about.codes.astype(np.float32) - center
+    if kind.middle:  # adding 0 would lose the sign of -0
+        w = w + np.float32(kind.middle)
 
     def spread(x: np.ndarray) -> np.ndarray:
         return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
