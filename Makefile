@@ -36,10 +36,12 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
 	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
 
+# The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pytest docs/check
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -526,39 +524,3 @@ def test_torch_knows_the_shape_without_computing():
     assert y.dtype == torch.bfloat16
     with pytest.raises(bf.DataError, match="still held"):
         torch_op.cuda_linear(torch.empty((1, 128)), None, 0, 77, False, None)
-
-
-# ---- the documentation ----------------------------------------------------------------------------------------------
-
-
-def microseconds(seconds: float) -> str:
-    us = 1e6 * seconds
-    return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
-
-
-def test_the_documentation_has_the_measured_figures():
-    root = Path(__file__).parent.parent
-    records = json.loads((root / "benchmarks" / "results" / "cuda_h200.json").read_text())["records"]
-    by_rows: dict[int, list[str]] = {}
-    ahead: dict[str, list[str]] = {}
-    for record in records:
-        if record["format"] == "u4b8:128":
-            ours, peers = record["seconds"], [record["peers"][name] for name in ("cublas:f16", "humming")]
-            by_rows.setdefault(record["m"], []).append(" / ".join(map(microseconds, (ours, *peers))))
-            if record["m"] in (1, 16, 32, 64, 128, 256, 1024):
-                ahead.setdefault(f"{record['k']} x {record['n']}", []).append(f"{min(peers) / ours:.2f}")
-    details, readme = (root / "docs" / "cuda.md").read_text(), (root / "README.md").read_text()
-    assert (len(by_rows), len(ahead)) == (10, 5)
-    for m, cells in by_rows.items():
-        assert f"| {m} | {' | '.join(cells)} |" in details
-    others: dict[str, list[str]] = {}
-    for record in records:
-        if record["format"] != "u4b8:128":
-            relative = record["seconds"] / record["seconds_u4b8"]
-            others.setdefault(record["format"], []).append(f"{microseconds(record['seconds'])} ({relative:.2f})")
-    assert len(others) == 7
-    for format, cells in others.items():
-        assert f"| {format} |" in details
-        assert f" | {' | '.join(cells)} |" in details
-    for shape, cells in ahead.items():
-        assert f"| {shape} | {' | '.join(cells)} |" in readme
