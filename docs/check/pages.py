@@ -1,4 +1,4 @@
-"""The pages, and the records that they are compared with. This folder checks documents, not the program: `make lint`."""
+"""The pages, and the records that they are compared with. `make lint` runs this folder: it checks documents."""
 
 from __future__ import annotations
 
