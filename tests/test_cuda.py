@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_support import all_kinds, make
+from kept import kept
 from support import options_of
 
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import layout
-from billfish.backends.cuda.compile import compile_fresh, compile_kernel
+from billfish.backends.cuda.compile import compile_fresh, compile_kernel, kernel_name
 from billfish.backends.cuda.driver import Device, Launch
 from billfish.backends.cuda.layout import Kind, PackedBricks, describe
 from billfish.backends.cuda.plans import Plan, Product, Shape, launch_large, plan
@@ -76,8 +78,14 @@ def test_scales_stay_as_small_as_the_file_has_them():
 
 def resources(source: str, macros: dict[str, str], arch: str) -> int:
     """Registers of a kernel, which must not spill; nor may its wgmmas wait for each other."""
-    code, log = compile_fresh(source, macros, arch, verbose=True)
-    assert code[:4] == b"\x7fELF"
+
+    def compile_to(path: Path) -> None:
+        code, log = compile_fresh(source, macros, arch, verbose=True)
+        assert code[:4] == b"\x7fELF"
+        path.write_text(log)
+
+    name = kernel_name(source, macros, arch)
+    log = kept(f"{name}.log", name, compile_to).read_text()
     spilled = re.search(r"(\d+) bytes spill stores", log)
     assert spilled is not None, log
     assert int(spilled[1]) == 0, log
@@ -97,22 +105,64 @@ def chosen(product: Product, device: Device) -> Plan:
     return found
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100"])
+def name_of(kind: Kind) -> str:
+    return f"{kind.element}-{kind.scale}-{kind.offset}-{kind.groups}"
+
+
+def case(*values: object, often: bool) -> object:
+    """Values of a test that `make test` runs, or only `make test-cuda-full`."""
+    names = (name_of(value) if isinstance(value, Kind) else str(value) for value in values)
+    return pytest.param(*values, marks=() if often else pytest.mark.cuda_full, id="-".join(names))
+
+
+KINDS = all_kinds()
+# One for each element, scale and offset: the number of groups only changes how often the same is done.
+SAMPLES = list({(kind.element, kind.scale, kind.offset): kind for kind in KINDS}.values())
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100")
+
+
+# sm_89 has the instructions of sm_80 for us, and sm_100 those of sm_90.
 @pytest.mark.parametrize(
-    "kind", all_kinds(), ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.offset}-{kind.groups}"
+    ("kind", "arch"),
+    [case(kind, a, often=kind in SAMPLES or a in ("sm_80", "sm_90a")) for kind in KINDS for a in ARCHITECTURES],
 )
-def test_every_kind_of_weights_compiles_for_every_architecture(kind, arch):
+def test_few_rows_compile_for_every_architecture(kind, arch):
     device = H200 if arch in ("sm_90a", "sm_100") else ADA
-    bfloat16 = kind.groups in (1, 4)
-    launch = chosen(product(kind, 16, bfloat16=bfloat16), device).launch
+    launch = chosen(product(kind, 16, bfloat16=kind.groups in (1, 4)), device).launch
+    assert launch.source == "gemm_small.cu"
     assert resources(launch.source, dict(launch.macros), arch) * launch.threads <= 65536
-    if arch == "sm_90a":
-        resources("pack.cu", kind.macros(), arch)
-        resources("dequantize.cu", kind.macros() | {"OUTPUT": "Stored<BF16>"}, arch)
-        for m, n in ((16, 28672), (32, 28672), (64, 4096)):
-            launch = chosen(product(kind, m, n, bfloat16), device).launch
-            assert launch.source == "gemm_large.cu"
-            resources(launch.source, dict(launch.macros), arch)
+
+
+# test_cuda_decode.py runs them for every kind.
+@pytest.mark.parametrize(
+    ("kind", "arch"),
+    [
+        case(kind, a, often=kind is SAMPLES[0] or (a == "sm_90a" and kind in SAMPLES))
+        for kind in KINDS
+        for a in ARCHITECTURES
+    ],
+)
+def test_packing_and_unpacking_compile_for_every_architecture(kind, arch):
+    resources("pack.cu", kind.macros(), arch)
+    resources("dequantize.cu", kind.macros() | {"OUTPUT": "Stored<BF16>"}, arch)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_reading_compiles_for_every_architecture(arch):
+    resources("read.cu", {}, arch)
+
+
+WIDTHS = ((16, 28672), (32, 28672), (64, 4096))
+
+
+@pytest.mark.parametrize(
+    ("kind", "m", "n"),
+    [case(kind, *w, often=i % 3 == j) for i, kind in enumerate(KINDS) for j, w in enumerate(WIDTHS)],
+)
+def test_more_rows_compile_without_spills(kind, m, n):
+    launch = chosen(product(kind, m, n, bfloat16=kind.groups in (1, 4)), H200).launch
+    assert launch.source == "gemm_large.cu"
+    resources(launch.source, dict(launch.macros), "sm_90a")
 
 
 @pytest.mark.parametrize("n", [4096, 14336])
@@ -122,16 +172,16 @@ def test_what_the_h200_runs_compiles_without_spills(m, n):
     resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("n", [4096, 8192, 14336, 28672])
+WIDE = (
+    Kind("Int4", "ScaleF16", "ZERO", 1, 8),
+    Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
+    Kind("Int8", "ScaleF16", "NONE", 4),
+    Kind("E2M1", "ScaleE5M3", "NONE", 8),
+)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        Kind("Int4", "ScaleF16", "ZERO", 1, 8),
-        Kind("Int4", "ScaleF16", "MINIMUM", 4, 8),
-        Kind("Int8", "ScaleF16", "NONE", 4),
-        Kind("E2M1", "ScaleE5M3", "NONE", 8),
-    ],
-    ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.offset}-{kind.groups}",
+    ("kind", "n"), [case(kind, n, often=n in (4096, 28672)) for kind in WIDE for n in (4096, 8192, 14336, 28672)]
 )
 def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
     for m in (1, 8):
@@ -141,13 +191,17 @@ def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
         assert registers * launch.threads * int(macros["RESIDENT"]) <= 65536
 
 
-@pytest.mark.parametrize("element", ["Int4", "Int8", "E2M1"])
-@pytest.mark.parametrize(("groups", "offset"), [(8, "NONE"), (4, "MINIMUM")])
+LARGEST = (Shape(256, stages=3), Shape(128, tall=2, batch=1), Shape(128, tall=2, paired=True))
+CROWDED = [
+    Kind(element, "ScaleF16", *rest) for element in ("Int4", "Int8", "E2M1") for rest in (("NONE", 8), ("MINIMUM", 4))
+]
+
+
 @pytest.mark.parametrize(
-    "shape", [Shape(256, stages=3), Shape(128, tall=2, batch=1), Shape(128, tall=2, paired=True)], ids=str
+    ("kind", "shape"),
+    [case(kind, shape, often=(i + j) % 2 == 0) for i, kind in enumerate(CROWDED) for j, shape in enumerate(LARGEST)],
 )
-def test_the_largest_tiles_do_not_spill_either(element, groups, offset, shape):
-    kind = Kind(element, "ScaleF16", offset, groups)
+def test_the_largest_tiles_do_not_spill_either(kind, shape):
     launch = launch_large(product(kind, 512), H200, shape).launch
     resources(launch.source, dict(launch.macros), "sm_90a")
 
@@ -179,7 +233,7 @@ def test_several_processes_may_start_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("device", [H200, ADA], ids=lambda d: d.name)
-@pytest.mark.parametrize("kind", all_kinds()[::3], ids=lambda kind: f"{kind.element}-{kind.scale}-{kind.groups}")
+@pytest.mark.parametrize("kind", KINDS[::3], ids=name_of)
 def test_plans_fit_the_device(kind, device):
     for m in (1, 8, 9, 17, 33, 65, 129, 300, 1000, 5000):
         for n in (1, 100, 4096, 14336, 28672):
