@@ -1,4 +1,4 @@
-"""What the tests of the CUDA engine share: its decoding in NumPy, and a driver without a GPU."""
+"""A driver of the CUDA engine that needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,45 +10,8 @@ import numpy as np
 import pytest
 
 from billfish.backends.cuda import driver
-from billfish.backends.cuda.describe import Description
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack_codes, split, unpack_codes
-from billfish.elements import FP4
-
-
-def decode_bytes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """The upper bits of a float16 that is 2^7 times the scale: float32."""
-    shift = {"ScaleE5M2": 8, "ScaleE5M3": 7}[kind]
-    return (codes.astype(np.uint16) << shift).view(np.float16).astype(np.float32) * np.float32(2.0**-7)
-
-
-def decoded(about: Description) -> np.ndarray:
-    """W as dequantize.cu decodes it, from the description alone: float32 [N, K]."""
-    kind, k = about.kind, about.codes.shape[1]
-    if kind.element == "E2M1":
-        w = FP4.values[about.codes] + np.float32(0) if kind.one_zero else FP4.values[about.codes]
-    elif kind.element == "Table4":
-        w = np.asarray(kind.table, np.float32)[about.codes] - 128
-    else:
-        assert kind.words == 2 or about.codes.max() < 16
-        center = {"Int4": 8, "Int8": 128}[kind.element]
-        w = about.codes.astype(np.float32) - center
-    if kind.middle:  # adding 0 would lose the sign of -0
-        w = w + np.float32(kind.middle)
-
-    def spread(x: np.ndarray) -> np.ndarray:
-        return np.repeat(x, 128 // kind.groups, axis=1)[:, :k]
-
-    with np.errstate(all="ignore"):
-        byte = kind.scale in ("ScaleE5M2", "ScaleE5M3")
-        scale = decode_bytes(about.scales, kind.scale) if byte else about.scales.astype(np.float32)
-        row = about.row_scale[:, None]
-        if kind.offset == "ZERO":
-            w = w - spread(about.offsets.astype(np.float32))
-        w = w * spread(scale * row)
-        if kind.offset == "MINIMUM":
-            w = w + spread(about.offsets.astype(np.float32) * row)
-    return w.astype(np.float32)
 
 
 class Names:

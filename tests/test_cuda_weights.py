@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cuda_fake import FakeDriver, decoded
+from cuda_fake import FakeDriver
 from foreign_formats import FOREIGN
-from support import assert_same_bits, gaussian, options_of, random_storage
+from support import options_of, random_storage
 
 import billfish as bf
 from billfish.arrays import bfloat16
@@ -36,17 +36,10 @@ def random_tensor(format: Format, n: int = 37, k: int = 768, size: int | None = 
     return bf.QuantizedTensor.from_storage(format, storage, size)
 
 
-@pytest.mark.parametrize("format", FOREIGN, ids=lambda format: format.name)
-def test_foreign_formats_lose_no_bit(format):
-    wild, made = random_tensor(format()), format()
-    for q in (wild, bf.quantize(gaussian((37, 768)), made, group_size=made.default_group_size)):
-        assert why_not(q.format, q.group_size, 768) == ""
-        with np.errstate(all="ignore"):
-            expected = bf.dequantize(q, backend="reference")
-        assert_same_bits(decoded(describe(q)), expected)
-
-
 def test_foreign_formats_have_the_kinds_that_they_are_made_for():
+    """test_cuda_decode.py decodes them with the kernels."""
+    for format in FOREIGN:
+        assert why_not(format(), format().default_group_size, 768) == ""
     kinds = {format.name: describe(random_tensor(format())).kind for format in FOREIGN}
     assert kinds["another_q4_k"] == describe(random_tensor(FORMATS["q4_k"])).kind
     assert kinds["scaled_u4"].element == kinds["six_bit_blocks"].element == "Int8"
@@ -122,8 +115,7 @@ def test_other_formats_are_refused_with_a_reason(format, reason):
 def test_groups_of_all_k_are_taken_whatever_their_size():
     q = random_tensor(OddGroups(), k=48)
     assert why_not(q.format, 48, 48) == ""
-    with np.errstate(all="ignore"):
-        assert_same_bits(decoded(describe(q)), bf.dequantize(q, backend="reference"))
+    assert describe(q).scales.shape == (37, 1)
 
 
 # ---- memory, by a driver that counts --------------------------------------------------------------------------------
@@ -235,7 +227,8 @@ def assert_comes_back(q: bf.QuantizedTensor) -> None:
         assert found[name].tobytes() == np.ascontiguousarray(array).tobytes(), name
 
 
-def test_the_second_zero_of_ggml_is_kept_and_decoded_as_the_first():
+def test_the_second_zero_of_ggml_is_kept():
+    """test_cuda_decode.py sees that it is decoded as the first."""
     codes = np.tile(np.arange(16, dtype=np.uint8), (16, 4))
     for name, scale in (
         ("mxfp4_gguf", np.full((16, 2), 127, np.uint8)),
@@ -246,7 +239,6 @@ def test_the_second_zero_of_ggml_is_kept_and_decoded_as_the_first():
         about = describe(q)
         assert (about.kind.element, about.kind.one_zero) == ("E2M1", True)
         assert (about.codes == codes).all()
-        assert_same_bits(decoded(about), bf.dequantize(q, backend="reference"))
 
 
 def test_bricks_of_a_file_have_no_storage(fake):
