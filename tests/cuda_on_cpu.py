@@ -111,7 +111,7 @@ extern "C" void unpack_{number}(const uint8_t* bricks, uint8_t* codes, int n, in
 
 
 def compiled(kinds: Sequence[Kind]) -> ctypes.CDLL:
-    """The elements of decode.cuh, and dequantize_i, pack_i, unpack_i for each of `kinds`; Table4 has the table of one."""
+    """decode.cuh's elements, and dequantize_i, pack_i, unpack_i for each of `kinds`; Table4 has the table of one."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")

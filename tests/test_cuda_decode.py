@@ -1,4 +1,4 @@
-"""decode.cuh, dequantize.cu, pack.cu and unpack.cu, compiled for the CPU, have the bits of the oracle (cuda_on_cpu.py)."""
+"""decode.cuh, dequantize.cu, pack.cu, unpack.cu, compiled for the CPU, have the bits of the oracle (cuda_on_cpu.py)."""
 
 from __future__ import annotations
 
