@@ -219,9 +219,9 @@ def test_what_lies_beyond_k_is_not_seen(name, kernel):
 def test_columns_of_the_matvec(name, columns, monkeypatch):
     """Wide columns are for wide weights; here they are forced, on every kind of plane."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Launch:
+    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
         template = {"ROWS": 2, "COLUMNS": columns, "SIMDGROUPS": 2}
-        return choose.Launch("gemv", template, (choose.up(n, 32 * columns) * 64, 1, 1), (64, 1, 1))
+        return choose.Dispatch("gemv", template, (choose.up(n, 32 * columns) * 64, 1, 1), (64, 1, 1))
 
     monkeypatch.setattr(bridge, "launch", forced)
     k, group_size = sizes_of_k(name)[1]
@@ -235,8 +235,8 @@ def test_columns_of_the_matvec(name, columns, monkeypatch):
 def test_stripes(name, slices, threadgroups, monkeypatch):
     """4 tiles in slices: several for one threadgroup, threadgroups without any, and slices with nothing in it."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Launch:
-        return choose.Launch("striped", {"TILE_M": 32, "SLICES": slices}, (threadgroups * 128, 1, 1), (128, 1, 1))
+    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
+        return choose.Dispatch("striped", {"TILE_M": 32, "SLICES": slices}, (threadgroups * 128, 1, 1), (128, 1, 1))
 
     monkeypatch.setattr(bridge, "launch", forced)
     q = quantized(name, 70, 352)  # 11 tiles of K: of 8 slices, two are empty

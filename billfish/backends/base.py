@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from billfish.activations import IntegerActivations
 from billfish.arrays import Input
 from billfish.format import Format
+from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
 
@@ -68,7 +69,29 @@ class Backend(ABC):
 
     @abstractmethod
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
-        """W into `out` [N, K], bit for bit as the reference has it, columns in stored order."""
+        """W into `out` [N, K], bit for bit as the reference has it, columns in stored order.
+
+        A backend that has `to_tensors` reads `tensor.made((self.name, out.place), ...)` alone: a layer that holds its
+        weights in packed form asks with a tensor whose storage is empty.
+        """
+
+    # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
+
+    def to_tensors(self, weights: Any) -> tuple[list[Any], str] | None:
+        """(torch tensors in the place where `weights` are, all the rest of them as a text), sharing memory.
+
+        A torch layer then holds these tensors as its buffers, and its storage is gone. None: `unpack` could not give
+        the storage back, and the layer holds both.
+        """
+        return None
+
+    def from_tensors(self, tensors: Sequence[Any], about: str) -> Any:
+        """The inverse of `to_tensors`, at every call of a compiled graph: cheap, and on the same memory."""
+        raise NotImplementedError(f"{self.name} has no `to_tensors`")
+
+    def unpack(self, weights: Any, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
+        """The storage that `weights` were packed from, bit for bit and in its types: NumPy arrays by name."""
+        raise NotImplementedError(f"{self.name} has no `to_tensors`")
 
 
 class NumpyBackend(Backend):
