@@ -105,7 +105,7 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
     halves = scale.dtype == np.float16 and bool(np.isfinite(scale).all())
     if means in TWO_LEVELS and halves and format.block_size == CHUNK and _small(format, planes):
         _add_two_levels(layout, format, planes)
-    elif means in PLAIN and halves and not shift:
+    elif means in PLAIN and halves and not shift and (layout.factor == 1 or planes.keys() == {"scale"}):
         _add_halves(layout, planes)
     elif means in PLAIN and halves and "zero" in planes and planes["zero"].dtype == np.uint8:
         layout.scales = "f16_zero16"
