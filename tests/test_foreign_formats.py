@@ -167,7 +167,7 @@ def test_rounding_follows_the_element(base):
 
 
 def test_storage_spec_tells_all_about_storage(foreign):
-    n, k = 6, 2 * max(32, foreign.block_size)
+    n, k = 6, 2 * max(foreign.default_group_size, foreign.block_size)
     tensor = tensor_of(foreign, n, k)
     specs = foreign.storage_spec(n, k, tensor.group_size)
     assert list(specs) == list(tensor.storage)

@@ -107,7 +107,7 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         _add_two_levels(layout, format, planes)
     elif means in PLAIN and halves and not shift and (layout.factor == 1 or planes.keys() == {"scale"}):
         _add_halves(layout, planes)
-    elif means in PLAIN and halves and "zero" in planes and planes["zero"].dtype == np.uint8:
+    elif means in PLAIN and halves and shift and "zero" in planes and planes["zero"].dtype == np.uint8:
         layout.scales = "f16_zero16"
         layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
     elif means in E8M0 and not ((scale == 0) | (scale > 224)).any():  # no scale times the offset may overflow
