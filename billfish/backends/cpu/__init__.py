@@ -25,6 +25,7 @@ from billfish.backends.cpu.packed import GROUPS, Axes, PackedWeights
 from billfish.backends.cpu.source import Source, storage_of
 from billfish.elements import E2M1, E2M1X2, Integer, Table
 from billfish.errors import BackendUnavailable, FormatError, complaint
+from billfish.floats import with_known_floats
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
@@ -45,7 +46,9 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
+    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process
+    may use, by its affinity and its CPU quota. These are looked at when billfish is imported, in the child after a
+    fork, and by ``set_threads(0)``."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
         raise FormatError(complaint("set_threads", "count", repr(count), "a number from 0 to 1024"))
     _cpu.set_threads(count)
@@ -65,6 +68,7 @@ class Layout:
     table: tuple[int, ...] = ()
 
 
+@with_known_floats
 def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
     format, element = tensor.format, tensor.format.element

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.elements import Signed
+from billfish.floats import with_known_floats
 from billfish.format import Format
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.words import WordFormat
@@ -30,8 +31,8 @@ SUB_SCALES = {
 
 @dataclass
 class Source:
-    """Storage in the terms of layout/problem.h: one array of bytes and where its codes and scales are, or the fields that
-    hold scales."""
+    """Storage in the terms of layout/problem.h: one array of bytes and where its codes and scales are, or the fields
+    that hold scales."""
 
     data: NDArray[np.uint8]
     words: bool
@@ -43,6 +44,7 @@ class Source:
     scaled_tables: NDArray[np.uint8] | None = None
 
 
+@with_known_floats
 def storage_of(tensor: QuantizedTensor) -> Source:
     """Where the kernel finds codes and scales."""
     format, storage, (n, k) = tensor.format, tensor.storage, tensor.shape
