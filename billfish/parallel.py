@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,10 +13,10 @@ SLICE_ELEMENTS = 1 << 16
 
 
 def available_cores() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """What the CPU engine takes by default: OMP_NUM_THREADS, or the cores that this process may use."""
+    from billfish.backends.cpu import _cpu  # here, because backends need formats, which need this
+
+    return _cpu.default_threads()
 
 
 def map_rows(function: Callable[[int, int], Result], rows: int, row_elements: int) -> list[Result]:

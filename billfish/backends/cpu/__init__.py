@@ -45,7 +45,11 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
+    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use.
+
+    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
+    fork, and by ``set_threads(0)``.
+    """
     _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu.packed import GROUPS
 from billfish.elements import Element, Integer, Signed
+from billfish.floats import with_known_floats
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
@@ -55,6 +56,7 @@ def why_not(group_size: int, k: int) -> str:
     return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
 
 
+@with_known_floats
 def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
     format = tensor.format
