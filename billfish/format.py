@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
-from billfish.floats import with_known_floats
+from billfish.machine import with_known_floats
 from billfish.parallel import map_rows
 from billfish.storage import Array, ArraySpec, Part, Storage, check_array
 

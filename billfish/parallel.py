@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from billfish.machine import available_cores
+
 Result = TypeVar("Result")
 
 # Small enough that a slice and its temporaries stay in the second-level cache, large enough that NumPy's and the
 # GIL's overhead per call does not show.
 SLICE_ELEMENTS = 1 << 16
-
-
-def available_cores() -> int:
-    """What the CPU engine takes by default: OMP_NUM_THREADS, or the cores that this process may use."""
-    from billfish.backends.cpu import _cpu  # here, because backends need formats, which need this
-
-    return _cpu.default_threads()
 
 
 def map_rows(function: Callable[[int, int], Result], rows: int, row_elements: int) -> list[Result]:

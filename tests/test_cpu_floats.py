@@ -13,7 +13,7 @@ from support import assert_same_bits, gaussian
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
-from billfish.floats import with_known_floats
+from billfish.machine import with_known_floats
 
 if not torch.set_flush_denormal(False):
     pytest.skip("torch cannot flush subnormals on this machine", allow_module_level=True)

@@ -11,7 +11,7 @@ import pytest
 
 import billfish as bf
 from billfish.backends.cpu import _cpu
-from billfish.parallel import available_cores
+from billfish.machine import available_cores
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc and limits of address space")
 
@@ -96,7 +96,7 @@ CHANGES = """
 import os
 import billfish as bf
 from billfish.backends.cpu import _cpu
-from billfish.parallel import available_cores
+from billfish.machine import available_cores
 
 assert _cpu.threads() == available_cores() == 3
 os.environ["OMP_NUM_THREADS"] = "5"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish import machine
 from billfish.activations import PLANES, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
@@ -30,6 +31,8 @@ from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
+
+machine.provide(_cpu.KnownFloats, _cpu.default_threads)
 
 
 def choose_level() -> str:

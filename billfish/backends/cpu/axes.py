@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu.packed import GROUPS
 from billfish.elements import Element, Integer, Signed
-from billfish.floats import with_known_floats
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
 from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256  # k that one run of scales and codes covers, as in layout/problem.h
