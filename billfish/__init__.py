@@ -42,13 +42,12 @@ from billfish.packing import (
     unpack_u4_weights,
 )
 from billfish.tensor import QuantizedTensor
+from billfish.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from billfish import llm
     from billfish.checkpoints import Checkpoint, load
     from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",

@@ -13,28 +13,30 @@ from numpy.typing import NDArray
 
 from billfish.errors import FormatError, complaint
 
-ACTIVATIONS = ("exact", "q8", "q16")
+# How many int8 planes hold x: the number by which kernels know a kind of activations.
+PLANES = {"exact": 0, "q8": 1, "q16": 2}
+ACTIVATIONS = tuple(PLANES)
 BLOCK = 32
 # The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
 LARGEST = {"q8": 127, "q16": 32639}
 
 
-class IntegerActivations(NamedTuple):
-    """codes int32 [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
+def check_activations(call: str, activations: str) -> str:
+    """Raises unless `activations` is one of ACTIVATIONS."""
+    if activations not in ACTIVATIONS:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+    return activations
 
-    codes: NDArray[np.int32]
+
+class IntegerActivations(NamedTuple):
+    """codes [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
+
+    codes: NDArray[np.signedinteger[Any]]
     scale: NDArray[np.float32]
 
     def values(self, k: int) -> NDArray[np.float64]:
         """What the codes stand for, exactly: [M, k]."""
         return (self.codes.astype(np.float64) * np.repeat(self.scale, BLOCK, axis=1))[:, :k]
-
-
-def check_activations(call: str, activations: str) -> str:
-    """Raises unless there is such a kind of activations."""
-    if activations not in ACTIVATIONS:
-        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
-    return activations
 
 
 def quantize_activations(x: NDArray[Any], activations: str) -> IntegerActivations:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.machine import with_known_floats
 from billfish.parallel import map_rows
 from billfish.storage import Array, ArraySpec, Part, Storage, check_array
 
@@ -51,6 +52,7 @@ class Format(ABC):
     block_size: int  # K must be a multiple of this: the least run of K that the storage can hold
     layout: str  # the storage in one line, for people
     options: dict[str, tuple[str, ...]] = {}  # what else quantize() may be told; the first of each is the default
+    gguf: str  # ggml's name of the type, of a format that GGUF files hold; subclasses do not inherit it
 
     # ---- the format's own -------------------------------------------------------------------------------------
 
@@ -134,7 +136,7 @@ class Format(ABC):
         n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
         if n == 0:
             raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))
-        if along_k % first.items:
+        if first.items > 1 and (along_k % first.items or along_k == 0):
             takes = f"rows of a positive multiple of {first.items} bytes for {self.name}"
             raise ShapeError(complaint(call, first.name, f"rows of {along_k} bytes", takes))
         return n, along_k // first.items * first.run
@@ -177,6 +179,7 @@ class Format(ABC):
                 raise FormatError(complaint(call, name, repr(value), f"{takes} for {self.name}"))
         return {name: options.get(name, allowed[0]) for name, allowed in self.options.items()}
 
+    @with_known_floats
     def quantize(self, w: NDArray[np.float32], group_size: int, method: str, **options: str) -> Planes:
         """Quantize W [N, K], float32 and finite, to planes. Rows go in slices, several at a time on several cores."""
         n, k = w.shape
@@ -235,6 +238,7 @@ class Format(ABC):
                 w += spread(group.minimum)
         return w
 
+    @with_known_floats
     def dequantize_into(self, planes: Planes, group_size: int, out: Array) -> None:
         """Decode planes into `out` [N, K], rounding once to its type. Rows go in slices, as in :meth:`quantize`."""
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,41 +85,44 @@ def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = N
         raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
     if out is None:
         out = np.empty(q.shape, float_dtype(call, dtype))
-    with _writing(call, out, q.shape) as target:
-        numbers = FLOATS[target.dtype_name]
-        problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
-        chosen = choose(call, problem, backend)
-        if q.permutation is None:
-            chosen.dequantize(q, target)
-        else:
-            stored = target.with_source(target.adapter.empty_like(target.source))
-            chosen.dequantize(q, stored)
-            target.source[:, _order(q, target)] = stored.source
-    return out
+    target = _writable(float_input(call, "out", out), q.shape)
+    numbers = FLOATS[target.dtype_name]
+    problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
+    chosen = choose(call, problem, backend)
+    if q.permutation is None:
+        chosen.dequantize(q, target)
+    else:
+        stored = target.with_source(target.adapter.empty_like(target.source))
+        chosen.dequantize(q, stored)
+        target.source[:, _order(q, target)] = stored.source
+    return _written(target, out)
 
 
-@contextmanager
-def _writing(call: str, out: Any, shape: tuple[int, ...]) -> Iterator[Input]:
-    """`out` as an array to write to. Afterwards torch knows that it was written to."""
-    taken = float_input(call, "out", out)
-    if taken.kind == "mlx" or taken.device not in ("cpu", "cuda"):
-        takes = "a NumPy array, a torch.Tensor in CPU memory, or an array on an NVIDIA GPU"
-        raise DTypeError(complaint(call, "out", f"a {taken.kind} array on {taken.device}", takes))
+def _writable(taken: Input, shape: tuple[int, ...]) -> Input:
+    """`out` as an array that a backend can write to; :func:`_written` comes after it."""
+    call, out = taken.call, taken.source
+    if taken.kind == "mlx":  # whose arrays nobody writes to in place
+        raise DTypeError(complaint(call, "out", "an mlx array", "an array of NumPy, torch or CuPy"))
     if taken.shape != shape:
         raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
-    negated = taken.kind == "torch" and out.is_neg()  # such a view has the opposite sign of its memory
-    target = taken.with_source(taken.adapter.empty_like(out)) if negated else taken
-    if target.device == "cpu":
-        array = target.numpy()
-        if not array.flags.writeable:
+    if taken.kind == "torch" and out.is_neg():  # a view with the opposite sign of its memory
+        return taken.with_source(taken.adapter.empty_like(out))
+    if taken.device == "cpu":
+        flags, strides = (array := taken.numpy()).flags, array.strides
+        if not flags.writeable:
             raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
-        if array.size and any(s == 0 and size > 1 for s, size in zip(array.strides, array.shape, strict=True)):
+        if not flags.c_contiguous and any(s == 0 and size > 1 for s, size in zip(strides, shape, strict=True)):
             raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
-    yield target
-    if negated:
+    return taken
+
+
+def _written(target: Input, out: Any) -> Any:
+    """`out` with what was written to `target`; torch learns of it."""
+    if target.source is not out:
         out.copy_(target.source)
-    elif taken.kind == "torch" and not out.is_inference():
+    elif target.kind == "torch" and not out.is_inference():
         sys.modules["torch"].autograd.graph.increment_version(out)
+    return out
 
 
 def _order(q: QuantizedTensor | PackedWeights, beside: Input) -> Any:
@@ -169,9 +171,9 @@ def quantized_linear(
     if taken.dtype_name != product.x.dtype_name or taken.device != "cpu" or product.x.device != "cpu":
         got, takes = f"{taken.dtype_name} on {taken.device}", f"{product.x.dtype_name} in CPU memory, as x"
         raise DTypeError(complaint(call, "out", got, takes))
-    with _writing(call, out, (*product.x.shape[:-1], product.n)) as target:
-        chosen.linears([product._replace(out=target)], activations)
-    return out
+    target = _writable(taken, (*product.x.shape[:-1], product.n))
+    chosen.linears([product._replace(out=target)], activations)
+    return _written(target, out)
 
 
 def quantized_linears(
@@ -306,6 +308,9 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
     k = weight.shape[1]
     if k % 32:
         raise ShapeError(complaint(call, "w_q4", f"K={k}", "a multiple of 32, as x_q8 has"))
+    if weight.permutation is not None:
+        takes = "columns in order: x_q8 has a scale for each 32 of them"
+        raise FormatError(complaint(call, "w_q4", "columns in another order (act-order)", takes))
     if isinstance(x_q8, QuantizedTensor):
         x, like = x_q8, None
     else:
@@ -316,6 +321,8 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
         if row_bytes not in by_row_bytes:
             takes = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K={k}"
             raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
+        if like.shape[0] == 0:
+            return like.like(np.empty((0, weight.shape[0]), np.float32))
         x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
     if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
         raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
@@ -325,7 +332,7 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backe
     chosen = choose(call, problem, backend)
     weights = weight.made((chosen.name, "cpu"), lambda: chosen.pack(weight))
     planes = x.planes
-    rows = IntegerActivations(planes["codes"].view(np.int8).astype(np.int32), planes["scale"].astype(np.float32))
+    rows = IntegerActivations(planes["codes"].view(np.int8), planes["scale"].astype(np.float32))
     (y,) = chosen.linears([Product(rows, weights, weight.shape[0])], "given")
     return y if like is None else like.like(y)
 

@@ -42,7 +42,7 @@ class QuantizedTensor:
         n, k, _ = self.format.check_storage("QuantizedTensor", self.storage, group_size)
         if (n, k) != tuple(self.shape):
             raise ShapeError(complaint("QuantizedTensor", "shape", self.shape, f"{(n, k)}, as the storage has"))
-        self._hold({name: read_only(array) for name, array in self.storage.items()}, self.permutation)
+        self._hold({name: read_only(self.storage[name]) for name in self.format.storage_names}, self.permutation)
 
     def _hold(self, storage: dict[str, Array], permutation: Any) -> None:
         order = None if permutation is None else check_permutation("QuantizedTensor", permutation, self.shape[1])
@@ -87,7 +87,7 @@ class QuantizedTensor:
         tensor = cls.__new__(cls)
         for name, value in {"format": format, "shape": (n, k), "group_size": group_size, "_made": {}}.items():
             object.__setattr__(tensor, name, value)
-        views = {name: array.view() for name, array in storage.items()}
+        views = {name: storage[name].view() for name in format.storage_names}
         for view in views.values():
             view.setflags(write=False)
         tensor._hold(views, None)

@@ -19,14 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoint_samples as samples
+import gguf
 import numpy as np
 from llm_models import Small, write_model
 from safetensors.numpy import save_file
 
 import billfish as bf
-from billfish.checkpoints import gguf_header
 from billfish.checkpoints.commands import convert, quantization_of
-from billfish.checkpoints.gguf import open_gguf
+from billfish.checkpoints.container import MappedFile
+from billfish.checkpoints.gguf_header import read_header
 
 OVERHEAD = 100_000  # bytes: the objects of an open checkpoint, whatever its size
 SECONDS = 60
@@ -270,17 +271,17 @@ def read_all(path: Path) -> tuple[bf.Checkpoint, dict[str, bf.QuantizedTensor | 
     return ck, tensors
 
 
-def check_the_other_header(path: Path) -> None:
-    """The header of a GGUF file as a model reads it: refused, or the same tensors, if the library knows them all."""
-    try:
-        _, entries, metadata = open_gguf(path, gguf_header.read_header)
-        tensors = {name: entry.read(None, None) for name, entry in entries.items()}
-        dict(metadata)
-        ck = bf.load(path)
-    except bf.CheckpointError:
-        return
-    assert [entry.description for entry in entries.values()] == [ck.describe(name) for name in ck]
-    assert tensors.keys() == set(ck)
+def check_with_the_library(path: Path) -> None:
+    """A header that we take is one that the `gguf` library takes, and both read the same tensors and fields in it.
+
+    The library alone would not do: it loops on a count that lies, which we have refused.
+    """
+    header = read_header(MappedFile(path))
+    theirs = gguf.GGUFReader(path)
+    fields = {name: field for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
+    assert {name: field.kind for name, field in header.fields.items()} == {n: f.types[0] for n, f in fields.items()}
+    tensors = [(t.name, t.tensor_type.name, tuple(t.shape.tolist())[::-1], t.data_offset) for t in theirs.tensors]
+    assert [info[:4] for info in header.tensors] == tensors
 
 
 def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndarray]) -> None:
@@ -331,8 +332,8 @@ def run(case: int, sources: dict[str, Path], scratch: Path, container: str) -> b
     assert used <= 2 * size + OVERHEAD, f"{used} bytes for a file of {size}"
     if found is not None:
         check_all(*found)
-    for path in folder.glob("*.gguf"):
-        check_the_other_header(path)
+        for path in folder.glob("*.gguf"):
+            check_with_the_library(path)
     signal.alarm(0)
     shutil.rmtree(folder)
     return found is not None

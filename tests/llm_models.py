@@ -9,8 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 
+import billfish as bf
+from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import LAYER, TOP
-from billfish.llm.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
+from billfish.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
@@ -31,6 +33,7 @@ class Small:
     feed_forward: int = 96
     context: int = 128
     quantization: str = "Q8_0"
+    embedding: str = ""  # its type, if another than the other matrices'
     tied: bool = False
     rope_base: float = 10000.0
     fields: dict[str, Any] = field(default_factory=dict)  # more metadata
@@ -98,17 +101,23 @@ def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
         if name in small.without:
             return
         type_ = gguf.GGMLQuantizationType[kind]
-        data = gguf.quants.quantize(values.astype(np.float32), type_)
+        if kind.endswith("_K") or kind in ("IQ4_NL", "NVFP4"):  # the library does not quantize to these, or not so well
+            tensor = bf.quantize(values.astype(np.float32), ggml_names()[kind])
+            data = tensor.storage["blocks"]
+            if kind == "NVFP4":
+                writer.add_tensor(name.replace(".weight", ".scale"), tensor.storage["global_scale"].reshape(1))
+        else:
+            data = gguf.quants.quantize(values.astype(np.float32), type_)
         weights[name] = gguf.quants.dequantize(data, type_)
         writer.add_tensor(name, data, raw_dtype=type_)
 
-    def matrix(name: str, n: int, k: int) -> None:
-        add(name, rng.standard_normal((n, k)) * 0.7 / np.sqrt(k) * 4, small.quantization)
+    def matrix(name: str, n: int, k: int, kind: str = small.quantization) -> None:
+        add(name, rng.standard_normal((n, k)) * 0.7 / np.sqrt(k) * 4, kind)
 
     def vector(name: str, size: int, around: float) -> None:
         add(name, around + 0.3 * rng.standard_normal(size), "F32")
 
-    matrix("token_embd.weight", len(pieces), small.hidden)
+    matrix("token_embd.weight", len(pieces), small.hidden, small.embedding or small.quantization)
     for i in range(small.layers):
         vector(f"blk.{i}.attn_norm.weight", small.hidden, 1)
         vector(f"blk.{i}.ffn_norm.weight", small.hidden, 1)

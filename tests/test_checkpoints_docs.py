@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -29,23 +28,8 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     exec(example.replace("blk.0.attn_q.weight", "blk.0.Q4_0.weight"), {})
 
 
-def test_the_memory_is_what_was_measured():
-    recorded = json.loads((ROOT / "benchmarks" / "results" / "checkpoint_memory.json").read_text())
-    assert f"{recorded['checkpoint_bytes'] / 1e9:.2f} GB" in PAGE
-    for record in recorded["records"]:
-        assert f"| `{record['command']}` | {record['peak_bytes'] / 1e9:.2f} GB |" in PAGE
-        assert record["peak_bytes"] < 1.5e9
-
-
 def test_every_command_line_is_one_that_we_have():
     for text in (PAGE, README):
         for line in re.findall(r"^    billfish ((?:inspect|quantize|convert|verify) .*)$", text, re.MULTILINE):
             words = [re.sub(r"\|.*", "", word.strip("[]'")) for word in line.split("#")[0].split()]
             parser().parse_args(words)
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
-    for path in re.findall(r"`((?:tests|benchmarks)/[\w/.]+)`", PAGE):
-        assert (ROOT / path).exists(), path

@@ -23,7 +23,7 @@ from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.cli import main
 from billfish.llm import default_model
 from billfish.llm import load as load_llm
-from billfish.llm.tokenizer import Tokenizer
+from billfish.tokenizer import Tokenizer
 
 TOKENS = torch.arange(3, 19)[None]
 SIZES = {

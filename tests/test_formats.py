@@ -75,7 +75,7 @@ def test_storage_may_be_a_strided_view(format):
     q = bf.quantize(gaussian((12, 2 * format.block_size)), format)
     views = {}
     for name, array in q.storage.items():
-        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype) if array.ndim else array
+        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype) if array.ndim else array.copy()
         views[name] = wide[..., ::2] if array.ndim else wide
         views[name][...] = array
     again = bf.QuantizedTensor.from_storage(format, views, q.group_size)

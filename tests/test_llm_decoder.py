@@ -14,6 +14,7 @@ import billfish as bf
 from billfish.activations import quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
+from billfish.checkpoints.gguf import ggml_names
 from billfish.llm import Cache, load
 from billfish.llm.generation import CHUNK
 
@@ -140,8 +141,42 @@ def test_huge_scores_do_not_overflow(path_of):
     model = load(path)
     cache = Cache(model.config)
     model.decoder.run([(cache, TOKENS)], "exact")
-    cache.keys *= np.float32(1e4)
+    cache.keys[...] *= np.float32(1e4)
     assert np.isfinite(model.decoder.run([(cache, [5])], "exact")).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma"])  # gemma's rows are scaled
+@pytest.mark.parametrize("kind", [*ggml_names(), "F32", "F16", "BF16"])
+def test_rows_of_an_embedding_of_any_type(path_of, kind, architecture):
+    path = path_of(Small(architecture, layers=1, hidden=256, embedding=kind))
+    model, stored = load(path), bf.load(path)["token_embd.weight"]
+    whole = bf.dequantize(stored) if isinstance(stored, bf.QuantizedTensor) else stored.astype(np.float32)
+    scale = np.float32(16 if architecture == "gemma" else 1)
+    for tokens in (TOKENS, [0, 0, len(whole) - 1], [7]):
+        assert_same_bits(model.decoder.embed(tokens), whole[tokens] * scale)
+
+
+@pytest.mark.parametrize("format", bf.FORMATS)
+def test_rows_of_an_embedding_that_was_converted(path_of, format):
+    converted = {}
+
+    def convert(name, tensor):
+        if name == "token_embd.weight":
+            tensor = converted[name] = bf.quantize(bf.dequantize(tensor), format)
+        return tensor
+
+    model = load(path_of(Small("llama", layers=1, hidden=256)), convert=convert)
+    assert_same_bits(model.decoder.embed(TOKENS), bf.dequantize(converted["token_embd.weight"])[TOKENS])
+
+
+@pytest.mark.parametrize("kind", ggml_names())
+def test_an_embedding_of_any_quantized_type_is_a_head_too(path_of, kind):
+    path = path_of(Small("llama", layers=1, hidden=256, embedding=kind, tied=True))
+    model = load(path)
+    hidden = model.hidden(TOKENS, "exact").astype(np.float64)
+    normal = hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True) + 1e-5) * model.decoder.last_norm
+    expected = normal @ bf.dequantize(bf.load(path)["token_embd.weight"]).astype(np.float64).T
+    assert close(model.logits(TOKENS), expected, 1e-5)
 
 
 def test_embedding_of_a_text_is_the_mean_hidden_state(path_of):

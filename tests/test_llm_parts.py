@@ -10,12 +10,14 @@ import sys
 import numpy as np
 import pytest
 from llm_models import Small, write_model
+from safetensors.numpy import save_file
 
 import billfish as bf
-from billfish.checkpoints import gguf_header, gguf_reader
+from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
+from billfish.checkpoints.gguf_header import read_header
 from billfish.cli import main
-from billfish.llm import commands, default_model, evaluate, load
+from billfish.llm import commands, evaluate, load
 from billfish.llm.sampling import Sampler, Sampling, best_of
 
 
@@ -34,26 +36,20 @@ def model(path):
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["small", "real"])
-def test_the_header_is_what_the_gguf_library_reads(path, which):
-    file = MappedFile(path if which == "small" else default_model())
-    assert gguf_header.read_header(file) == gguf_reader.read_header(file)
-
-
 def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     whole = path.read_bytes()
-    header = min(info.offset for info in gguf_header.read_header(MappedFile(path))[1])
+    header = min(info.offset for info in read_header(MappedFile(path)).tensors)
     broken = tmp_path / "broken.gguf"
     for length in [*range(0, header - 32, 97), len(whole) - 100]:
         broken.write_bytes(whole[:length])
-        with pytest.raises(bf.CheckpointError, match=r"breaks off|ends before|cannot be mapped"):
+        with pytest.raises(bf.CheckpointError, match=r"damaged header|ends before|begins with b"):
             load(broken)
 
 
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"GGML", "begins with b'GGML', version 3"),
+        (0, b"GGML", r"begins with b'GGML\\x03"),
         (4, struct.pack("<I", 1), "begins with b'GGUF', version 1"),
         (8, struct.pack("<Q", 2**60), "damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
@@ -72,6 +68,21 @@ def test_a_header_that_lies_is_refused(path, tmp_path, at, value, message):
 def test_no_file(tmp_path):
     with pytest.raises(bf.CheckpointError, match="No such file"):
         load(tmp_path / "none.gguf")
+
+
+def test_files_that_are_no_gguf_are_named(tmp_path, capsys):
+    save_file({"t": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "pickle.bin").write_bytes(b"PK\x03\x04 and so on")
+    takes = "takes a GGUF file; `billfish convert IN OUT.gguf --to gguf` makes one of a safetensors file or a folder"
+    for path, got in (
+        (tmp_path, "a folder"),
+        (tmp_path / "none", "what cannot be opened (No such file or directory)"),
+        (tmp_path / "model.safetensors", "a safetensors file"),
+        (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
+    ):
+        for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
+            assert main(command) == 2
+            assert capsys.readouterr().err == f"billfish: [llm.load] {path}: got {got}; {takes}\n"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +262,42 @@ def test_run_command_reads_standard_input(path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert main(["run", str(path), "-n", "4", "--raw", "--threads", "1"]) == 0
     assert "prompt 1 tokens" in capsys.readouterr().err
-    assert main(["run", str(path), "-p", "a", "--threads", "0"]) == 2
-    assert main(["run", str(path.with_name("none.gguf")), "-p", "a"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run --threads 0", "[run] --threads: got 0; takes a number from 1 to 1024"),
+        ("run --threads -1", "[run] --threads: got -1; takes a number from 1 to 1024"),
+        ("run --threads 5000", "[run] --threads: got 5000; takes a number from 1 to 1024"),
+        ("eval --threads 5000", "[eval] --threads: got 5000; takes a number from 1 to 1024"),
+        ("bench --threads 5000", "[bench] --threads: got 5000; takes a number from 1 to 1024"),
+        ("run -n -1", "[llm.generate] max_tokens: got -1; takes a whole number from 0 on"),
+        ("run --temperature nan", "[llm.generate] temperature: got nan; takes a number from 0 on"),
+        ("run --activations q4", "[llm.generate] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"),
+        ("eval --tokens -5", "[eval] --tokens: got -5; takes a whole number from 2 on"),
+        ("eval --tokens 0", "[eval] --tokens: got 0; takes a whole number from 2 on"),
+        ("eval --window 1", "[eval] --window: got 1; takes a whole number from 2 on"),
+        ("eval --window 129", "[llm.evaluate] window: got 129; takes from 2 to 128, the model's context"),
+    ],
+)
+def test_numbers_that_make_no_sense(path, tmp_path, capsys, words, message):
+    text = tmp_path / "text"
+    text.write_text("abc " * 30)
+    command, *options = words.split()
+    about = {"run": [str(path), "-p", "a"], "eval": [str(path), "--text", str(text)], "bench": []}[command]
+    before = _cpu.threads()
+    assert main([command, *about, *options]) == 2
+    assert capsys.readouterr().err == f"billfish: {message}\n"
+    assert _cpu.threads() == before
+
+
+@pytest.mark.parametrize("option", ["-n", "--threads", "--top-k", "--seed"])
+def test_numbers_that_are_none(path, capsys, option):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", str(path), "-p", "a", option, "some"])
+    assert stop.value.code == 2
+    assert "invalid int value: 'some'" in capsys.readouterr().err
 
 
 def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 from llm_models import TEMPLATE, vocabulary
 
 import billfish as bf
 from billfish.llm.chat import ChatTemplate
-from billfish.llm.tokenizer import CUTS, Tokenizer, byte_characters
+from billfish.tokenizer import CUTS, Tokenizer, byte_characters
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_and_the_tokenizer_import_nothing_from_llm():
+    root = Path(bf.__file__).parent
+    for path in [root / "tokenizer.py", *sorted((root / "checkpoints").rglob("*.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.startswith("billfish.llm") for name in names), path
 
 
 def test_byte_characters_are_gpt2s():
@@ -149,3 +161,5 @@ def test_templates_are_kept_in_a_sandbox():
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render([{"role": "user"}])
     with pytest.raises(bf.ModelError, match="chat_template"):
         ChatTemplate("{% for %}")
+    with pytest.raises(bf.ModelError, match="chat_template: got Can't compile non template nodes; takes a jinja2"):
+        ChatTemplate(5)

@@ -58,7 +58,7 @@ def test_metal_says_why_not(case, reason, monkeypatch):
     [
         (problem("q6_k"), "it has no kernels for the u6b32 codes of q6_k"),
         (problem(activations="q8"), "it multiplies x as it is, and activations are 'q8'"),
-        (problem(device="cuda"), "it computes in CPU memory, and x is on cuda"),
+        (problem(device="cuda"), "it computes in CPU memory, and the array is on cuda"),
     ],
 )
 def test_the_emulator_says_why_not(case, reason):

@@ -180,19 +180,6 @@ def recorded() -> dict[str, Any]:
     return json.loads((ROOT / "benchmarks" / "results" / "metal_profile.json").read_text())
 
 
-def test_the_tables_of_the_page_are_the_recorded_ones():
-    page = (ROOT / "docs" / "metal.md").read_text()
-    kinds = ("integer", "floating", "conversions", "memory")
-    for each in recorded()["decode"]:
-        numbers = " | ".join(f"{each[kind]:.2f}" for kind in kinds)
-        assert f"| {each['element']} | {each['way']} | {numbers} |" in page
-    launches = [launch for launch in recorded()["launches"] if launch["format"] == "mxfp4"]
-    for launch in launches:
-        read, least = (sum(launch[name].values()) for name in ("read", "least"))
-        assert f"| {launch['m']} | `{launch['kernel']}` | {read / 1024:.1f} | {read / least:.2f} |" in page
-    assert len(re.findall(r"^\| \d+ \| `", page, re.MULTILINE)) == len(launches)
-
-
 def test_what_is_recorded_is_what_is_counted_today():
     """By the same compiler; another may do with an operation more or less."""
     if profile.counted_with() != recorded()["compiler"]:

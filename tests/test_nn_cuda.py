@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import numpy as np
 import pytest
 from support import gaussian
@@ -57,6 +60,42 @@ def test_values_and_gradients(format, dtype):
     y.sum().backward()
     expected.sum().backward()
     assert (x.grad.double() - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
+
+
+@FORMATS
+def test_the_gpu_has_the_weights_once(format):
+    """Bricks in the place of storage, and the storage's bits when a state dict asks for them."""
+    tensor = bf.quantize(gaussian((1024, 1024)), format)
+    layer = MarlinLinear.from_quantized(tensor, device="cuda")
+    x = torch.from_numpy(gaussian((3, 1024), 2)).half().cuda()
+    storage = sum(array.nbytes for array in tensor.storage.values())
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    y = layer(x)
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 0.7 * storage
+    state = layer.state_dict()
+    for name, array in tensor.storage.items():
+        assert (
+            state[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
+        )
+    del state
+    assert torch.equal(layer(x), y)
+
+
+def test_memory_is_free_when_the_layer_is_gone():
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    layer = MarlinLinear.from_quantized(bf.quantize(gaussian((1024, 1024)), "u4b8"), device="cuda")
+    x = torch.from_numpy(gaussian((3, 1024), 2)).half().cuda()
+    twin = copy.deepcopy(layer)
+    assert torch.equal(layer(x), twin(x))
+    third = copy.deepcopy(layer)
+    assert torch.equal(layer(x), third(x))
+    del layer, twin, third, x
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_compiled_and_captured():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shlex
 from pathlib import Path
@@ -66,17 +65,6 @@ def test_the_mlx_lm_example(tmp_path):
     assert isinstance(names["model"].model.layers[0].mlp.up_proj, bf.MarlinLinear)
 
 
-def test_the_table_of_embeddings_is_the_recorded_one(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    sentences = importlib.import_module("sentence_embeddings")
-    recorded = json.loads((ROOT / "benchmarks" / "results" / "sentence_embeddings.json").read_text())
-    assert [(r["format"], r["group_size"]) for r in recorded["records"]] == sentences.cases()
-    assert recorded["about"]["sentences"] == len(sentences.SENTENCES)
-    page = (ROOT / "docs" / "layers.md").read_text()
-    for record in recorded["records"]:
-        assert sentences.row(record) in page
-
-
 @pytest.mark.filterwarnings("ignore")  # of compressed-tensors and transformers
 def test_the_commands_for_vllm(tmp_path, capsys):
     """Every command of the page but vLLM's own, in order; transformers reads what they write as we do."""
@@ -111,9 +99,3 @@ def test_the_example_of_tensor_parallelism(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     importlib.import_module("tensor_parallel").main([str(tmp_path), "1 5 7 9"])
     assert re.match(r"1 processes, 0\.\d MB in this one: \[1, 5, 7, 9, ", capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("page", ["docs/layers.md", "docs/scaling.md"])
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
-        assert (ROOT / page).parent.joinpath(target).exists(), target

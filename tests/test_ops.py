@@ -169,11 +169,11 @@ def test_out_that_cannot_be_written_is_an_error():
     frozen.flags.writeable = False
     for error, out, words in [
         (bf.ShapeError, np.empty((3, 64), np.float32), "(3, 24)"),
-        (bf.DTypeError, np.empty((3, 24), np.float16), "float32 on cpu"),
+        (bf.DTypeError, np.empty((3, 24), np.float16), "float32 in CPU memory"),
         (bf.DTypeError, np.empty((3, 24), np.int32), "float32"),
         (bf.DTypeError, frozen, "a writable one"),
         (bf.DTypeError, np.broadcast_to(np.float32(0), (3, 24)), "a writable one"),
-        (bf.DTypeError, mx.zeros((3, 24)), "a NumPy array or a torch.Tensor"),
+        (bf.DTypeError, mx.zeros((3, 24)), "an array of NumPy, torch or CuPy"),
         (bf.DTypeError, [0.0], "a NumPy array"),
     ]:
         with pytest.raises(error, match=re.escape(words)):
@@ -285,6 +285,8 @@ def test_gemm_w4a8_is_the_exact_integer_product(activations, m):
     w_q4 = bf.quantize_q4_0(gaussian((6, 128), 1))
     y = bf.gemm_w4a8(x_q8, w_q4, backend="reference")
     assert (y.dtype, y.shape) == (np.float32, (m, 6))
+    if m == 0:
+        return
     # Integer dot products block by block, then the two scales.
     x = bf.QuantizedTensor.from_storage(activations, {"blocks": x_q8}).planes
     w = bf.QuantizedTensor.from_storage("q4_0", {"blocks": w_q4}).planes

@@ -8,7 +8,7 @@ from support import gaussian
 
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _as_bytes, _cpu
-from billfish.backends.cpu.layout import layout_of
+from billfish.backends.cpu.axes import layout_of
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 

@@ -20,7 +20,7 @@ class ReferenceBackend(NumpyBackend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and x is on {problem.device}"
+            return False, f"it computes in CPU memory, and the array is on {problem.device}"
         return True, ""
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> NDArray[np.float32]:

@@ -21,7 +21,7 @@ import numpy as np
 
 import billfish
 from billfish.activations import ACTIVATIONS
-from billfish.backends.cpu import _cpu
+from billfish.backends.cpu import _cpu, check_threads
 from billfish.bench.cuda import CudaEngine
 from billfish.bench.engines import CpuEngine, Engine, MetalEngine
 from billfish.bench.limits import Limits, machine
@@ -80,6 +80,7 @@ class Settings:
             for format in formats.split(",")
         ]
         count = _cpu.threads() if threads is None else _positive("--threads", threads, "a positive integer")
+        check_threads("bench", "--threads", count)
         rows = [_positive("--m", text, "positive integers, such as 1,16,256") for text in m.split(",")]
         files = _destination("--json", json), _destination("--plot", plot)
         return cls(cases, rows, count, peers, *files, backend=backend)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from ctypes import c_void_p
 from typing import Any
 
 import numpy as np
 
-from billfish.backends.cuda import CudaWeights
-from billfish.backends.cuda.driver import Buffer, Launch, device
-from billfish.backends.cuda.plans import Product
+from billfish.backends.cuda import DeviceWeights
+from billfish.backends.cuda.driver import Buffer, KernelLaunch, device
+from billfish.backends.cuda.plans import Gemm
 from billfish.bench.engines import PEAK_SIZE, Engine, GpuLimits
 from billfish.bench.limits import ATTEMPTS, MEBIBYTE
 from billfish.bench.peers import Case, Peer, Prepared, copies_for, select
@@ -40,7 +41,7 @@ class CudaEngine(Engine):
         torch = self.torch
         buffers = [Buffer(READ_BYTES, 0) for _ in range(copies_for(READ_BYTES, cold_bytes))]
         sink = torch.zeros(1, dtype=torch.int32, device="cuda")
-        launch = Launch("read.cu", "read_all", (), (4 * self.device.multiprocessors, 1), 512, 0, 1, True)
+        launch = KernelLaunch("read.cu", "read_all", (), (4 * self.device.multiprocessors, 1), 512, 0, 1, True)
 
         def read(x: Any, buffer: Buffer) -> Any:
             stream = torch.cuda.current_stream().cuda_stream
@@ -72,14 +73,14 @@ class CudaEngine(Engine):
         if case.activations != "exact":
             raise BackendUnavailable(f"[bench] cuda: it multiplies x as it is, not {case.activations}")
         torch, (n, k) = self.torch, (case.n, case.k)
-        first = CudaWeights(case.tensor()).on(0)
+        first = DeviceWeights.pack(case.tensor(), "cuda:0")
         copies = copies_for(first.nbytes, self.cold_bytes())
-        weights = [first, *(first.clone() for _ in range(copies - 1))]
+        weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
         def multiply(x: Any, held: Any) -> Any:
             y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
             stream = torch.cuda.current_stream().cuda_stream
-            held.multiply(stream, Product(held.kind, len(x), n, k), x.data_ptr(), k, 0, y.data_ptr())
+            held.multiply(stream, Gemm(held.kind, len(x), n, k), x.data_ptr(), k, 0, y.data_ptr())
             return y
 
         return Captured(torch, torch.float16, weights, multiply), first.nbytes

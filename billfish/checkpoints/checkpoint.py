@@ -34,6 +34,9 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
     def __getitem__(self, name: str) -> QuantizedTensor | Array:
         return self.read(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # a Mapping would read the tensor to know that
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints import awq, compressed_tensors, gguf_reader, gptq, mlx, modelopt, native
+from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
 from billfish.checkpoints.container import (
     CALL,
     MappedFile,
@@ -35,17 +35,24 @@ def open_path(path: Path) -> Found:
     except OSError as error:
         raise damaged(path, f"what cannot be opened ({error.strerror})", "a file or a folder") from None
     if head[:4] == b"GGUF":
-        return *open_gguf(path, gguf_reader.read_header), {}
+        return *open_gguf(path), {}
     if head[8:9] == b"{":
         return _open_safetensors({path: None}, path.parent)
-    takes = "a GGUF file, a safetensors file, or a folder with one of them"
+    raise damaged(path, contents(head), "a GGUF file, a safetensors file, or a folder with one of them")
+
+
+def contents(head: bytes) -> str:
+    """What a file is, in words, from its first 9 bytes."""
     kinds = {
+        b"GGUF": "a GGUF file",
         b"PK\x03\x04": "a zip archive, such as PyTorch's pickles",
         b"\x80\x02": "a pickle",
         b"\x89HDF": "an HDF5 file",
     }
-    got = next((kind for magic, kind in kinds.items() if head.startswith(magic)), f"a file that begins with {head!r}")
-    raise damaged(path, got, takes)
+    named = next((kind for magic, kind in kinds.items() if head.startswith(magic)), None)
+    if named is None and head[8:9] == b"{":
+        return "a safetensors file"
+    return named or f"a file that begins with {head!r}"
 
 
 def _open_folder(folder: Path) -> Found:
@@ -54,7 +61,7 @@ def _open_folder(folder: Path) -> Found:
         return _open_safetensors(files, folder)
     models = [p for p in sorted(folder.glob("*.gguf")) if "-00001-of-" in p.name or "-of-" not in p.name]
     if len(models) == 1:
-        return *open_gguf(models[0], gguf_reader.read_header), read_config(folder)
+        return *open_gguf(models[0]), read_config(folder)
     got = f"{len(models)} GGUF files" if models else f"no *.safetensors and no *.gguf in {folder.name}"
     raise damaged(folder, got, "a folder with one checkpoint")
 

@@ -1,89 +1,28 @@
-"""GGUF: what its header says becomes tensors and metadata.
-
-The header itself is parsed by `gguf_reader`, with the `gguf` library; or, where a model is to run at once, by
-`gguf_header`.
-"""
+"""GGUF: what its header says becomes tensors and metadata."""
 
 from __future__ import annotations
 
 import math
 import re
-import struct
-from array import array
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from billfish.checkpoints.container import TYPES, MappedFile, Stored, damaged
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
-from billfish.format import Format, get_format
-from billfish.formats.ggml import BlockFormat
+from billfish.checkpoints.gguf_header import Field, Info, Items, read_header
+from billfish.format import FORMATS, Format, get_format
 from billfish.storage import Storage
 
-# ggml's names of types, and ours. Its Q8_1 is for activations: the library has its size wrong, and no file holds it.
-QUANTIZED = {
-    "Q4_0": "q4_0",
-    "Q4_1": "q4_1",
-    "Q5_0": "q5_0",
-    "Q5_1": "q5_1",
-    "Q8_0": "q8_0",
-    "Q2_K": "q2_k",
-    "Q3_K": "q3_k",
-    "Q4_K": "q4_k",
-    "Q5_K": "q5_k",
-    "Q6_K": "q6_k",
-    "IQ4_NL": "iq4_nl",
-    "MXFP4": "mxfp4_gguf",
-    "NVFP4": "nvfp4_gguf",
-}
 PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
-ARRAY, STRING = 9, 8
-SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class Items(NamedTuple):
-    """The items of a list, as bytes: a vocabulary is only decoded when it is asked for."""
-
-    kind: int
-    length: int
-    data: memoryview
-    ends: array[int]  # of strings, where each ends
-
-    def decode(self) -> list[Any]:
-        if self.kind != STRING:
-            return np.frombuffer(self.data, SCALARS[self.kind], self.length).tolist()
-        data = bytes(self.data)
-        try:
-            return [data[start + 8 : end].decode() for start, end in self._spans()]  # each behind its length
-        except UnicodeDecodeError:
-            return [data[start + 8 : end].decode("utf-8", "replace") for start, end in self._spans()]
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return pairwise(chain((0,), self.ends))
-
-
-class Field(NamedTuple):
-    """One field of the metadata."""
-
-    kind: int  # a number, as in the file
-    content: Any  # of a list, Items
-
-
-class Info(NamedTuple):
-    """One tensor, as the header has it."""
-
-    name: str
-    kind: str  # ggml's name
-    shape: tuple[int, ...]  # slowest axis first
-    offset: int  # from the beginning of the file
-    nbytes: int
-
-
-Header = tuple[dict[str, Field], list[Info]]
+def ggml_names() -> dict[str, str]:
+    """ggml's names of the types that files hold, and ours: what each format's own class says."""
+    return {vars(type(f))["gguf"]: f.name for f in FORMATS.values() if "gguf" in vars(type(f))}
 
 
 class Metadata(Mapping[str, Any]):
@@ -95,6 +34,9 @@ class Metadata(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         content = self._fields[name].content
         return content.decode() if isinstance(content, Items) else content
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields  # a Mapping would decode the field to know that
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
@@ -111,32 +53,6 @@ class Metadata(Mapping[str, Any]):
         """The type of a field, and of its items if it is a list; numbers as in the file."""
         kind, content = self._fields[name]
         return kind, content.kind if isinstance(content, Items) else None
-
-
-def list_items(data: memoryview, at: int, kind: int, count: int) -> Items:
-    """A list that begins at `at`."""
-    ends = array("Q")  # a hostile file is full of empty strings, and may not take more memory than it is worth
-    if kind == STRING:
-        length_at, end = struct.Struct("<Q").unpack_from, at
-        for _ in range(count):  # a vocabulary has hundreds of thousands: nothing but the least in here
-            end += 8 + length_at(data, end)[0]
-            ends.append(end - at)
-    elif kind in SCALARS:
-        end = at + count * np.dtype(SCALARS[kind]).itemsize
-    else:
-        raise ValueError(f"a list of items of type {kind}")
-    if end > len(data):
-        raise ValueError(f"a list of {count} items, with room for fewer")
-    return Items(kind, count, data[at:end], ends)
-
-
-def nbytes_of(kind: str, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor of one of the kinds that we know."""
-    if kind in PLAIN:
-        return math.prod(shape) * TYPES[kind][0] // 8
-    format = get_format(QUANTIZED[kind])
-    assert isinstance(format, BlockFormat)
-    return math.prod(shape) // format.block_size * format.struct.itemsize
 
 
 class GgufMatrix(Matrix):
@@ -157,9 +73,7 @@ class GgufMatrix(Matrix):
         return self.format, storage, self.format.default_group_size
 
 
-def open_gguf(
-    path: Path, read_header: Callable[[MappedFile], Header]
-) -> tuple[list[MappedFile], dict[str, Entry], Metadata]:
+def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Metadata]:
     """The file, or all files of a split one, and the entries in them."""
     files, infos, metadata = [], dict[str, tuple[Info, Stored]](), None
     for part in _parts(path):
@@ -191,8 +105,10 @@ def _parts(path: Path) -> list[Path]:
     match = SPLIT.fullmatch(path.name)
     if not match:
         return [path]
-    stem, _, count = match.groups()
-    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf") for i in range(min(int(count), 99999))]
+    stem, number, count = match.groups()
+    if not 1 <= int(number) <= int(count):
+        raise damaged(path, f"part {int(number)} of {int(count)}", "a part from 1 up to their count")
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf") for i in range(int(count))]
     for part in parts:
         if not part.is_file():
             raise damaged(path, f"{part.name} missing", f"all {int(count)} parts beside each other")
@@ -202,11 +118,12 @@ def _parts(path: Path) -> list[Path]:
 def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     taken = set()
+    known = ggml_names()
     for name, (info, held) in infos.items():
-        format = QUANTIZED.get(info.kind)
+        format = known.get(info.kind)
         if info.kind in PLAIN:
             entries[name] = Plain(held, "gguf")
-        elif format is None or not info.shape:
+        elif format is None:
             entries[name] = Unsupported(name, "gguf", f"ggml's {info.kind}", [held], info.shape)
         else:
             scale = None

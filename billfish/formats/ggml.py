@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16
+from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16, Element, Integer
 from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
 from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
@@ -120,6 +120,14 @@ def describe_struct(struct: np.dtype[Any]) -> str:
     return ", ".join(fields)
 
 
+def round_up(x: Floats, element: Element) -> NDArray[np.uint8]:
+    """The codes of the nearest values. Between two integers ties go up, as ggml's do; other elements have a rule."""
+    if not isinstance(element, Integer):
+        return element.encode(x)
+    middle = np.float32(0.5 + element.bias)
+    return np.trunc(x + middle).clip(0, 2**element.bits - 1).astype(np.uint8)
+
+
 class ScaledBlock(BlockFormat):
     """element[code] * d."""
 
@@ -136,11 +144,9 @@ class ScaledBlock(BlockFormat):
         return signed_extreme(w) / np.float32(self.element.low)
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
-        # The codes follow the scale before it is rounded to float16, and ties go up: bit for bit what ggml does.
+        # The codes follow the scale before it is rounded to float16: bit for bit what ggml does.
         scale = self._scale(w)[:, None]
-        middle = np.float32(0.5 - self.element.low)
-        codes = np.trunc(w * reciprocal(scale) + middle).clip(0, 2**self.element.bits - 1).astype(np.uint8)
-        return {"codes": codes, "scale": scale.astype(np.float16)}
+        return {"codes": round_up(w * reciprocal(scale), self.element), "scale": scale.astype(np.float16)}
 
 
 class MinimumBlock(BlockFormat):
@@ -158,9 +164,8 @@ class MinimumBlock(BlockFormat):
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         scale, minimum = (x[:, None] for x in self._range(w))
-        codes = np.trunc((w - minimum) * reciprocal(scale) + np.float32(0.5))
         return {
-            "codes": codes.clip(0, self.element.high).astype(np.uint8),
+            "codes": round_up((w - minimum) * reciprocal(scale), self.element),
             "scale": scale.astype(np.float16),
             "minimum": minimum.astype(np.float16),
         }
@@ -180,6 +185,7 @@ class MinimumBlock(BlockFormat):
 @register
 class Q4_0(ScaledBlock):
     name = "q4_0"
+    gguf = "Q4_0"
     element = U4B8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 
@@ -187,6 +193,7 @@ class Q4_0(ScaledBlock):
 @register
 class Q4_1(MinimumBlock):
     name = "q4_1"
+    gguf = "Q4_1"
     element = U4
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
 
@@ -194,6 +201,7 @@ class Q4_1(MinimumBlock):
 @register
 class Q5_0(ScaledBlock):
     name = "q5_0"
+    gguf = "Q5_0"
     element = U5B16
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
     code_planes = (("qs", 16, 4), ("qh", 1, 1))
@@ -202,6 +210,7 @@ class Q5_0(ScaledBlock):
 @register
 class Q5_1(MinimumBlock):
     name = "q5_1"
+    gguf = "Q5_1"
     element = U5
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
     code_planes = (("qs", 16, 4), ("qh", 1, 1))
@@ -210,6 +219,7 @@ class Q5_1(MinimumBlock):
 @register
 class Q8_0(ScaledBlock):
     name = "q8_0"
+    gguf = "Q8_0"
     element = S8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
     code_planes = (("qs", 1, 8),)
@@ -255,12 +265,9 @@ class Iq4Nl(ScaledBlock):
     """Non-linear levels, a table of 16."""
 
     name = "iq4_nl"
+    gguf = "IQ4_NL"
     element = IQ4NL
     struct = Q4_0.struct
-
-    def round_groups(self, w: Floats, **context: Any) -> Planes:
-        scale = self._scale(w)[:, None]
-        return {"codes": self.element.encode(w * reciprocal(scale)), "scale": scale.astype(np.float16)}
 
 
 # The next two take how they are stored from BlockFormat, which comes first, and how they are quantized from OCP's and
@@ -272,6 +279,7 @@ class Mxfp4Gguf(BlockFormat, Mxfp4):
     """mxfp4 as GGUF stores it and ggml reads it: one zero only, and scale byte 255 is a number."""
 
     name = "mxfp4_gguf"
+    gguf = "MXFP4"
     element = E2M1X2
     scale = "e8m0"
     struct = np.dtype([("e", "u1"), ("qs", "u1", 16)])
@@ -286,6 +294,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     """nvfp4 as GGUF stores it, 64 weights to a block: one zero only, unsigned scales, the global scale apart."""
 
     name = "nvfp4_gguf"
+    gguf = "NVFP4"
     element = E2M1X2
     scale = "ue4m3 * f32"
     group_sizes = (16,)

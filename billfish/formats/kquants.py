@@ -196,6 +196,7 @@ class SixBitPairs(TwoLevelMinimum):
 @register
 class Q4_K(SixBitPairs):
     name = "q4_k"
+    gguf = "Q4_K"
     element = U4
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
     code_planes = (("qs", 32, 4),)
@@ -204,6 +205,7 @@ class Q4_K(SixBitPairs):
 @register
 class Q5_K(SixBitPairs):
     name = "q5_k"
+    gguf = "Q5_K"
     element = U5
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
     code_planes = (("qs", 32, 4), ("qh", 32, 1))
@@ -212,6 +214,7 @@ class Q5_K(SixBitPairs):
 @register
 class Q6_K(TwoLevelScaled):
     name = "q6_k"
+    gguf = "Q6_K"
     element = U6B32
     scale = "8-bit * f16"
     sub_range = (-128, 127)
@@ -223,6 +226,7 @@ class Q6_K(TwoLevelScaled):
 @register
 class Q2_K(TwoLevelMinimum):
     name = "q2_k"
+    gguf = "Q2_K"
     element = U2
     scale = "4-bit * f16"
     offset = "minimum, 4-bit * f16"
@@ -243,6 +247,7 @@ class Q2_K(TwoLevelMinimum):
 @register
 class Q3_K(TwoLevelScaled):
     name = "q3_k"
+    gguf = "Q3_K"
     element = U3B4
     scale = "6-bit * f16"
     sub_range = (-32, 31)

@@ -5,7 +5,7 @@ for text in model.generate("What is the capital of France?"):
     print(text, end="")
 """
 
-from billfish.llm.decoder import Cache
+from billfish.llm.cache import Cache
 from billfish.llm.evaluation import Evaluation, evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, default_model, load

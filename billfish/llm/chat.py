@@ -29,7 +29,7 @@ class ChatTemplate:
         self._tokens = tokens
         try:
             self._template = environment.from_string(source)
-        except self._error as error:
+        except (self._error, TypeError) as error:  # TypeError: a field that is no string
             raise ModelError(
                 complaint("llm.load", "tokenizer.chat_template", f"{error}", "a jinja2 template")
             ) from None

@@ -11,21 +11,19 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from billfish.backends.cpu import _cpu
-from billfish.errors import DataError, ModelError, ShapeError, complaint
+from billfish.backends.cpu import _cpu, check_threads
+from billfish.errors import DataError, ModelError, complaint
+from billfish.llm.cache import Cache
 from billfish.llm.chat import Message
-from billfish.llm.decoder import Cache
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 
 
-def set_threads(count: int | None) -> None:
+def set_threads(arguments: argparse.Namespace) -> None:
     """As many as the user asked for."""
-    if count is not None:
-        if count < 1:
-            raise ShapeError(complaint("llm", "--threads", count, "a whole number from 1 on"))
-        _cpu.set_threads(count)
+    if arguments.threads is not None:
+        _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
 def _load(path: str | None) -> Model:
@@ -40,7 +38,7 @@ def _load(path: str | None) -> Model:
 def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
-    set_threads(arguments.threads)
+    set_threads(arguments)
     model = _load(arguments.model)
     if arguments.prompt is None and sys.stdin.isatty():
         Chat(model, arguments).talk()
@@ -162,7 +160,11 @@ class Chat:
 
 def evaluate_text(arguments: argparse.Namespace) -> None:
     """`billfish eval`: perplexity, and the divergence from another model."""
-    set_threads(arguments.threads)
+    set_threads(arguments)
+    for name in ("tokens", "window"):
+        count = getattr(arguments, name)
+        if count is not None and count < 2:
+            raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
     try:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

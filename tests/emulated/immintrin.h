@@ -1,10 +1,10 @@
-// The AVX-512 instructions that simd_avx512.h uses, one lane after the other: to run that level on any machine, slowly.
+// The AVX-512 instructions that simd/avx512.h uses, one lane after the other: to run that level on any machine, slowly.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "halves.h"
+#include "simd/halves.h"
 
 // Kernels are made of thousands of these: as calls, or they take minutes to compile.
 #define EMULATED __attribute__((noinline)) inline
@@ -95,4 +95,4 @@ EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 EMULATED __m512 _mm512_cvtepi32_ps(__m512i v) { return {__m512i::of<float>([=](int i) { return v.get<int32_t>(i); })}; }
 EMULATED __m512i _mm512_cvtepu8_epi32(__m128i v) { return __m512i::of<int32_t>([=](int i) { return v.bytes[i]; }); }
 EMULATED __m256i _mm256_cvtepu8_epi16(__m128i v) { return __m256i::of<uint16_t>([=](int i) { return v.bytes[i]; }); }
-EMULATED __m512 _mm512_cvtph_ps(__m256i v) { return {__m512i::of<float>([=](int i) { return half_to_float(v.get<uint16_t>(i)); })}; }
+EMULATED __m512 _mm512_cvtph_ps(__m256i v) { return {__m512i::of<float>([=](int i) { return BILLFISH_ISA::half_to_float(v.get<uint16_t>(i)); })}; }

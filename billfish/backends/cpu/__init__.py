@@ -1,7 +1,7 @@
 """The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
 
 storage -> structure.py: is it read as it is?    -> source.py: where its codes and scales are
-        -> layout.py: which kernel axes it is made of
+        -> axes.py: which kernel axes it is made of
         -> packed.py: one stream of bytes, in the order in which the kernels read
 x, stream -> the native core -> y
 """
@@ -17,17 +17,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import ACTIVATIONS, IntegerActivations
+from billfish import machine
+from billfish.activations import PLANES, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.layout import Layout, layout_of, layout_of_blocks, why_not
+from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.backends.cpu.source import codes_of, source_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
+
+MAX_THREADS = 1024
+
+machine.provide(_cpu.KnownFloats, _cpu.default_threads)
 
 
 def choose_level() -> str:
@@ -43,13 +48,22 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= 1024:
-        raise FormatError(complaint("set_threads", "count", repr(count), "a number from 0 to 1024"))
-    _cpu.set_threads(count)
+    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use.
+
+    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
+    fork, and by ``set_threads(0)``.
+    """
+    _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 
 
-OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in problem.h
+def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
+    """Raises unless so many threads can be asked for."""
+    if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_THREADS:
+        raise FormatError(complaint(call, argument, repr(count), f"a number from {least} to {MAX_THREADS}"))
+    return count
+
+
+OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in layout/problem.h
 
 
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
@@ -75,10 +89,10 @@ class CpuBackend(Backend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and x is on {problem.device}"
+            return False, f"it computes in CPU memory, and the array is on {problem.device}"
         if problem.operation == "dequantize":
             return structure_of(problem.format) is not None, f"it does not read the storage of {problem.format.name}"
-        reason = why_not(problem.format, problem.group_size, problem.k)
+        reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
@@ -99,7 +113,7 @@ class CpuBackend(Backend):
             blocks.append((packed[place].description, source.data, source.about, packed[place].data))
             places.append(place)
         for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
-            if not finite:  # such scales need float32: see layout.py
+            if not finite:  # such scales need float32: see axes.py
                 packed[place] = self._pack_with_fields(all_tensors[place])
         return [packed[place] for place in range(len(all_tensors))]
 
@@ -122,7 +136,7 @@ class CpuBackend(Backend):
         """All in one call of the native core, which makes those together that have one x."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
-        planes, last = ACTIVATIONS.index(activations), None
+        planes, last = PLANES[activations], None
         todo, ys = [], []
         for product in products:
             x, weights, n, bias, out = product
@@ -131,17 +145,16 @@ class CpuBackend(Backend):
                 last, lead, k = x, x.shape[:-1], x.shape[-1]
                 rows = np.ascontiguousarray(x.numpy().reshape(math.prod(lead), k), np.float32)
             added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
-            y = _room_in(out, added) if out is not None else None
-            if y is None:
-                y = np.empty((*lead, n), np.float32)
-            ys.append(y)
+            room = None if out is None else _room_in(out, added)
+            y = np.empty((*lead, n), np.float32) if room is None else room
+            ys.append((y, room is not None))
             if rows.size:
                 todo.append((weights.level, weights.description, weights.data, rows, planes, added, y))
         if len(todo) == 1:
             _cpu.multiply(*todo[0])
         elif todo:
             _cpu.multiply_all(todo)
-        return [_finished(product, y) for product, y in zip(products, ys, strict=True)]
+        return [_finished(product, y, there) for product, (y, there) in zip(products, ys, strict=True)]
 
     def _multiply_given(self, product: Product) -> NDArray[np.float32]:
         x, weights = product.x, product.weights
@@ -172,9 +185,9 @@ def _room_in(out: Input, bias: NDArray[np.float32] | None) -> NDArray[np.float32
     return room if direct and (bias is None or not np.may_share_memory(bias, room)) else None
 
 
-def _finished(product: Product, y: NDArray[np.float32]) -> Any:
-    x, out = product.x, product.out
-    assert isinstance(x, Input)
-    if out is not None and np.may_share_memory(y, out.numpy()):
-        return out.source
-    return delivered(product, _rounded(y, FLOATS[x.dtype_name]))
+def _finished(product: Product, y: NDArray[np.float32], there: bool) -> Any:
+    """What the caller gets; `there`: y was written to where it is wanted."""
+    if there and product.out is not None:
+        return product.out.source
+    assert isinstance(product.x, Input)
+    return delivered(product, _rounded(y, FLOATS[product.x.dtype_name]))

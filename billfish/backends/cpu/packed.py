@@ -19,7 +19,7 @@ from billfish.files import replacing
 from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
-# The order of the enums in problem.h.
+# The order of the enums in layout/problem.h.
 CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
 SCALES = (
     "f16",
@@ -41,7 +41,7 @@ ONE_STREAM = (("neon_i8mm", "neon_dotprod"),)  # levels that read what the other
 
 @dataclass(frozen=True)
 class Axes:
-    """Which kernel axes weights are made of; see problem.h."""
+    """Which kernel axes weights are made of; see layout/problem.h."""
 
     codes: str
     scales: str

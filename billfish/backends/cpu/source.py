@@ -14,9 +14,10 @@ from billfish.backends.cpu.structure import Structure, structure_of
 from billfish.elements import Signed
 from billfish.format import Format
 from billfish.formats.meaning import E4M3, E8M0, meaning
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
-# The order of the enums in problem.h.
+# The order of the enums in layout/problem.h.
 SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
 # A byte for each code, in rows: what a format's planes are.
@@ -25,7 +26,7 @@ CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
 
 @dataclass
 class Source:
-    """Storage in the terms of problem.h. Scales are inside the blocks, or in fields of their own."""
+    """Storage in the terms of layout/problem.h. Scales are inside the blocks, or in fields of their own."""
 
     data: NDArray[np.uint8]
     words: bool
@@ -48,6 +49,7 @@ def codes_of(tensor: QuantizedTensor) -> Source:
     return Source(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
 
 
+@with_known_floats
 def source_of(tensor: QuantizedTensor) -> Source:
     """Codes and scales of a tensor whose storage the kernels read."""
     structure, format, storage = structure_of(tensor.format), tensor.format, tensor.storage

@@ -1,8 +1,9 @@
 """Which storage the kernels read as it is, told by how a format is made and never by its name.
 
-A format is read where it lies if its codes are in one of the layouts of file_codes.h, its scales in one of those of
-file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after. Anybody's
-subclass qualifies as long as it changes none of these. Every other format goes by way of its planes (layout.py).
+A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h, its scales in one of
+layout/file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after.
+A subclass qualifies, whoever wrote it, as long as it changes none of these. Other formats go by way of their planes
+(axes.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs
 from billfish.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.formats.words import WordFormat
 
-# (run of bytes, bits) of each plane of codes -> block, group and minimums (None: either way), as in file_codes.h.
+# (run of bytes, bits) of each plane of codes -> block, group, minimums (None: either way), as in layout/file_codes.h.
 CODE_LAYOUTS: dict[tuple[tuple[int, int], ...], tuple[int, int, bool | None]] = {
     ((1, 4),): (32, 32, None),
     ((1, 8),): (32, 32, None),
@@ -35,7 +36,7 @@ CODE_LAYOUTS: dict[tuple[tuple[int, int], ...], tuple[int, int, bool | None]] = 
     ((32, 4), (32, 1)): (256, 32, True),
     ((64, 4), (32, 2)): (256, 16, False),
 }
-# The small integers of two levels, by the method that reads them: how file_scales.h calls them, bytes, and bias.
+# The small integers of two levels, by the method that reads them: how layout/file_scales.h calls them, bytes, and bias.
 SMALL_INTEGERS = {
     SixBitPairs.read_scales: ("six_bit_pairs", np.dtype(("u1", 12)), 0),
     Q2_K.read_scales: ("nibble_pairs", np.dtype(("u1", 16)), 0),
@@ -46,7 +47,7 @@ SMALL_INTEGERS = {
 
 @dataclass(frozen=True)
 class Structure:
-    """Where the codes and scales of a format are, in the words of problem.h; scales as in Storage::Scales."""
+    """Where the codes and scales of a format are, in the words of layout/problem.h; scales as in Storage::Scales."""
 
     words: bool
     block: int

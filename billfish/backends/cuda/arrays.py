@@ -1,55 +1,82 @@
-"""torch and CuPy arrays on the GPU, on their own library's current stream."""
+"""Products of torch, CuPy and NumPy arrays, and weights decoded into them, on each library's own current stream."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from billfish.arrays import Input
-from billfish.backends.cuda.plans import Product
-from billfish.errors import DTypeError, complaint
+from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device
+from billfish.backends.cuda.memory import as_tensor
+from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.weights import DeviceWeights
+from billfish.errors import BackendUnavailable
 
-if TYPE_CHECKING:
-    from billfish.backends.cuda import CudaWeights
+DEFAULT_STREAM = 0
+STRIDES = 1 << 31  # kernels take a stride as an int
 
 
-def linear_torch(x: Any, weights: CudaWeights, bias: Any, batch_invariant: bool, activation: str | None = None) -> Any:
+def row_stride(k: int) -> int:
+    """The least stride of rows that begin at multiples of 16 bytes."""
+    return -(-k // 8) * 8
+
+
+def can_be_read(rows: int, stride: int, k: int, pointer: int) -> bool:
+    """Whether a kernel can read x [rows, k] where it lies: rows of 16-byte pieces that do not overlap."""
+    return pointer % 16 == 0 and (rows == 1 or (stride % 8 == 0 and k <= stride < STRIDES))
+
+
+def linear_torch(
+    x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool, activation: str | None = None
+) -> Any:
     """x [..., K] -> [..., N]."""
     torch = sys.modules["torch"]
-    n, k = weights.tensor.shape
+    n, k = weights.shape
     with torch.cuda.device(x.device):
-        held = weights.on(x.device.index)
         y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
         if y.numel() == 0:
             return y
+        stream = _stream_with(weights)
         if bias is not None:
             bias = bias.to(device=x.device).contiguous()
         if x.dtype in (torch.float16, torch.bfloat16):
             rows = x.reshape(-1, k)
-            # A kernel wants rows that are 16-byte pieces; almost all are.
-            if rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-                rows = torch.nn.functional.pad(rows, (0, -k % 8)).contiguous()
+            if rows.stride(1) != 1 or not can_be_read(len(rows), rows.stride(0), k, rows.data_ptr()):
+                rows = torch.nn.functional.pad(rows, (0, row_stride(k) - k)).contiguous()
             if bias is not None and bias.dtype not in (x.dtype, torch.float32):
                 bias = bias.float()
             float_bias = bias is not None and bias.dtype == torch.float32
             bfloat16 = x.dtype == torch.bfloat16
-            product = Product(held.kind, len(rows), n, k, bfloat16, float_bias, activation, batch_invariant)
-            stream = torch.cuda.current_stream().cuda_stream
+            gemm = Gemm(weights.kind, len(rows), n, k, bfloat16, float_bias, activation, batch_invariant)
+            stride = rows.stride(0) if len(rows) > 1 else row_stride(k)
             bias_at = 0 if bias is None else bias.data_ptr()
-            if held.multiply(stream, product, rows.data_ptr(), rows.stride(0), bias_at, y.data_ptr()):
+            if weights.multiply(stream, gemm, rows.data_ptr(), stride, bias_at, y.data_ptr()):
                 return y
         w = torch.empty((n, k), dtype=x.dtype, device=x.device)
-        held.dequantize(torch.cuda.current_stream().cuda_stream, str(x.dtype).removeprefix("torch."), w.data_ptr())
+        weights.dequantize(stream, str(x.dtype).removeprefix("torch."), w.data_ptr())
         y = torch.nn.functional.linear(x, w, None if bias is None else bias.to(x.dtype))
         return y if activation is None else getattr(torch.nn.functional, activation)(y)
 
 
-def linear_cupy(x: Any, weights: CudaWeights, bias: Any, batch_invariant: bool) -> Any:
-    """The same for CuPy; its arrays are float16 or float32."""
+def _stream_with(weights: DeviceWeights) -> int:
+    """torch's current stream, which is to read weights.
+
+    Weights that die before the stream has read them stay in their memory until then, whatever stream they were made on.
+    """
+    stream = sys.modules["torch"].cuda.current_stream()
+    for memory in (weights.bricks, weights.row_scale):
+        as_tensor(memory).record_stream(stream)
+    return int(stream.cuda_stream)
+
+
+def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool) -> Any:
+    """The same for CuPy, whose arrays are float16 or float32."""
     cupy = sys.modules["cupy"]
-    n, k = weights.tensor.shape
+    n, k = weights.shape
     with x.device:
-        held = weights.on(x.device.id)
         stream = cupy.cuda.get_current_stream().ptr
         y = cupy.empty((*x.shape[:-1], n), x.dtype)
         if y.size == 0:
@@ -58,33 +85,64 @@ def linear_cupy(x: Any, weights: CudaWeights, bias: Any, batch_invariant: bool) 
         if x.dtype == cupy.float16:
             rows = cupy.ascontiguousarray(x.reshape(-1, k))
             if k % 8 or rows.data.ptr % 16:
-                rows = cupy.ascontiguousarray(cupy.pad(rows, ((0, 0), (0, -k % 8))))
-            product = Product(held.kind, len(rows), n, k, False, bias is not None, None, batch_invariant)
+                rows = cupy.ascontiguousarray(cupy.pad(rows, ((0, 0), (0, row_stride(k) - k))))
+            gemm = Gemm(weights.kind, len(rows), n, k, False, bias is not None, None, batch_invariant)
             bias_at = 0 if bias is None else bias.data.ptr
-            if held.multiply(stream, product, rows.data.ptr, rows.shape[1], bias_at, y.data.ptr):
+            if weights.multiply(stream, gemm, rows.data.ptr, rows.shape[1], bias_at, y.data.ptr):
                 return y
         w = cupy.empty((n, k), x.dtype)
-        held.dequantize(stream, str(x.dtype), w.data.ptr)
+        weights.dequantize(stream, str(x.dtype), w.data.ptr)
         y = x @ w.T
         return y if bias is None else (y + bias).astype(x.dtype)
 
 
-def dequantize(weights: CudaWeights, out: Input) -> None:
-    """W into a contiguous torch or CuPy array [N, K]."""
+def linear_numpy(
+    x: NDArray[Any], weights: DeviceWeights, bias: NDArray[Any] | None, batch_invariant: bool
+) -> NDArray[Any]:
+    """The same for NumPy, there and back: x [..., K], float16 or bfloat16."""
+    n, k = weights.shape
+    y = np.empty((*x.shape[:-1], n), x.dtype)
+    if y.size == 0:
+        return y
+    rows, ordinal = y.size // n, weights.room.ordinal
+    padded = np.zeros((rows, row_stride(k)), x.dtype)
+    padded[:, :k] = x.reshape(rows, k)
+    gemm = Gemm(weights.kind, rows, n, k, x.dtype != np.float16, bias is not None, None, batch_invariant)
+    with current(ordinal):
+        x_there, y_there = Buffer(padded.nbytes, ordinal), Buffer(y.nbytes, ordinal)
+        copy_in(x_there.pointer, padded.view(np.uint16), DEFAULT_STREAM)
+        added, bias_at = None, 0
+        if bias is not None:
+            added = Buffer(4 * n, ordinal)
+            copy_in(added.pointer, np.asarray(bias, np.float32), DEFAULT_STREAM)
+            bias_at = added.pointer
+        if not weights.multiply(DEFAULT_STREAM, gemm, x_there.pointer, padded.shape[1], bias_at, y_there.pointer):
+            raise BackendUnavailable(f"[cuda] {rows} rows on {device(ordinal).name}: only for torch and CuPy arrays")
+        copy_out(y.view(np.uint16), y_there.pointer, DEFAULT_STREAM)
+    return y
+
+
+def dequantize(weights: DeviceWeights, out: Input) -> None:
+    """W into an array [N, K] of any library."""
+    if out.device == "cpu":
+        wanted = out.numpy()
+        decoded = np.empty(wanted.shape, wanted.dtype)
+        with current(weights.room.ordinal):
+            there = Buffer(decoded.nbytes, weights.room.ordinal)
+            weights.dequantize(DEFAULT_STREAM, out.dtype_name, there.pointer)
+            copy_out(decoded.view(np.uint8), there.pointer, DEFAULT_STREAM)
+        wanted[...] = decoded
+        return
     source = out.source
     if out.kind == "torch":
         torch = sys.modules["torch"]
-        contiguous = source.is_contiguous()
+        target = source if source.is_contiguous() else out.adapter.empty_like(source)
         with torch.cuda.device(source.device):
-            held = weights.on(source.device.index)
-            if contiguous:
-                held.dequantize(torch.cuda.current_stream().cuda_stream, out.dtype_name, source.data_ptr())
+            weights.dequantize(_stream_with(weights), out.dtype_name, target.data_ptr())
     else:
         cupy = sys.modules["cupy"]
-        contiguous = source.flags.c_contiguous
+        target = source if source.flags.c_contiguous else out.adapter.empty_like(source)
         with source.device:
-            held = weights.on(source.device.id)
-            if contiguous:
-                held.dequantize(cupy.cuda.get_current_stream().ptr, out.dtype_name, source.data.ptr)
-    if not contiguous:
-        raise DTypeError(complaint(out.call, out.argument, "an array with gaps", "a contiguous one on the GPU"))
+            weights.dequantize(cupy.cuda.get_current_stream().ptr, out.dtype_name, target.data.ptr)
+    if target is not source:
+        source[...] = target

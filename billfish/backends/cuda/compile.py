@@ -56,11 +56,16 @@ def _compiler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
-    """The cubin of a .cu file for an architecture such as "sm_90a", from the cache if it is there."""
+def kernel_name(source: str, macros: dict[str, str], arch: str) -> str:
+    """Of a compiled kernel: another one if anything is different that it is made of."""
     digest = hashlib.sha256(_source_hash(source))
     digest.update(repr((source, sorted(macros.items()), arch, _compiler_version())).encode())
-    path = cache_folder() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}.cubin"
+    return f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+
+
+def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
+    """The cubin of a .cu file for an architecture such as "sm_90a", from the cache if it is there."""
+    path = cache_folder() / f"{kernel_name(source, macros, arch)}.cubin"
     try:
         return path.read_bytes()
     except OSError:

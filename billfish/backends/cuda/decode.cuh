@@ -9,7 +9,7 @@
 //
 // An element decodes one tile: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
-// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3.
+// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3. `take` undoes `place`.
 //
 // Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
@@ -30,6 +30,7 @@ template <class T> struct Int4 {
   static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
+  DEVICE u32 take(u32 q, int pair) { return q >> (4 * pair) & 15; }
   DEVICE void factors(u32 scale, u32 (&f)[4]) {
     f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
     f[1] = T::mul2(scale, 0x68006800);                            // 2^11, for codes that are a nibble higher
@@ -93,6 +94,7 @@ template <class T> struct Int8 {
   static constexpr u32 unraw = T::ones;
   static constexpr float fused = T::is_half ? 0x1p-9f : 0x1p-7f;
   DEVICE u32 place(u32 code, int pair) { return code << (pair % 2 * 16); }
+  DEVICE u32 take(u32 q, int pair) { return q >> (pair % 2 * 16) & 255; }
   DEVICE void factors(u32 scale, u32 (&f)[4]) {
     f[0] = T::mul2(scale, T::is_half ? 0x78007800 : 0x7e807e80);  // 2^15, 2^126
     f[2] = T::mul2(scale, T::is_half ? 0xb400b400 : 0xbf80bf80);  // -128 * fused
@@ -130,6 +132,10 @@ template <class T> struct E2M1 {
     const u32 q = ((code >> 3) << 15 | (code & 7) << 9) >> (pair % 2 * 8);
     return pair < 2 ? q : reversed(q);
   }
+  DEVICE u32 take(u32 q, int pair) {
+    const u32 lies = (pair < 2 ? q : reversed(q)) << (pair % 2 * 8);
+    return lies >> 12 & 8 | lies >> 9 & 7;
+  }
   DEVICE void decode(const u32* q, u32 (&a)[4]) {
     two(q[0], a[0], a[1]);
     two(reversed(q[0]), a[2], a[3]);
@@ -166,6 +172,7 @@ template <class T> struct Table4 {
   static constexpr u32 unraw = T::ones;
   static constexpr float fused = 0;  // not so
   DEVICE u32 place(u32 code, int pair) { return code << (4 * pair); }
+  DEVICE u32 take(u32 q, int pair) { return q >> (4 * pair) & 15; }
   // Four nibbles to their bytes. A permute looks up 8 bytes with 3 bits; bit 3 chooses between two of them.
   DEVICE u32 lookup(u32 nibbles) {
     constexpr u32 table[4] = {TABLE};
@@ -292,3 +299,11 @@ struct Brick {
     else return make_uint2(load_shared4(at), 0);
   }
 };
+
+// All codes of word i of a brick, as visit(row, column, pair, odd): pack.cu and unpack.cu share where they are.
+template <class Visit> DEVICE void for_each_code(int i, Visit visit) {
+  const int chunk = i / 128, lane = i / 4 % 32, word = i % 4, g = lane >> 2, c = lane & 3;
+  const int step = (chunk * 4 + word) / Element::words, first = word % Element::words * 2;
+  for (int pair = first; pair < first + 4 / Element::words; pair++)
+    for (int odd = 0; odd < 2; odd++) visit(g + pair % 2 * 8, step * 16 + pair / 2 * 8 + 2 * c + odd, pair, odd);
+}

@@ -1,9 +1,12 @@
 // Bricks to numbers [n, k], bit for bit as the reference has them: ((code - zero) * scale) + minimum, each operation
 // rounded once to float32, then once to the type asked for. One warp takes a brick and writes it row by row.
 //
-// Compiled with ELEMENT, SCALE, OFFSET, GROUPS, and OUTPUT (float, F16 or BF16).
+// Compiled with ELEMENT, SCALE, OFFSET, GROUPS, OUTPUT (float, F16 or BF16) and ONE_ZERO (code 8 of E2M1 is +0).
 #define TYPE F16  // every code of every element is exact in it
 #include "decode.cuh"
+#ifndef ONE_ZERO
+#define ONE_ZERO 0
+#endif
 
 DEVICE void store(float* to, float v) { *to = v; }
 template <class T> struct Stored { u16 bits; };
@@ -12,8 +15,9 @@ template <class T> DEVICE void store(Stored<T>* to, float v) { to->bits = (u16)T
 extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, const float* __restrict__ row_scale, OUTPUT* __restrict__ out, int n, int k) {
   __shared__ float values[16][128 + 4];
   __shared__ __align__(16) u8 copy[Brick::bytes];
-  const int lane = threadIdx.x, g = lane >> 2, c = lane & 3, brick = blockIdx.x, tile = blockIdx.y;
-  const u8* from = weights + Brick::at(tile, brick, gridDim.y, gridDim.x);
+  const int lane = threadIdx.x, g = lane >> 2, c = lane & 3;
+  const int along = (k + 127) / 128, brick = blockIdx.x % along, tile = blockIdx.x / along;
+  const u8* from = weights + Brick::at(tile, brick, (n + 15) / 16, along);
   for (int i = lane; i < Brick::bytes / 16; i += 32) ((uint4*)copy)[i] = __ldg((const uint4*)from + i);
   __syncwarp();
   const u32 p = shared_address(copy);
@@ -38,6 +42,7 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
       const int upper = i / 2 % 2;
       float v = F16::to_float((u16)(a[i / 2] >> (i % 2 * 16))) * (1 / Element::raw);
       if constexpr (MIDDLE != 0) v += MIDDLE;  // exact; but adding 0 would lose the sign of -0
+      if constexpr (ONE_ZERO) v = __fadd_rn(v, 0.0f);  // and is to lose it here
       if constexpr (OFFSET == ZERO) v = __fsub_rn(v, offset[upper]);
       v = __fmul_rn(v, scale[upper]);
       if constexpr (OFFSET == MINIMUM) v = __fadd_rn(v, __fmul_rn(offset[upper], of_row[upper]));

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from threading import Lock
@@ -15,6 +17,10 @@ from billfish.backends.cuda.compile import compile_kernel, cuda_module
 from billfish.errors import BackendUnavailable, BillfishError
 
 Macros = tuple[tuple[str, str], ...]
+
+# Barriers of the kernels are static shared memory: up to 32 slots * 8 + 16 warps * 16 = 512 bytes. Dynamic shared
+# memory begins at a multiple of 1024.
+STATIC_BYTES = 1024
 
 
 def driver() -> Any:
@@ -32,17 +38,17 @@ def check(result: tuple[Any, ...], what: str) -> Any:
 
 @dataclass(frozen=True)
 class Device:
-    """What kernels are chosen by."""
+    """A GPU, as far as kernels are chosen by it."""
 
     ordinal: int
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_bytes: int  # of dynamic shared memory that a CTA may have
+    shared_bytes: int  # the dynamic shared memory that a CTA may have
 
     @property
     def arch(self) -> str:
-        """As the compiler wants it. wgmma is in 90a only."""
+        """The architecture's name for the compiler. Only 90a has wgmma."""
         major, minor = self.capability
         return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
 
@@ -69,8 +75,7 @@ def device(ordinal: int = 0) -> Device:
     name = check(d.cuDeviceGetName(100, handle), "cuDeviceGetName").split(b"\0")[0].decode()
     if capability < (8, 0):
         raise BackendUnavailable(f"[cuda] {name} is sm_{capability[0]}{capability[1]}; the kernels need sm_80 or later")
-    # The kernels keep their barriers in a kilobyte of static shared memory.
-    shared_bytes = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - 1024
+    shared_bytes = attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - STATIC_BYTES
     return Device(ordinal, name, capability, attribute("MULTIPROCESSOR_COUNT"), shared_bytes)
 
 
@@ -79,7 +84,7 @@ _loading = Lock()
 
 def kernel(source: str, name: str, macros: Macros, ordinal: int, shared_bytes: int) -> Any:
     """A kernel, compiled and loaded once, allowed that much dynamic shared memory."""
-    with _loading:  # two threads must not import cuda.core, or compile the same, at once
+    with _loading:  # cuda.core must not be imported, nor one kernel compiled, by two threads at once
         return _kernel(source, name, macros, ordinal, shared_bytes)
 
 
@@ -89,15 +94,15 @@ def _kernel(source: str, name: str, macros: Macros, ordinal: int, shared_bytes: 
     code = compile_kernel(source, dict(macros), device(ordinal).arch)
     library = check(d.cuLibraryLoadData(code, [], [], 0, [], [], 0), f"loading {name}")
     found = check(d.cuLibraryGetKernel(library, name.encode()), name)
-    if shared_bytes > 40 * 1024:  # from 48 on it must be allowed, with what is static
+    if shared_bytes:  # above 48 KiB, static ones included, a kernel must be allowed them
         which = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(d.cuKernelSetAttribute(which, shared_bytes, found, check(d.cuDeviceGet(ordinal), "device")), name)
     return d.CUfunction(int(found))
 
 
 @dataclass(frozen=True)
-class Launch:
-    """All about a launch but its arguments."""
+class KernelLaunch:
+    """A kernel and the grid it is launched on: all but stream and arguments."""
 
     source: str
     name: str
@@ -106,10 +111,10 @@ class Launch:
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
-    overlap: bool = False  # programmatic dependent launch: it may start before the kernel ahead of it has ended
+    overlap: bool = False  # programmatic dependent launch: the kernel may start before the one ahead has ended
 
     def __call__(self, ordinal: int, stream: int, *arguments: Any) -> None:
-        """Integers are ints and pointers ctypes.c_void_p; a tensor map goes by value."""
+        """The device is current. Integers are ints, pointers ctypes.c_void_p; a tensor map goes by value."""
         d = driver()
         config = d.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *self.grid, 1
@@ -134,37 +139,6 @@ class Launch:
         check(d.cuLaunchKernelEx(config, function, (values, types), 0), self.name)
 
 
-class Buffer:
-    """Memory of a device, freed with the object."""
-
-    def __init__(self, nbytes: int, ordinal: int) -> None:
-        self.nbytes, self.ordinal = nbytes, ordinal
-        self._free = driver().cuMemFree  # for a time when nothing can be imported any more
-        activate(ordinal)
-        self.pointer = int(check(driver().cuMemAlloc(max(nbytes, 16)), f"allocating {nbytes} bytes"))
-
-    @classmethod
-    def of(cls, array: NDArray[Any], ordinal: int) -> Buffer:
-        """A copy of a NumPy array."""
-        array = np.ascontiguousarray(array)
-        buffer = cls(array.nbytes, ordinal)
-        check(driver().cuMemcpyHtoD(buffer.pointer, array.ctypes.data, array.nbytes), "copying to the device")
-        return buffer
-
-    def clone(self) -> Buffer:
-        other = Buffer(self.nbytes, self.ordinal)
-        check(driver().cuMemcpyDtoD(other.pointer, self.pointer, self.nbytes), "copying on the device")
-        return other
-
-    def to_numpy(self, out: NDArray[Any]) -> None:
-        """Into a contiguous array, after all that was launched on the default stream."""
-        check(driver().cuMemcpyDtoH(out.ctypes.data, self.pointer, out.nbytes), "copying from the device")
-
-    def __del__(self) -> None:
-        if getattr(self, "pointer", 0):
-            self._free(self.pointer)
-
-
 @cache
 def _primary_context(ordinal: int) -> Any:
     device(ordinal)  # initializes the driver, or says that there is none
@@ -172,9 +146,66 @@ def _primary_context(ordinal: int) -> Any:
     return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
 
 
-def activate(ordinal: int) -> None:
-    """Make a device current in this thread, with the context that torch and CuPy use too."""
-    check(driver().cuCtxSetCurrent(_primary_context(ordinal)), "context")
+@contextmanager
+def current(ordinal: int) -> Iterator[None]:
+    """A device that is current in this thread, by the context that torch and CuPy use too; then the one before."""
+    d = driver()
+    check(d.cuCtxPushCurrent(_primary_context(ordinal)), "context")
+    try:
+        yield
+    finally:
+        check(d.cuCtxPopCurrent(), "context")
+
+
+class Buffer:
+    """Memory of a device, freed with the object. Nothing else may free it, so a copy is other memory."""
+
+    def __init__(self, nbytes: int, ordinal: int) -> None:
+        self.nbytes, self.ordinal = nbytes, ordinal
+        self._driver, self._context = driver(), _primary_context(ordinal)  # at exit, nothing can be imported any more
+        with current(ordinal):
+            self.pointer = int(check(driver().cuMemAlloc(max(nbytes, 16)), f"allocating {nbytes} bytes"))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Bytes, for torch and CuPy to see without a copy."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+    def __copy__(self) -> Buffer:
+        other = Buffer(self.nbytes, self.ordinal)
+        with current(self.ordinal):
+            check(driver().cuMemcpyDtoD(other.pointer, self.pointer, self.nbytes), "copying on the device")
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self.__copy__()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("memory of a GPU is not pickled; a QuantizedTensor is, without what was packed of it")
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            self._driver.cuCtxPushCurrent(self._context)
+            self._driver.cuMemFree(self.pointer)
+            self._driver.cuCtxPopCurrent()
+
+
+def copy_in(to: int, array: NDArray[Any], stream: int) -> None:
+    """A NumPy array to the memory at `to`; done when this returns. The device is current."""
+    array = np.ascontiguousarray(array)
+    check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, stream), "copying to the device")
+    synchronize(stream)
+
+
+def copy_out(array: NDArray[Any], source: int, stream: int) -> None:
+    """The memory at `source` into a contiguous NumPy array, after all that was launched on the stream."""
+    check(driver().cuMemcpyDtoHAsync(array.ctypes.data, source, array.nbytes, stream), "copying from the device")
+    synchronize(stream)
+
+
+def synchronize(stream: int) -> None:
+    """Wait for all that was launched on a stream."""
+    check(driver().cuStreamSynchronize(stream), "waiting for the device")
 
 
 def _attribute(name: str, value: Any) -> Any:
@@ -186,16 +217,18 @@ def _attribute(name: str, value: Any) -> Any:
 
 
 def no_tensor_map() -> Any:
-    """For GPUs before Hopper, whose kernels do not look at it."""
+    """An empty one, for GPUs before Hopper: their kernels have the argument and do not read it."""
     return driver().CUtensorMap()
 
 
 @lru_cache(maxsize=256)
 def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int) -> Any:
-    """x [rows, k], `stride` numbers from row to row, in boxes of `box_rows` by 64, or 1 by 128; outside of it there are
-    zeros."""
+    """x [rows, k] in boxes of `box_rows` by 64, or 1 by 128; outside of x are zeros. stride: numbers from row to row.
+
+    Rows must not overlap, and begin at multiples of 16 bytes: 16 | pointer, 8 | stride, stride >= k.
+    """
     d = driver()
-    swizzle = "NONE" if box_rows == 1 else "128B"  # so that eight rows lie in different banks
+    swizzle = "NONE" if box_rows == 1 else "128B"  # with it, eight rows lie in different banks
     kind = "BFLOAT16" if bfloat16 else "FLOAT16"
     return check(
         d.cuTensorMapEncodeTiled(

@@ -1,8 +1,9 @@
-"""Which kernel runs a product, and in which of its shapes: the figures behind these choices are in docs/cuda.md.
+"""Which kernel runs a product, and in which shape: docs/cuda.md has the figures behind these choices.
 
-`gemm_small` reads weights as fast as memory gives them and is right for any M; `gemm_large` is Hopper's, for more rows
-of x. Where neither is good (many rows on another GPU, float32 x) a plan is None: weights are decoded, and the library
-whose arrays came in multiplies.
+`gemm_small` reads weights as fast as memory gives them and is right for any M. `gemm_large` is Hopper's, for more rows
+of x. For more than MANY_ROWS rows on another GPU the plan is None: weights are decoded, and x's own library multiplies.
+
+N and K of 4096, 8192, 14336 and 28672 were measured; a threshold lies somewhere between two of these.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from billfish.backends.cuda.driver import Device, Launch, Macros
-from billfish.backends.cuda.layout import Kind
+from billfish.backends.cuda.driver import STATIC_BYTES, Device, KernelLaunch, Macros
+from billfish.backends.cuda.kind import Kind
 
-MANY_ROWS = 64  # above this, a GPU without wgmma decodes the weights once for all rows
+MANY_ROWS = 64  # a GPU without wgmma decodes the weights of more rows once, and not once for each 32 rows
+SMALL_N = 6144  # 16 rows: gemm_small is the faster one for N = 4096, gemm_large for N = 8192
+WIDE_N = 12288  # more columns for each CTA: from N = 14336 on, not yet for N = 8192
+LONG_K = 4096  # more slots for each team: from K = 8192 on
+# Shared memory of a CTA beside its dynamic part: STATIC_BYTES, and 1024 that CUDA takes for itself.
+CTA_BYTES = STATIC_BYTES + 1024
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """y [m, n] = activation(x [m, k] @ W.T + bias), on weights of a kind."""
 
     kind: Kind
@@ -42,21 +48,21 @@ class Product:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch, and how many rows of x one bulk copy takes: the tensor map has to know."""
+    """A launch, and the rows of x that one bulk copy takes, for the tensor map."""
 
-    launch: Launch
+    launch: KernelLaunch
     box_rows: int
 
 
 @lru_cache(maxsize=4096)
-def plan(product: Product, device: Device) -> Plan | None:
-    """The way to run a product on a device, or None: decode the weights and let a library multiply."""
-    m, hopper = product.m, device.capability == (9, 0)
-    if product.batch_invariant or m <= 8 or (m <= 16 and product.n < 6144):
-        return small(product, device)
+def plan(gemm: Gemm, device: Device) -> Plan | None:
+    """The plan of a product on a device; None: decode the weights and let a library multiply."""
+    m, hopper = gemm.m, device.capability == (9, 0)
+    if gemm.batch_invariant or m <= 8 or (m <= 16 and gemm.n < SMALL_N):
+        return small(gemm, device)
     if hopper:
-        return large(product, device)
-    return small(product, device) if m <= MANY_ROWS else None
+        return large(gemm, device)
+    return small(gemm, device) if m <= MANY_ROWS else None
 
 
 # ---- few rows -------------------------------------------------------------------------------------------------------
@@ -64,7 +70,7 @@ def plan(product: Product, device: Device) -> Plan | None:
 
 @dataclass(frozen=True)
 class Small:
-    """A shape of gemm_small; the names are those of its macros."""
+    """A shape of gemm_small. Its fields are macros of gemm_small.cu."""
 
     teams: int
     tiles: int
@@ -73,7 +79,7 @@ class Small:
     sharers: int = 1
 
     def rounds(self, tiles: int, device: Device) -> int:
-        """How often a CTA has to start over. Where kernels overlap, there are no more CTAs than there is room for."""
+        """Passes of a CTA. Where kernels overlap, a grid has no more CTAs than there is room for."""
         at_once = self.tiles * device.multiprocessors * self.resident
         return -(-tiles // at_once) if device.capability >= (9, 0) else 1
 
@@ -81,56 +87,61 @@ class Small:
         return -(-tiles // (self.tiles * self.rounds(tiles, device)))
 
     def cost(self, tiles: int, device: Device) -> float:
-        """Tiles of the multiprocessor that has most to do, and what meeting once more costs."""
+        """Tiles of the busiest multiprocessor, and the time of each further pass in tiles (measured on an H200)."""
         grid, rounds = self.grid(tiles, device), self.rounds(tiles, device)
         most = -(-grid // device.multiprocessors) * rounds * self.tiles
         if self.resident == 1:
             return most + (rounds - 1) * (0.1 if self.sharers > 1 else 0.5)
-        # Room for two, but hardly more than one: the next kernel's CTAs would share some of them and leave others.
-        uneven = 5 * grid < 6 * device.multiprocessors
-        # Two that share a multiprocessor leave bandwidth to those that are alone on theirs.
+        # Room for two CTAs, but fewer than 1.2 for each multiprocessor: the next kernel's CTAs double up on some
+        # multiprocessors and leave others. On 132, N = 8192 has 128 CTAs and is uneven, N = 14336 has 224 and is not.
+        uneven = grid < 1.2 * device.multiprocessors
+        # Two CTAs on one multiprocessor leave bandwidth to CTAs that are alone on theirs.
         return (most + tiles / device.multiprocessors) / 2 + (rounds - 1) * 2 + (tiles if uneven else 0)
 
 
-def rows_at_once(product: Product) -> int:
-    """ROWS of gemm_small: more columns of an mma for each row of x than a brick has groups are of no use."""
-    least = 8 if product.batch_invariant else 8 // product.kind.groups
-    return next(rows for rows in (1, 2, 4, 8, 16, 32) if rows == 32 or rows >= max(product.m, least))
+def rows_at_once(gemm: Gemm) -> int:
+    """ROWS of gemm_small. A row of x takes 8 / ROWS columns of an mma, one for each group of a brick at most."""
+    least = 8 if gemm.batch_invariant else 8 // gemm.kind.groups
+    return next(rows for rows in (1, 2, 4, 8, 16, 32) if rows == 32 or rows >= max(gemm.m, least))
 
 
-def small_shapes(product: Product, hopper: bool) -> list[Small]:
-    """That are worth weighing, of equal ones the better first. Some 100 KB under way on a multiprocessor are enough."""
-    if product.batch_invariant:
-        return [Small(8, 2, 16)]  # the teams decide about the order of additions
-    rows, wide, long = rows_at_once(product), product.n >= 12288, product.k > 4096
+def small_shapes(gemm: Gemm, hopper: bool) -> list[Small]:
+    """Shapes worth weighing, of equal ones the better first.
+
+    About 100 KB under way on a multiprocessor are enough: with more than 110 KB, one row of 4096 x 14336 takes 9.4 us
+    instead of 8.9.
+    """
+    if gemm.batch_invariant:
+        return [Small(8, 2, 16)]  # the number of teams fixes the order of additions
+    rows, wide, long = rows_at_once(gemm), gemm.n >= WIDE_N, gemm.k > LONG_K
     if rows == 32:
         return [Small(4, 4, 8) if wide else Small(8, 1, 16)]
     if rows == 16:
         return [Small(8, 4, 16) if wide else Small(8, 2, 16)]
     if not hopper:
         return [Small(8, 4, 16, 2), Small(8, 8, 16), Small(12, 4, 24), Small(16, 2, 32), Small(16, 1, 32)]
-    two = Small(16, 2, 32) if long and product.m == 1 else Small(8, 2, 24 if long else 16)
+    two = Small(16, 2, 32) if long and gemm.m == 1 else Small(8, 2, 24 if long else 16)
     return [Small(8, 4, 16, 2), Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), two, Small(16, 1, 32)]
 
 
-def small(product: Product, device: Device) -> Plan:
-    tiles = -(-product.n // 16)
-    shapes = [fitting(product, device, shape) for shape in small_shapes(product, device.capability >= (9, 0))]
-    return launch_small(product, device, min(shapes, key=lambda shape: shape.cost(tiles, device)))
+def small(gemm: Gemm, device: Device) -> Plan:
+    tiles = -(-gemm.n // 16)
+    shapes = [fitting(gemm, device, shape) for shape in small_shapes(gemm, device.capability >= (9, 0))]
+    return launch_small(gemm, device, min(shapes, key=lambda shape: shape.cost(tiles, device)))
 
 
-def small_bytes(product: Product, device: Device, shape: Small) -> int:
-    """Of shared memory, as in gemm_small.cu: the ring, and the teams' sums in its place, or behind it."""
-    rows, rounds, alone = rows_at_once(product), shape.rounds(-(-product.n // 16), device), product.m == 1
-    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.tiles * product.kind.brick_bytes)
+def small_bytes(gemm: Gemm, device: Device, shape: Small) -> int:
+    """Dynamic shared memory, as gemm_small.cu lays it out: the ring, and the teams' sums in its place or behind it."""
+    rows, rounds, alone = rows_at_once(gemm), shape.rounds(-(-gemm.n // 16), device), gemm.m == 1
+    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.tiles * gemm.kind.brick_bytes)
     sums = (shape.teams * (1 if alone else rows) * (16 * shape.tiles + 4) + 2 * 16 * shape.tiles) * 4
     return ring + sums if rounds > 1 else max(ring, sums)
 
 
-def fitting(product: Product, device: Device, shape: Small) -> Small:
-    """With as many slots, and then tiles, as there is room for; its barriers, and the system, want a kilobyte each."""
-    room = (device.shared_bytes + 2048) // shape.resident - 2048
-    while small_bytes(product, device, shape) > room and (shape.slots > shape.teams or shape.tiles > shape.sharers):
+def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
+    """The shape with as many slots, and then tiles, as `resident` CTAs of a multiprocessor have room for."""
+    room = (device.shared_bytes + CTA_BYTES) // shape.resident - CTA_BYTES
+    while small_bytes(gemm, device, shape) > room and (shape.slots > shape.teams or shape.tiles > shape.sharers):
         if shape.slots > shape.teams:
             shape = replace(shape, slots=shape.slots - shape.teams)
         else:
@@ -138,24 +149,25 @@ def fitting(product: Product, device: Device, shape: Small) -> Small:
     return shape
 
 
-def launch_small(product: Product, device: Device, shape: Small) -> Plan:
-    rows, tiles = rows_at_once(product), -(-product.n // 16)
+def launch_small(gemm: Gemm, device: Device, shape: Small) -> Plan:
+    rows, tiles = rows_at_once(gemm), -(-gemm.n // 16)
     named = {name.upper(): value for name, value in vars(shape).items()}
-    macros = product.macros(ROWS=rows, ALONE=int(product.m == 1), **named)
-    grid = (shape.grid(tiles, device), -(-product.m // rows))
+    macros = gemm.macros(ROWS=rows, ALONE=int(gemm.m == 1), **named)
+    grid = (shape.grid(tiles, device), -(-gemm.m // rows))
     threads, overlap = shape.teams * shape.sharers * 32, device.capability >= (9, 0)
-    shared_bytes = small_bytes(product, device, shape)
-    if overlap:  # no room for one more: which multiprocessors the next kernel's CTAs then find is left to chance
-        shared_bytes = max(shared_bytes, (device.shared_bytes + 2048) // (shape.resident + 1))
-    launch = Launch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
-    return Plan(launch, min(product.m, rows))
+    shared_bytes = small_bytes(gemm, device, shape)
+    if overlap:  # No room for one CTA more. The next kernel's would take it, on some multiprocessors and not on others.
+        shared_bytes = max(shared_bytes, (device.shared_bytes + CTA_BYTES) // (shape.resident + 1))
+    launch = KernelLaunch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
+    return Plan(launch, min(gemm.m, rows))
 
 
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
 
-# Nanoseconds of a multiprocessor for a brick of K, by the height (columns of y; 96 and 224 where tiles are paired) and
-# width (rows of x) of a tile; what a call and a tile cost besides; and sums that meet. What two tiles share is decoded
-# twice, which takes time where decoding does. Measured on an H200, roughly: for weighing shapes against each other.
+# Nanoseconds that a multiprocessor takes for 128 of K, by height (columns of y) and width (rows of x) of a tile. Paired
+# tiles of 2 and 4 strips have heights of 64 * 2 - 32 = 96 and 64 * 4 - 32 = 224. A call costs CALL_NS besides, a tile
+# TILE_NS, a meeting of partners MEETING_NS. Paired tiles decode their common strip twice: DECODED_TWICE, where decoding
+# takes time. Measured on an H200, roughly: good for weighing shapes against each other.
 BRICK_NS = {
     64: {16: 150, 32: 170, 64: 230, 128: 540},
     96: {64: 360, 128: 490},
@@ -168,7 +180,7 @@ CALL_NS, TILE_NS, MEETING_NS, DECODED_TWICE = 1500, 1000, 1000, 1.08
 
 @dataclass(frozen=True)
 class Shape:
-    """A shape of gemm_large; the names are those of its macros."""
+    """A shape of gemm_large. Its fields are macros of gemm_large.cu."""
 
     width: int
     warpgroups: int = 2
@@ -182,7 +194,7 @@ class Shape:
 
     @property
     def strips(self) -> int:
-        """Of 64 columns; two tiles that are paired share one."""
+        """Strips of 64 columns. Two paired tiles share one."""
         return self.tall * self.warpgroups // self.teams
 
     @property
@@ -194,11 +206,12 @@ class Shape:
         return self.split * self.teams
 
     def ctas(self, m: int, n: int) -> int:
-        columns = -(-n // 64) * 64  # of whole strips
+        columns = -(-n // 64) * 64  # whole strips
         return -(-columns // self.height) * -(-m // self.width) * self.split
 
     def cost(self, m: int, n: int, bricks: int, multiprocessors: int) -> float:
-        """Of a product, in nanoseconds, roughly. Clusters of more than two do not find room everywhere."""
+        """Nanoseconds of a product, roughly."""
+        # An H200 holds 39 clusters of three CTAs, on 117 of its 132 multiprocessors.
         room = multiprocessors if self.split <= 2 else multiprocessors * 9 // 10
         rounds = -(-self.ctas(m, n) // (room // self.split * self.split))
         tile = BRICK_NS[self.height][self.width] * bricks / self.split + TILE_NS
@@ -206,15 +219,17 @@ class Shape:
 
 
 def shapes(m: int, kind: Kind) -> list[Shape]:
-    """That are worth weighing, of equal ones the better first. Two strips for each warpgroup, or four, leave fewer
-    instructions beside each wgmma."""
+    """Shapes worth weighing, of equal ones the better first.
+
+    A warpgroup with two strips, or four, has fewer instructions beside each wgmma.
+    """
     if m <= 32:
         width = 16 if m <= 16 else 32
         both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
         four = Shape(width, teams=2, tall=4, stages=8)
-        if kind.offset == "ZERO" or kind.scale == "ScaleF32" or kind.element == "Table4":  # which take longer to decode
+        if kind.offset == "ZERO" or kind.scale == "ScaleF32" or kind.element == "Table4":  # slow to decode
             both = replace(both, buffers=2, batch=1)
-        if kind.scale != "ScaleF32":  # with those, there are too few registers for it
+        if kind.scale != "ScaleF32":  # float32 scales leave too few registers
             four = replace(four, buffers=2, batch=1)
         return [
             *(replace(both, split=split) for split in (1, 2, 3)),
@@ -240,10 +255,10 @@ def shapes(m: int, kind: Kind) -> list[Shape]:
     return [*found, replace(one, tall=2, batch=1) if m > 2048 else Shape(256, stages=3)]
 
 
-def large(product: Product, device: Device) -> Plan:
-    m, n, bricks, kind = product.m, product.n, -(-product.k // 128), product.kind
-    # With eight offsets for each row of a brick, the tallest tiles have no registers left; nor have four strips, with
-    # many bytes of scales, or a table.
+def large(gemm: Gemm, device: Device) -> Plan:
+    m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // 128), gemm.kind
+    # Eight offsets for each row of a brick leave too few registers for wide tiles of several strips. Many bytes of
+    # scales, or a table, leave too few for four strips. tests/test_cuda.py has ptxas count spills.
     many = kind.groups == 8 and kind.offset != "NONE"
     scale_bytes = kind.brick_bytes - kind.code_bytes
 
@@ -254,7 +269,7 @@ def large(product: Product, device: Device) -> Plan:
         return s.tall > 1 and many and s.width > 64
 
     fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s)]
-    # Two stages are too few to copy while something is multiplied; for two teams, they would stand still.
+    # With two stages nothing is copied while the kernel multiplies, and two teams would stand still by turns.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
 
@@ -262,12 +277,12 @@ def large(product: Product, device: Device) -> Plan:
         factor = DECODED_TWICE if shape.paired and costs_to_decode else 1
         return shape.cost(m, n, bricks, device.multiprocessors) * factor
 
-    return launch_large(product, device, min(flowing, key=cost))
+    return launch_large(gemm, device, min(flowing, key=cost))
 
 
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
-    """Stages of the ring, and bytes of shared memory with what else is in it, as in gemm_large.cu: y on its way out,
-    and the sums that partners send."""
+    """Stages of the ring, and all dynamic shared memory as gemm_large.cu lays it out: ring, y on its way out, and the
+    sums that partners send."""
     stage = shape.width * 256 + shape.strips * 4 * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.tall * owned * (shape.warpgroups // shape.teams) * 2048
@@ -276,12 +291,12 @@ def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
     return stages, stages * stage + rest
 
 
-def launch_large(product: Product, device: Device, shape: Shape) -> Plan:
-    kind = product.kind
+def launch_large(gemm: Gemm, device: Device, shape: Shape) -> Plan:
+    kind = gemm.kind
     stages, shared_bytes = ring(shape, kind, device)
-    # With bytes, ptxas is sure that wgmmas may overlap only if there are two buffers.
+    # Codes of 8 bits: with more than two buffers ptxas serializes the wgmmas.
     buffers, batch = (shape.buffers, shape.batch) if kind.words == 1 else (2, 1)
-    macros = product.macros(
+    macros = gemm.macros(
         WARPGROUPS=shape.warpgroups,
         TEAMS=shape.teams,
         TALL=shape.tall,
@@ -294,16 +309,18 @@ def launch_large(product: Product, device: Device, shape: Shape) -> Plan:
         **wgmma_macros("WGMMA", shape.width),
         **wgmma_macros("WGMMA_HALF", shape.width // 2),
     )
-    ctas = shape.ctas(product.m, product.n)
+    ctas = shape.ctas(gemm.m, gemm.n)
     if shape.partners == 1:
         ctas = min(ctas, device.multiprocessors)
     threads = 128 * (shape.warpgroups + 1)
-    launch = Launch("gemm_large.cu", "marlin_gemm_large", macros, (ctas, 1), threads, shared_bytes, shape.split, True)
+    launch = KernelLaunch(
+        "gemm_large.cu", "marlin_gemm_large", macros, (ctas, 1), threads, shared_bytes, shape.split, True
+    )
     return Plan(launch, shape.width)
 
 
 def wgmma_macros(name: str, width: int) -> dict[str, str]:
-    """The instruction names all its registers; see wgmma.cuh."""
+    """Lists of registers, all of which the instruction names; see wgmma.cuh."""
     count = width // 2
     a = ", ".join(f"%{count + i}" for i in range(4))
     return {

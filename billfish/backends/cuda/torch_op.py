@@ -1,57 +1,55 @@
 """`torch.ops.billfish.cuda_linear`: the product as an operator that torch.compile and graphs see as one.
 
-An operator takes tensors and numbers, so the weights go by a number; they are found as long as somebody holds them.
+Its weights are tensors, so a compiled graph holds the memory that it reads.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 
 from billfish.backends.cuda.arrays import linear_torch
-from billfish.errors import DataError, complaint
-
-if TYPE_CHECKING:
-    from billfish.backends.cuda import CudaWeights
-
-_weights: WeakValueDictionary[int, CudaWeights] = WeakValueDictionary()
-
-
-def handle(weights: CudaWeights) -> int:
-    """The number that stands for these weights."""
-    number = id(weights)
-    _weights[number] = weights
-    return number
+from billfish.backends.cuda.kind import read_kind
+from billfish.backends.cuda.memory import as_tensor
+from billfish.backends.cuda.weights import About, DeviceWeights
 
 
 @torch.library.custom_op(
     "billfish::cuda_linear",
     mutates_args=(),
-    schema="(Tensor x, Tensor? bias, int weights, int n, bool batch_invariant, str? activation) -> Tensor",
+    schema="(Tensor x, Tensor bricks, Tensor row_scale, Tensor? bias, str kind, int n, bool batch_invariant, "
+    "str? activation) -> Tensor",
 )
 def cuda_linear(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: int, n: int, batch_invariant: bool, activation: str | None
+    x: torch.Tensor,
+    bricks: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    kind: str,
+    n: int,
+    batch_invariant: bool,
+    activation: str | None,
 ) -> torch.Tensor:
-    held = _weights.get(weights)
-    if held is None:
-        raise DataError(complaint("cuda_linear", "weights", weights, "the handle of weights that are still held"))
-    return linear_torch(x, held, bias, batch_invariant, activation)
+    """activation(x W.T + bias): x [..., K] -> [..., N]. bricks, row_scale: bytes; kind: as `Kind.spelled` spells it."""
+    weights = DeviceWeights(About(read_kind(kind), (n, x.shape[-1])), bricks, row_scale)
+    y: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation)
+    return y
 
 
 @cuda_linear.register_fake
-def _(x: Any, bias: Any, weights: int, n: int, batch_invariant: bool, activation: str | None) -> Any:
+def _(x: Any, bricks: Any, row_scale: Any, bias: Any, kind: str, n: int, *rest: Any) -> Any:
     return x.new_empty((*x.shape[:-1], n))
 
 
 def linear(
     x: torch.Tensor,
-    weights: CudaWeights,
+    weights: DeviceWeights,
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
     activation: str | None = None,
 ) -> torch.Tensor:
     """activation(x W.T + bias) for a tensor on a GPU: x [..., K] -> [..., N]. activation: relu, silu or gelu."""
-    n = weights.tensor.shape[0]
-    return cuda_linear(x, bias, handle(weights), n, batch_invariant, activation)
+    bricks, row_scale = as_tensor(weights.bricks), as_tensor(weights.row_scale)
+    kind, n = weights.kind.spelled(), weights.shape[0]
+    return cuda_linear(x, bricks, row_scale, bias, kind, n, batch_invariant, activation)

@@ -124,7 +124,7 @@ class EmulatorBackend(NumpyBackend):
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "cpu":
-            return False, f"it computes in CPU memory, and x is on {problem.device}"
+            return False, f"it computes in CPU memory, and the array is on {problem.device}"
         return has_kernels(problem)
 
     @cached_property

@@ -12,7 +12,7 @@ MATVEC_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Launch:
+class Dispatch:
     """A kernel by name, its template arguments, and its grid in threads."""
 
     kernel: str
@@ -51,7 +51,7 @@ def tiles(m: int, n: int) -> int:
     return up(m, tile_rows(m)) * up(n, TILE_N)
 
 
-def launch(kernel: str, m: int, n: int, k: int) -> Launch:
+def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
     """How to launch it."""
     if kernel == "gemv":
         return _gemv(m, n, k)
@@ -63,15 +63,15 @@ def launch(kernel: str, m: int, n: int, k: int) -> Launch:
         # No fewer than four tiles of K for each slice: below that, partial sums are the traffic.
         slices = max(1, min(up(BUSY, count), k // (4 * TILE_K), 8))
         groups = min(count * slices, 4 * BUSY)
-        return Launch(kernel, template | {"SLICES": slices}, (groups * THREADS, 1, 1), (THREADS, 1, 1))
-    return Launch(kernel, template, (columns * THREADS, up(m, rows), 1), (THREADS, 1, 1))
+        return Dispatch(kernel, template | {"SLICES": slices}, (groups * THREADS, 1, 1), (THREADS, 1, 1))
+    return Dispatch(kernel, template, (columns * THREADS, up(m, rows), 1), (THREADS, 1, 1))
 
 
-def _gemv(m: int, n: int, k: int) -> Launch:
+def _gemv(m: int, n: int, k: int) -> Dispatch:
     rows = next(rows for rows in (1, 2, 4, 8) if m <= rows)
     # Wide columns need fewer instructions for each weight, but leave fewer threadgroups; many rows fill the registers.
     columns = next(c for c in (4, 2, 1) if c == 1 or (n % c == 0 and n >= 32 * c * BUSY and c * rows <= 8))
     # Each simdgroup reads the scale of its columns anew, so its slice must be long enough that it does not count.
     simdgroups = next(s for s in (8, 4, 2, 1) if s == 1 or k >= 256 * s)
     template = {"ROWS": rows, "COLUMNS": columns, "SIMDGROUPS": simdgroups}
-    return Launch("gemv", template, (up(n, 32 * columns) * 32 * simdgroups, 1, 1), (32 * simdgroups, 1, 1))
+    return Dispatch("gemv", template, (up(n, 32 * columns) * 32 * simdgroups, 1, 1), (32 * simdgroups, 1, 1))

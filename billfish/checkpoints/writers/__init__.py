@@ -2,11 +2,15 @@
 
 plan      what becomes of each tensor, from headers, scales and offsets
 target    how it is called and laid out there
+source    what the input is, so that no output is made of two
 engine    the bytes to disk, in such a way that being killed costs nothing
+partial   the folder that they are collected in, and whether it is ours
+lock      one writer for each output
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -25,9 +29,11 @@ from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
 from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
-from billfish.checkpoints.writers.plan import Problem, Settings, plan, refuse
+from billfish.checkpoints.writers.plan import Remark, Settings, plan, refuse
+from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.version import __version__
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
@@ -44,7 +50,7 @@ class Report:
     """What was written."""
 
     items: list[Item]
-    notes: list[Problem]
+    notes: list[Remark]
     nbytes: int
 
 
@@ -56,7 +62,7 @@ def export(
     start: Callable[[int], Callable[[int, str], None]],
 ) -> Report:
     """Write a checkpoint to `out`. `start` is given the number of bytes left, and returns what is told of progress."""
-    path, target = Path(out), settings.target
+    path, target, sources = Path(out), settings.target, identity(checkpoint.files)  # before anything is read
     checkpoint = for_gguf(checkpoint) if isinstance(target, GgufTarget) else for_folders(checkpoint)
     items, problems, notes = plan(checkpoint, settings)
     takes = f"what {target.name} holds as it is; --requantize quantizes these again, and loses something"
@@ -64,22 +70,31 @@ def export(
     if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
         takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
         raise CheckpointError(complaint(call, "OUT", path.name, takes))
-    output = _output(checkpoint, path, items, settings, notes)
+    output = _output(checkpoint, sources, path, items, settings, notes)
     write(call, path, output, start)
     return Report(items, notes, output.nbytes)
 
 
-def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Settings, notes: list[Problem]) -> Output:
+def _output(
+    checkpoint: Checkpoint, sources: Identity, path: Path, items: list[Item], settings: Settings, notes: list[Remark]
+) -> Output:
     """What is to be written; `notes` gets what is left out."""
-    target, identity = settings.target, _identity(checkpoint, settings)
+    target = settings.target
+    inputs = {
+        "billfish": __version__,
+        "sources": sources,
+        "method": settings.quantization.method if settings.quantization else "",
+        "requantize": settings.requantize,
+    }
+    unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
         fields = _gguf_metadata(checkpoint)
-        lost = [name for name in _companions(checkpoint) if name in ("tokenizer.json", "tokenizer.model")]
+        lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
         if lost and "tokenizer.ggml.model" not in fields:
             takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
-            notes.append(Problem(lost[0], f"left out: {takes}"))
+            notes.append(Remark(lost[0], f"left out: {takes}"))
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
-        return Output([file], {}, False, identity)
+        return Output([file], {}, False, inputs, unchanged)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
     config.pop("quantization_config", None)
     metadata = {"format": "pt"}
@@ -94,47 +109,54 @@ def _output(checkpoint: Checkpoint, path: Path, items: list[Item], settings: Set
         config["quantization_config"] = native.quantization_config(items)
         metadata["billfish"] = json.dumps(config["quantization_config"])
     files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint), **index, "config.json": json_bytes(config)}
-    return Output(files, small, True, identity)
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index}
+    small["config.json"] = json_bytes(config)
+    return Output(files, small, True, inputs, unchanged)
 
 
-def _identity(checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
-    """What the output depends on, beside what is in its headers."""
-    import billfish
-
-    sources = [(file.path.name, file.size, file.path.stat().st_mtime_ns) for file in checkpoint.files]
-    quantization = settings.quantization
-    return {
-        "billfish": billfish.__version__,
-        "sources": sources,
-        "method": quantization.method if quantization else "",
-        "requantize": settings.requantize,
-    }
-
-
-def _tokenizer(checkpoint: Checkpoint, notes: list[Problem]) -> dict[str, bytes]:
+def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
     """The tokenizer that a GGUF file holds, in files of its own."""
     if not is_gguf(checkpoint) or "tokenizer.ggml.model" not in checkpoint.metadata:
         return {}
     try:
         return tokenizer_files(checkpoint.metadata)
     except (ModelError, BackendUnavailable) as error:
-        notes.append(Problem("tokenizer", f"left out: {error}"))
+        notes.append(Remark("tokenizer", f"left out: {error}"))
         return {}
 
 
-def _companions(checkpoint: Checkpoint) -> dict[str, bytes]:
+def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if not (folder / "config.json").is_file():  # a file in some folder, not a model's
         return {}
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-    return {
-        path.name: path.read_bytes()
-        for path in sorted(found)
-        if path.name not in REPLACED
-        and not path.name.endswith(".safetensors.index.json")
-        and path.stat().st_size <= MAX_COMPANION_BYTES
-    }
+    copied = {}
+    for path in sorted(found):
+        if path.name in REPLACED or path.name.endswith(".safetensors.index.json"):
+            continue
+        if not _belongs_to(path, folder):
+            notes.append(Remark(path.name, "left out: a link that leads out of the model's folder"))
+        elif path.stat().st_size > MAX_COMPANION_BYTES:
+            notes.append(Remark(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
+        else:
+            copied[path.name] = path.read_bytes()
+    return copied
+
+
+def _belongs_to(path: Path, folder: Path) -> bool:
+    """Whether a file is the model's own. A downloaded folder may have a README that is a link to somebody's keys, and
+    outputs are published.
+
+    Hugging Face's cache is an exception: `models--NAME/snapshots/REVISION` has nothing but links to
+    `models--NAME/blobs`. That folder belongs to the same model, and only the cache writes to it.
+    """
+    target, home = path.resolve(), folder.resolve()
+    if target.is_relative_to(home):
+        return True
+    for above in home.parents:
+        if above.name == "snapshots" and above.parent.name.startswith("models--"):
+            return target.parent == above.parent / "blobs"
+    return False
 
 
 def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:

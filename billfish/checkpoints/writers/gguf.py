@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import bfloat16
-from billfish.checkpoints.gguf import PLAIN, QUANTIZED
+from billfish.checkpoints.gguf import PLAIN, ggml_names
 from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
@@ -20,7 +20,6 @@ from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 ALIGNMENT = 32
-GGML_NAMES = {ours: theirs for theirs, ours in QUANTIZED.items()}
 GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"} | {
     f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
 }
@@ -28,7 +27,9 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64":
 
 class GgufTarget(Target):
     name = "gguf"
-    formats = (*QUANTIZED.values(),)
+
+    def __init__(self) -> None:
+        self.formats = (*ggml_names().values(),)
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         if k % 32:
@@ -89,7 +90,7 @@ def gguf_file(
 
 def _add_tensor(gguf: Any, writer: Any, item: Item, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if item.format is not None and name == item.name:
-        kind = gguf.GGMLQuantizationType[GGML_NAMES[item.format.name]]
+        kind = gguf.GGMLQuantizationType[vars(type(item.format))["gguf"]]
         stacked = (*item.shape[:-1], shape[-1])  # the library wants the shape in bytes, and experts apart
         writer.add_tensor_info(name, stacked, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
         return

@@ -16,7 +16,9 @@ from billfish.tensor import QuantizedTensor
 
 class NativeTarget(Target):
     name = "billfish"
-    formats = tuple(FORMATS)
+
+    def __init__(self) -> None:
+        self.formats = tuple(FORMATS)  # and whatever was registered since this was imported
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         return None  # nothing that does not fit

@@ -53,26 +53,28 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Remark:
+    """A tensor or a file, and why it is refused, left as it is or left out: what the user is told."""
+
     name: str
     reason: str
 
 
-def plan(checkpoint: Checkpoint, settings: Settings) -> tuple[list[Item], list[Problem], list[Problem]]:
+def plan(checkpoint: Checkpoint, settings: Settings) -> tuple[list[Item], list[Remark], list[Remark]]:
     """Items in the order of the checkpoint; tensors that cannot be written; tensors left as they are, and why."""
-    items, problems, left = [], list[Problem](), list[Problem]()
+    items, problems, left = [], list[Remark](), list[Remark]()
     for name in checkpoint:
         try:
             item = _item(checkpoint, name, settings, left)
         except Misfit as reason:
-            problems.append(Problem(name, str(reason)))
+            problems.append(Remark(name, str(reason)))
         else:
             items.append(item)
         checkpoint.release()
     return items, problems, left
 
 
-def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Problem]) -> Item:
+def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Remark]) -> Item:
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
@@ -84,7 +86,7 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Prob
             try:
                 return _quantized(checkpoint, name, about.shape, *choice, settings)
             except Misfit as reason:
-                left.append(Problem(name, str(reason)))
+                left.append(Remark(name, str(reason)))
         settings.target.check_plain(dtype)
         return Item(name, None, about.shape, 0, {"": dtype}, False, lambda: checkpoint[name], lambda: None)
     order = checkpoint.permutation(name) if about.act_order else None
@@ -94,14 +96,14 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Prob
         item = _as_it_is(checkpoint, name, order is not None, settings)
         if item.format is not None and item.bits > about.format.element.bits:
             left.append(
-                Problem(name, f"{about.format.name}, held as {item.format.name} with {item.bits} bits for each code")
+                Remark(name, f"{about.format.name}, held as {item.format.name} with {item.bits} bits for each code")
             )
         return item
     except Misfit as reason:
         fallback = settings.target.fallback(about.format, about.shape[-1])
         if not settings.requantize or fallback is None:
             raise
-        left.append(Problem(name, f"quantized again, to {fallback[0]}: {reason}"))
+        left.append(Remark(name, f"quantized again, to {fallback[0]}: {reason}"))
         format, group_size = get_format(fallback[0]), fallback[1]
         return _quantized(checkpoint, name, about.shape, format, group_size, replace(settings, quantization=None))
 
@@ -202,18 +204,18 @@ def _weights(checkpoint: Checkpoint, name: str) -> Array:
     return dequantize(tensor)
 
 
-def by_reason(problems: Sequence[Problem], limit: int = 5) -> list[str]:
+def by_reason(remarks: Sequence[Remark], limit: int = 5) -> list[str]:
     """One line for each reason, with the names of the first tensors and the number of the others."""
     names: dict[str, list[str]] = {}
-    for problem in problems:
-        names.setdefault(problem.reason, []).append(problem.name)
+    for remark in remarks:
+        names.setdefault(remark.reason, []).append(remark.name)
     return [
         ", ".join(same[:limit]) + (f" and {len(same) - limit} more" if len(same) > limit else "") + f": {reason}"
         for reason, same in names.items()
     ]
 
 
-def refuse(call: str, problems: Sequence[Problem], takes: str) -> None:
+def refuse(call: str, problems: Sequence[Remark], takes: str) -> None:
     """Raises an error that names the tensors and the reasons."""
     if problems:
         raise CheckpointError(complaint(call, f"{len(problems)} tensors", "; ".join(by_reason(problems)), takes))

@@ -1,0 +1,94 @@
+// Rows of x as the kernels of a level want them for one kind of weights, and room for them.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "layout/problem.h"
+#include "threads/threads.h"
+
+namespace billfish {
+
+// Kernels may read a group of rows, and a vector, past the end. Whoever keeps one of these keeps its memory, which would cost
+// more to get afresh than to fill.
+class Prepared {
+ public:
+  // For m rows; planes: 0 for exact, 1 for q8, 2 for q16. plain: exact ones are to be kept as they are.
+  void begin(const Level& level, const Weights& w, int64_t m, int planes, bool plain = false) {
+    level_ = &level, kind_ = w;
+    planes_ = planes > 0 ? planes : !plain && level.exact_in_planes(w, m) ? EXACT_PLANES : 0;
+    const int64_t blocks = blocks_of(w.k);
+    if (planes_ > 0) {
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, planes_, level.lanes(w, m, planes_)};
+      integers.start_stride = level.start_stride(w, integers);
+      const size_t all = size_t(integers.groups() * blocks), rows = all * size_t(integers.lanes);
+      codes_.resize(rows * size_t(planes_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
+      sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
+      integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
+      integers.sums = sums_.data(), integers.starts = starts_.data();
+      if (planes_ == EXACT_PLANES) values_.resize(size_t(m)), integers.power = values_.data();
+    } else {
+      // Groups a multiple of 16 KiB apart would share the same few sets of a first-level cache, so then they are a chunk further apart.
+      exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks};
+      values_.resize(size_t(exact.groups() * 4 * exact.blocks * BLOCK)), exact.x = values_.data();
+    }
+  }
+
+  // Some of the rows, eight at the most, and some of their blocks.
+  struct Part {
+    int64_t first_row, rows, first_block, last_block;
+  };
+
+  // x [rows, k] of a part. False: these must be plain, because they are not finite.
+  bool put(const float* x, const Part& part) {
+    const int64_t k = kind_.k;
+    bool good = true;
+    for (int64_t i = 0; i < part.rows; i++)
+      if (planes_ > 0) good = level_->quantize_row(x + i * k, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
+      else level_->lay_out_row(x + i * k, k, exact, part.first_row + i, part.first_block, part.last_block);
+    if (planes_ > 0) finish(part);
+    return good;
+  }
+
+  // Where rows have been put into `integers` by somebody else.
+  void finish(const Part& part) {
+    const int64_t lanes = integers.lanes, last = part.first_row + part.rows;
+    level_->finish_x(kind_, integers, part.first_row / lanes, (last + lanes - 1) / lanes, part.first_block, part.last_block);
+  }
+
+  // Tiles [first, last) of w, which is of the kind that this was made for.
+  void multiply(const Weights& w, const float* bias, float* y, int64_t first, int64_t last) const {
+    if (planes_ > 0) level_->multiply8(w, integers, bias, y, first, last);
+    else level_->multiply_exact(w, exact, bias, y, first, last);
+  }
+
+  bool is_for(const Weights& w) const { return kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias; }
+  const Weights& kind() const { return kind_; }
+
+  Activations8 integers{};
+  ActivationsExact exact{};
+
+ private:
+  const Level* level_ = nullptr;
+  Weights kind_{};
+  int planes_ = 0;
+  std::vector<int8_t> codes_;
+  std::vector<float> scale_, totals_, values_;
+  std::vector<int32_t> sums_, starts_;
+};
+
+// f(part) for m rows eight by eight, on several threads; whether it was true for all. Where there are fewer eights than threads,
+// each thread gets some of the blocks, if `cut`.
+template <class F> bool for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
+  std::atomic<bool> good{true};
+  const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
+  parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+      const int64_t row = i / cuts * 8, piece = i % cuts;
+      if (!f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * piece / cuts, blocks * (piece + 1) / cuts})) good = false;
+    }
+  });
+  return good;
+}
+
+}  // namespace billfish

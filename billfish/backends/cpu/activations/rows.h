@@ -1,0 +1,97 @@
+// Rows of x, made and prepared once for any number of products with them.
+#pragma once
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+#include "activations/prepared.h"
+
+namespace billfish {
+
+// What x is multiplied with and added to, and where the result goes.
+struct LinearInto {
+  const Weights& weights;
+  const float* bias;  // or null
+  float* y;           // [m, n]
+};
+
+// Whoever keeps one of these keeps its memory, too: begin() starts over.
+class Rows {
+ public:
+  Rows() = default;
+  Rows(const Level& level, int64_t m, int64_t k, int planes) { begin(level, m, k, planes); }
+
+  // For m rows of x; planes: 0 for exact, 1 for q8, 2 for q16.
+  void begin(const Level& level, int64_t m, int64_t k, int planes) { level_ = &level, m_ = m, k_ = k, planes_ = planes, used_ = 0; }
+
+  // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
+  template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
+    fill_parts(weights, false, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) {
+      std::vector<float> made(size_t(k_ * part.rows));
+      for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
+      return put(wanted, made.data(), part);
+    });
+  }
+
+  // The same with x [m, k] that is there already.
+  void take(const std::vector<const Weights*>& weights, const float* x) {
+    fill_parts(weights, true, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) { return put(wanted, x + part.first_row * k_, part); });
+  }
+
+  // y = x W^T + bias for several W, whose tiles are shared out among the threads together.
+  void multiply(const std::vector<LinearInto>& products) const {
+    int64_t tiles = 0;
+    for (const LinearInto& product : products) tiles += tiles_of(product.weights);
+    parallel_for(tiles, [&](int64_t first, int64_t last) {
+      for (const LinearInto& product : products) {
+        const int64_t count = tiles_of(product.weights), from = std::max<int64_t>(first, 0), to = std::min(last, count);
+        if (from < to) find(product.weights)->multiply(product.weights, product.bias, product.y, from, to);
+        first -= count, last -= count;
+      }
+    });
+  }
+
+ private:
+  const Prepared* find(const Weights& w) const {
+    for (size_t i = 0; i < used_; i++)
+      if (prepared_[i].is_for(w)) return &prepared_[i];
+    return nullptr;
+  }
+
+  // fill_part(wanted, part) for each kind of x that these weights want.
+  template <class F> void fill_parts(const std::vector<const Weights*>& weights, bool cut, F fill_part) {
+    std::vector<Prepared*> wanted;
+    for (const Weights* w : weights) {
+      Prepared* prepared = &prepared_for(*w);
+      if (std::find(wanted.begin(), wanted.end(), prepared) == wanted.end()) wanted.push_back(prepared);
+    }
+    auto fill = [&](const Prepared::Part& part) { return fill_part(wanted, part); };
+    if (for_each_part(m_, blocks_of(k_), cut, fill)) return;
+    for (Prepared* prepared : wanted) prepared->begin(*level_, prepared->kind(), m_, planes_, true);
+    for_each_part(m_, blocks_of(k_), cut, fill);
+  }
+
+  Prepared& prepared_for(const Weights& w) {
+    if (const Prepared* found = find(w)) return const_cast<Prepared&>(*found);
+    if (used_ == prepared_.size()) prepared_.emplace_back();
+    Prepared& p = prepared_[used_++];
+    p.begin(*level_, w, m_, planes_);
+    return p;
+  }
+
+  static bool put(const std::vector<Prepared*>& wanted, const float* x, const Prepared::Part& part) {
+    bool good = true;
+    for (Prepared* prepared : wanted) good = prepared->put(x, part) && good;
+    return good;
+  }
+
+  int64_t tiles_of(const Weights& w) const { return (w.n + level_->tile_rows - 1) / level_->tile_rows; }
+
+  const Level* level_ = nullptr;
+  int64_t m_ = 0, k_ = 0;
+  int planes_ = 0;
+  std::deque<Prepared> prepared_;  // one for each kind, mostly a single one
+  size_t used_ = 0;                // of them
+};
+
+}  // namespace billfish

@@ -1,0 +1,166 @@
+"""Which of the few kernel axes a tensor is made of: how wide its codes are, and how a group's scale is kept.
+
+The kernels know these axes and nothing else. A format whose scales they know keeps them as they are; any other one is
+brought to float32 by its own `group_values`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends.cpu.packed import GROUPS
+from billfish.elements import Element, Integer, Signed
+from billfish.format import Format, GroupValues, Planes
+from billfish.formats.ggml import BlockFormat
+from billfish.formats.kquants import Q2_K
+from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.machine import with_known_floats
+from billfish.tensor import QuantizedTensor
+
+CHUNK = 256  # k that one run of scales and codes covers, as in layout/problem.h
+
+
+@dataclass
+class Layout:
+    """One tensor in terms of the kernel axes. Fields are planes [N, count], one column for each chunk or group."""
+
+    codes: str
+    scales: str
+    chunk_fields: list[NDArray[Any]]
+    group_fields: list[NDArray[Any]]
+    group: int
+    bias: int = 0
+    factor: float = 1.0
+    table: tuple[int, ...] = ()
+
+
+@cache
+def why_never(format: Format) -> str:
+    """Why the kernels cannot multiply with a format, or ""."""
+    if not decodes_plainly(format):
+        return f"{format.name} has a way of its own to decode"
+    if _code_axis(format.element) is None:
+        return f"it has no kernels for the {format.element.name} codes of {format.name}"
+    return ""
+
+
+def why_not(group_size: int, k: int) -> str:
+    """Why they cannot with groups of this size, or ""."""
+    if group_size in GROUPS or group_size >= k or group_size % CHUNK == 0:
+        return ""
+    return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
+
+
+@with_known_floats
+def layout_of(tensor: QuantizedTensor) -> Layout:
+    """Which kernel axes a tensor is made of."""
+    format = tensor.format
+    axis = _code_axis(format.element)
+    assert axis is not None
+    group = min(tensor.group_size, CHUNK)
+    layout = Layout("", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
+    layout.codes, layout.bias, layout.table, layout.factor = axis
+    _add_scales(layout, format, tensor.scale_planes)
+    if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
+        chunks = -(-tensor.shape[1] // CHUNK)
+        index = np.arange(chunks) * CHUNK // tensor.group_size
+        layout.group_fields = [np.ascontiguousarray(field[:, index]) for field in layout.group_fields]
+    return layout
+
+
+@cache
+def layout_of_blocks(format: BlockFormat) -> Layout:
+    """The layout of blocks with float16 scales inside. But for the planes, here of one block, all matrices have it."""
+    blocks = np.zeros((1, format.struct.itemsize), np.uint8)
+    return layout_of(QuantizedTensor.from_storage(format, {"blocks": blocks}))
+
+
+def _code_axis(element: Element) -> tuple[str, int, tuple[int, ...], float] | None:
+    """Codes of layout/problem.h, bias, table, and the factor that scales make up for; None if the kernels have none."""
+    if type(element) is Signed:
+        return "s8", 0, (), 1.0
+    if type(element) is Integer:
+        if element.bits > 6:
+            return "s8", 0, (), 1.0
+        bits = max(2, element.bits)
+        return (f"u{bits}", element.bias, (), 1.0) if 0 <= element.bias < 2**bits else None
+    # A table of small integers; E2M1 as twice its values, which the scale makes up for.
+    values, factor = element.values, 1.0
+    if not np.array_equal(values, np.rint(values)):
+        values, factor = values * 2, 0.5
+    whole = np.array_equal(values, np.rint(values)) and np.abs(values).max() <= 127
+    if element.bits > 4 or not whole or type(element).decode is not Element.decode:
+        return None
+    return "table", 0, tuple(int(v) & 0xFF for v in np.resize(values, 16)), factor
+
+
+def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
+    means, scale = meaning(format), planes["scale"]
+    # The kernels' bytes are signed: of codes that mean q they hold q - 128.
+    shift = 128 - format.element.bias if layout.codes == "s8" and isinstance(format.element, Integer) else 0
+    # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without.
+    halves = scale.dtype == np.float16 and bool(np.isfinite(scale).all())
+    if means in TWO_LEVELS and halves and format.block_size == CHUNK and _small(format, planes):
+        _add_two_levels(layout, format, planes)
+    elif means in PLAIN and halves and not shift and (layout.factor == 1 or planes.keys() == {"scale"}):
+        _add_halves(layout, planes)
+    elif means in PLAIN and halves and shift and "zero" in planes and planes["zero"].dtype == np.uint8:
+        layout.scales = "f16_zero16"
+        layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
+    elif means in E8M0 and not ((scale == 0) | (scale > 224)).any():  # no scale times the offset may overflow
+        layout.scales, layout.group_fields = "e8m0", [scale]
+        layout.factor *= 0.5 if means in HALVED else 1
+    elif means in E4M3 and not (scale >= 0x7F).any():
+        layout.scales, layout.group_fields = "e4m3", [scale]  # the kernels' are 256 times too small
+        layout.factor *= (128 if means in HALVED else 256) * float(planes["global_scale"])
+    else:
+        _add_floats(layout, format, planes, np.float32(shift))
+
+
+def _add_halves(layout: Layout, planes: Planes) -> None:
+    layout.group_fields = [planes["scale"]]
+    if "zero" in planes:
+        layout.scales = "f16_zero8" if planes["zero"].dtype == np.uint8 else "f16_zero16"
+        layout.group_fields.append(planes["zero"])
+    elif "minimum" in planes:
+        layout.scales = "f16_minimum"
+        layout.group_fields.append(planes["minimum"])
+
+
+def _small(format: Format, planes: Planes) -> bool:
+    """Whether the integers of the lower level fit the kernels' bytes."""
+    if "sub_minimum" in planes:
+        return planes["sub_scale"].dtype == planes["sub_minimum"].dtype == np.uint8
+    meant = planes["sub_scale"].astype(np.int16) - getattr(format, "sub_bias", 0)
+    return bool(meant.min(initial=0) >= -128 and meant.max(initial=0) <= 127)
+
+
+def _add_two_levels(layout: Layout, format: Format, planes: Planes) -> None:
+    layout.scales = "sub_minimum" if "sub_minimum" in planes else "sub"
+    bias = getattr(format, "sub_bias", 0)
+    if layout.scales == "sub":  # signed; the kernels' bytes are not, and have 128 more
+        bias -= 128
+    sub_scale = (planes["sub_scale"].astype(np.int16) - bias).astype(np.uint8)
+    layout.chunk_fields = [planes["scale"]] + ([planes["minimum"]] if "minimum" in planes else [])
+    layout.group_fields = [sub_scale] + ([planes["sub_minimum"]] if "sub_minimum" in planes else [])
+    if isinstance(format, Q2_K) and type(format).read_scales is Q2_K.read_scales:  # both fit one byte, as in the file
+        layout.scales = "sub_nibbles"
+        layout.group_fields = [planes["sub_scale"] | planes["sub_minimum"] << 4]
+
+
+def _add_floats(layout: Layout, format: Format, planes: Planes, shift: np.float32) -> None:
+    """Any scales in float32. (code + shift - zero) * scale + minimum is code * scale plus another minimum."""
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+        group: GroupValues = format.group_values(planes)
+        layout.scales, layout.group_fields = "f32", [group.scale * np.float32(layout.factor)]
+        layout.factor = 1.0
+        if shift or group.zero is not None or group.minimum is not None:
+            offset = shift if group.zero is None else shift - group.zero
+            added = group.scale * offset + (0 if group.minimum is None else group.minimum)
+            layout.scales = "f32_minimum"
+            layout.group_fields.append(added.astype(np.float32))

@@ -1,0 +1,362 @@
+// The Python module: levels of this machine, packing, products. Arguments have been checked by the Python side.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "activations/rows.h"
+#include "bind/bind.h"
+#include "layout/digest.h"
+#include "layout/prepack.h"
+#include "layout/problem.h"
+#include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
+#include "threads/cores.h"
+#include "threads/threads.h"
+
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+namespace nb = nanobind;
+using namespace billfish;
+
+#define DECLARE_LEVEL(name) namespace name { extern const Level level; }
+BILLFISH_LEVELS(DECLARE_LEVEL)
+
+namespace {
+
+bool runs_here(const std::string& name) {
+#if defined(__aarch64__) && defined(__linux__)
+  const bool dot_products = getauxval(AT_HWCAP) >> 20 & 1, matrices = getauxval(AT_HWCAP2) >> 13 & 1;  // HWCAP_ASIMDDP, HWCAP2_I8MM
+  if (name == "neon_dotprod") return dot_products;
+  if (name == "neon_i8mm") return dot_products && matrices;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  if (name == "neon_dotprod") return true;  // every Mac with an Apple processor has it
+  if (name == "neon_i8mm") {
+    int there = 0;
+    size_t size = sizeof(there);
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &there, &size, nullptr, 0) == 0 && there != 0;
+  }
+#elif defined(__x86_64__)
+  __builtin_cpu_init();
+  if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (name == "avx512_vnni")
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#endif
+  return name == "portable";
+}
+
+// Best first. Not in a container that is destroyed at the end of the process, when daemon threads may still look.
+#define LEVEL_POINTER(name) &name::level,
+const Level* const all_levels[] = {BILLFISH_LEVELS(LEVEL_POINTER)};
+
+}  // namespace
+
+const Level& billfish::find_level(const std::string& name) {
+  for (const Level* level : all_levels)
+    if (level->name == name && runs_here(name)) return *level;
+  throw nb::value_error(("no such level on this machine: " + name).c_str());
+}
+
+namespace {
+
+size_t packed_bytes(const std::string& level, const Description& d) {
+  const Level& chosen = find_level(level);
+  const TileShape shape(d.weights(chosen, nullptr), chosen.tile_rows);
+  return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
+}
+
+}  // namespace
+
+Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
+  auto number = [&](const char* key) { return nb::cast<int64_t>(about[key]); };
+  Storage s{};
+  s.bytes = bytes;
+  s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
+  s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
+  int planes = 0;
+  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"])) s.plane[planes++] = {plane[0], plane[1], plane[2]};
+  const auto table = nb::cast<std::vector<float>>(about["table"]);
+  std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
+  s.bias = int32_t(number("bias")), s.flip = uint8_t(number("flip"));
+  s.scales = Storage::Scales(number("scales"));
+  s.scale_offset = int32_t(number("scale_offset")), s.minimum_offset = int32_t(number("minimum_offset"));
+  s.sub_offset = int32_t(number("sub_offset"));
+  return s;
+}
+
+namespace {
+
+// Codes as storage has them, and fields of scales: [N, count, size] for chunks and for groups.
+void prepack(const std::string& name, const Description& d, Contiguous<const uint8_t> bytes, bool words, nb::dict about,
+             const std::vector<Contiguous<const uint8_t>>& chunk_fields, const std::vector<Contiguous<const uint8_t>>& group_fields,
+             Contiguous<uint8_t> out) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(level, nullptr);
+  const TileShape shape(w, level.tile_rows);
+  auto fields = [](const std::vector<Contiguous<const uint8_t>>& arrays) {
+    std::vector<Field> out;
+    for (const auto& a : arrays) {
+      const int64_t count = int64_t(a.shape(1)), size = int64_t(a.shape(2));
+      out.push_back({a.data(), count * size, size, count, int(size)});
+    }
+    return out;
+  };
+  const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  const Storage s = storage_of(bytes.data(), about);
+  const CodeReader codes(level, s, words, w);
+  const Computing computing;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) pack_tile(w, codes, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
+// One matrix to pack from blocks as a file holds them, with float16 scales inside: description, blocks, what the Python side says about
+// them, and where the stream goes.
+using BlockMatrix = std::tuple<Description, Contiguous<const uint8_t>, nb::dict, Contiguous<uint8_t>>;
+
+// As prepack(), with scales from the blocks too, and for many matrices at once: their tiles are shared out together. Returns for each
+// whether its scales are finite; where they are not, they need float32, and what was packed is of no use.
+std::vector<bool> prepack_blocks(const std::string& name, const std::vector<BlockMatrix>& matrices) {
+  const Level& level = find_level(name);
+  struct Job {
+    Weights weights;
+    Storage storage;
+    std::vector<Field> halves;
+    uint8_t* out;
+    size_t tile_bytes;
+    int64_t first_tile;
+  };
+  std::vector<Job> jobs;
+  int64_t tiles = 0;
+  for (const auto& [description, bytes, about, out] : matrices) {
+    const Weights w = description.weights(level, nullptr);
+    const TileShape shape(w, level.tile_rows);
+    const Storage s = storage_of(bytes.data(), about);
+    Job job{w, s, {}, out.data(), shape.tile_bytes, tiles};
+    for (const int offset : {s.scale_offset, s.minimum_offset})
+      if (offset >= 0) job.halves.push_back({s.bytes + offset, s.row_bytes, s.block_bytes, s.k / s.block, 2});
+    jobs.push_back(job);
+    tiles += (w.n + shape.rows - 1) / shape.rows;
+  }
+  std::vector<std::atomic<bool>> odd(jobs.size());
+  const Computing computing;
+  parallel_for(tiles, [&](int64_t first, int64_t last) {
+    size_t at = 0;
+    std::vector<uint8_t> integers;
+    for (int64_t tile = first; tile < last; tile++) {
+      while (at + 1 < jobs.size() && jobs[at + 1].first_tile <= tile) at++;
+      const Job& job = jobs[at];
+      const Storage& s = job.storage;
+      const int64_t own = tile - job.first_tile, begin = own * level.tile_rows, end = std::min(s.n, begin + level.tile_rows);
+      const CodeReader codes(level, s, false, job.weights);
+      uint8_t* out = job.out + own * job.tile_bytes;
+      if (has_two_levels(s)) pack_tile(job.weights, codes, job.halves, small_integers(s, begin, end, integers), own, out);
+      else pack_tile(job.weights, codes, {}, job.halves, own, out);
+      const Field& scales = job.halves[0];
+      for (int64_t row = begin; row < end; row++)
+        for (int64_t i = 0; i < scales.count; i++) {
+          const uint8_t high = scales.data[row * scales.row_stride + i * scales.item_stride + 1];
+          if ((high & 0x7c) == 0x7c) odd[at] = true;  // its exponent is all ones
+        }
+    }
+  });
+  std::vector<bool> finite;
+  for (const auto& some : odd) finite.push_back(!some);
+  return finite;
+}
+
+// x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
+void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
+                    Contiguous<const float> scale, Contiguous<float> y) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(level, stream.data());
+  const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
+  static thread_local Prepared kept;  // room for x
+  Prepared& x = kept;
+  const Computing computing;
+  x.begin(level, w, m, 1);
+  for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
+    for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
+      const RowOfX out(x.integers, row);
+      for (int64_t b = part.first_block; b < part.last_block; b++) {
+        const int8_t* from = codes.data() + row * d.k + b * 32;
+        std::copy_n(from, 32, out.codes(b, 0));
+        const int32_t halves[1][2] = {{std::accumulate(from, from + 16, 0), std::accumulate(from + 16, from + 32, 0)}};
+        out.finish(b, scale.data()[row * blocks + b], halves, 1);
+      }
+    }
+    x.finish(part);
+    return true;
+  });
+  parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, nullptr, y.data(), first, last); });
+}
+
+// A product: level, weights and their stream, x [m, k], planes (0 for exact, 1 for q8, 2 for q16), bias [n] and y [m, n].
+using Bias = std::optional<Contiguous<const float>>;
+using ProductArrays = std::tuple<std::string, const Description*, Contiguous<const uint8_t>, Contiguous<const float>, int, Bias, Contiguous<float>>;
+
+// Those that begin a list and have one x, made together; how many these are.
+size_t multiply_one_x(const ProductArrays* all, size_t count) {
+  static thread_local Rows kept;  // room for x
+  Rows& rows = kept;
+  const auto& [name, description, stream, x, planes, bias, y] = all[0];
+  const Level& level = find_level(name);
+  std::vector<Weights> weights;
+  std::vector<const Weights*> kinds;
+  std::vector<LinearInto> products;
+  weights.reserve(count);
+  for (size_t i = 0; i < count; i++) {
+    const auto& [other_name, d, bytes, other, other_planes, added, out] = all[i];
+    if (other.data() != x.data() || other.shape(0) != x.shape(0) || other.shape(1) != x.shape(1) || other_planes != planes || other_name != name) break;
+    kinds.push_back(&weights.emplace_back(d->weights(level, bytes.data())));
+    products.push_back({weights.back(), added ? added->data() : nullptr, out.data()});
+  }
+  rows.begin(level, int64_t(x.shape(0)), int64_t(x.shape(1)), planes);
+  rows.take(kinds, x.data());
+  rows.multiply(products);
+  return products.size();
+}
+
+void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes, Bias bias,
+              Contiguous<float> y) {
+  const ProductArrays product{name, &d, std::move(stream), std::move(x), planes, std::move(bias), std::move(y)};
+  const Computing computing;
+  multiply_one_x(&product, 1);
+}
+
+// One after the other without Python in between, but those that have one x together.
+void multiply_all(const std::vector<ProductArrays>& all) {
+  const Computing computing;
+  for (size_t first = 0; first < all.size();) first += multiply_one_x(all.data() + first, all.size() - first);
+}
+
+// A GroupField: its bytes, kind and strides.
+using FieldArray = std::tuple<Contiguous<const uint8_t>, int, int64_t, int64_t>;
+
+// Fields are there where scales are not inside the blocks, and byte_values where they are bytes.
+void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool words, nb::dict about, std::optional<FieldArray> scale,
+                std::optional<FieldArray> minimum, std::optional<FieldArray> zero, std::optional<Contiguous<const float>> byte_values,
+                std::optional<Contiguous<const uint8_t>> scaled_tables, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
+  const Level& level = find_level(name);
+  Storage s = storage_of(bytes.data(), about);
+  auto field = [](const std::optional<FieldArray>& given) {
+    if (!given) return GroupField{};
+    const auto& [data, kind, row_stride, stride] = *given;
+    return GroupField{GroupField::Kind(kind), data.data(), row_stride, stride};
+  };
+  s.scale = field(scale), s.minimum = field(minimum), s.zero = field(zero);
+  s.byte_values = byte_values ? byte_values->data() : nullptr;
+  s.scaled_tables = scaled_tables ? scaled_tables->data() : nullptr;
+  void* target = out.data();
+  const Computing computing;
+  parallel_for(s.n, [&](int64_t first, int64_t last) {
+    (words ? level.dequantize_words : level.dequantize_rows)(s, target, type, first, last);
+  });
+}
+
+uint64_t digest_of(Contiguous<const uint8_t> bytes) {
+  const Computing computing;
+  return digest(bytes.data(), int64_t(bytes.size()));
+}
+
+// The best of several rounds, on all threads: work() does `units` of something on each of them.
+template <class Work> double best_rate(double units, Work work) {
+  double best = 0;
+  const int64_t count = threads();
+  for (int round = 0; round < 7; round++) {
+    const auto start = std::chrono::steady_clock::now();
+    parallel_for(count, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) work(i);
+    });
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    best = std::max(best, double(count) * units / seconds.count());
+  }
+  return best;
+}
+
+double read_rate(const std::string& name, int megabytes) {
+  const Level& level = find_level(name);
+  const Computing computing;
+  const int64_t each = (int64_t(megabytes) << 20) / threads() / level.vector_bytes * level.vector_bytes;
+  std::vector<uint8_t> memory(size_t(each) * threads(), 1);
+  std::atomic<int> seen{0};
+  return best_rate(double(each), [&](int64_t i) { seen += level.read_all(memory.data() + i * each, each / level.vector_bytes); });
+}
+
+double dot_rate(const std::string& name) {
+  const Level& level = find_level(name);
+  const Computing computing;
+  constexpr int64_t rounds = 300000;
+  std::atomic<int> seen{0};
+  return best_rate(rounds * level.dot_operations, [&](int64_t) { seen += level.dot_rounds(rounds) > 0; });
+}
+
+double fma_rate(const std::string& name) {
+  const Level& level = find_level(name);
+  const Computing computing;
+  constexpr int64_t rounds = 300000;
+  std::atomic<int> seen{0};
+  return best_rate(rounds * level.fma_operations, [&](int64_t) { seen += level.fma_rounds(rounds) > 0; });
+}
+
+// Arithmetic of NumPy, too, is to be known.
+struct PythonFloats {
+  std::optional<KnownFloats> known;
+};
+
+std::vector<std::string> levels_here() {
+  std::vector<std::string> names;
+  for (const Level* level : all_levels)
+    if (runs_here(level->name)) names.push_back(level->name);
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_cpu, module) {
+  nb::set_leak_warnings(false);  // at the end of the process, daemon threads still have their arguments
+  nb::class_<PythonFloats>(module, "KnownFloats", "A context in which this thread's floating-point mode is the known one.")
+      .def(nb::init<>())
+      .def("__enter__", [](PythonFloats& self) { self.known.emplace(); })
+      .def("__exit__", [](PythonFloats& self, nb::args) { self.known.reset(); });
+  nb::class_<Description>(module, "Description")
+      .def("__init__", [](Description* self, int64_t n, int64_t k, int codes, int scales, int bias, int group, double factor, std::vector<int> table) {
+        const KnownFloats known;  // the factor may be subnormal as a float
+        const volatile double exact = factor;  // read, and so rounded, when the mode is set
+        new (self) Description{n, k, codes, scales, bias, group, float(exact), std::move(table)};
+      });
+  module.def("levels", &levels_here, "The ISA levels that this machine can run, best first.");
+  module.def("packed_bytes", &packed_bytes);
+  module.def("prepack", &prepack);
+  module.def("prepack_blocks", &prepack_blocks);
+  module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+  module.def("multiply_all", &multiply_all);
+  module.def("multiply_codes", &multiply_codes);
+  module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
+             nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+  module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
+  module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
+  module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");
+  module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
+  module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");
+  module.def("available_cores", &available_cores, "Those of the affinity, and not more than the quota; `root` as above.");
+  module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
+  module.def("threads", &threads);
+  module.def("set_threads", &set_threads);
+  bind_decoder(module);
+  default_threads();  // looked at now, and then seldom: see threads.h
+}

@@ -1,0 +1,124 @@
+// The decoder, for Python. Arguments have been checked by the Python side.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+
+#include "bind/bind.h"
+#include "decoder/decoder.h"
+#include "levels.h"
+
+namespace nb = nanobind;
+using namespace billfish;
+
+#define DECLARE_KERNELS(name) namespace name { extern const billfish::DecoderKernels decoder_kernels; }
+BILLFISH_LEVELS(DECLARE_KERNELS)
+
+namespace {
+
+using Numbers = Contiguous<const float>;
+// Packed weights and, where there is one, the bias.
+using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>>;
+
+const DecoderKernels& find_kernels(const std::string& name) {
+#define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
+  BILLFISH_LEVELS(KERNELS_OF)
+  throw nb::value_error("no such level");
+}
+
+// A Decoder and the arrays that it points into.
+class PythonDecoder {
+ public:
+  PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
+                float epsilon, bool adjacent, bool gelu, const std::vector<double>& frequencies)
+      : level_(find_level(level)), decoder_(level_, find_kernels(level),
+                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, adjacent, gelu}, frequencies) {}
+
+  void add_layer(Numbers attention_norm, Numbers feed_forward_norm, std::optional<Numbers> q_norm, std::optional<Numbers> k_norm,
+                 const std::vector<PackedMatrix>& m) {
+    decoder_.add_layer({keep(attention_norm), keep(feed_forward_norm), keep(q_norm), keep(k_norm), keep(m[0]), keep(m[1]),
+                        keep(m[2]), keep(m[3]), keep(m[4]), keep(m[5]), keep(m[6])});
+  }
+
+  void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
+    streams_.push_back(blocks);
+    embedding_ = storage_of(blocks.data(), about);
+  }
+
+  // Rows of the embedding, decoded.
+  void embed(const std::vector<int64_t>& tokens, Contiguous<float> out) const {
+    const Computing computing;
+    for (size_t i = 0; i < tokens.size(); i++) {
+      Storage row = embedding_;
+      row.bytes += tokens[i] * row.row_bytes;
+      level_.dequantize_rows(row, out.data() + int64_t(i) * row.k, 0, 0, 1);
+    }
+  }
+
+  void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
+
+  // Each span is (keys, values, start, count).
+  void run(Contiguous<float> x, const std::vector<std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>>& rows, int planes) const {
+    std::vector<Span> spans;
+    for (const auto& [keys, values, start, count] : rows)
+      spans.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+    float* data = x.data();
+    const Computing computing;
+    decoder_.run(data, spans, planes);
+  }
+
+  // By name of the part.
+  nb::dict seconds() const {
+    nb::dict parts;
+    for (int part = 0; part < PARTS; part++) parts[PART_NAMES[part]] = decoder_.seconds()[part];
+    return parts;
+  }
+
+  void finish(Numbers x, int planes, Contiguous<float> out) const {
+    const float* data = x.data();
+    const int64_t m = int64_t(x.shape(0));
+    const Computing computing;
+    decoder_.finish(data, m, norm_, head_, planes, out.data());
+  }
+
+ private:
+  const float* keep(const Numbers& array) {
+    arrays_.push_back(array);
+    return array.data();
+  }
+  const float* keep(const std::optional<Numbers>& array) { return array ? keep(*array) : nullptr; }
+  Matrix keep(const PackedMatrix& matrix) {
+    const auto& [description, stream, bias] = matrix;
+    streams_.push_back(stream);
+    return {description.weights(level_, stream.data()), keep(bias)};
+  }
+
+  const Level& level_;
+  Decoder decoder_;
+  Storage embedding_{};
+  const float* norm_ = nullptr;
+  Matrix head_{};
+  std::vector<Numbers> arrays_;
+  std::vector<Contiguous<const uint8_t>> streams_;
+};
+
+}  // namespace
+
+void billfish::bind_decoder(nb::module_& module) {
+  nb::class_<PythonDecoder>(module, "Decoder")
+      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, bool, bool, const std::vector<double>&>())
+      .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
+      .def("set_embedding", &PythonDecoder::set_embedding)
+      .def("embed", &PythonDecoder::embed)
+      .def("set_head", &PythonDecoder::set_head)
+      .def("run", &PythonDecoder::run)
+      .def("finish", &PythonDecoder::finish)
+      .def("seconds", &PythonDecoder::seconds);
+  module.attr("KEY_BLOCK") = KEY_BLOCK;
+  module.attr("FEW_ROWS") = MANY_ROWS - 1;
+}

@@ -1,0 +1,80 @@
+// A decoder-only transformer on packed weights: RMSNorm, rotary positions, grouped-query attention with a cache, a gated
+// feed-forward part. One call runs all layers for some rows (tokens), so that a token costs one trip from Python.
+#pragma once
+#include <vector>
+
+#include "layout/problem.h"
+
+namespace billfish {
+
+// Keys lie in blocks of 16 positions, transposed, so that one load brings one number of 16 keys; values lie row by row.
+constexpr int64_t KEY_BLOCK = 16;
+
+struct Cache {
+  float* keys;       // [layers, kv_heads, capacity / 16, head_size, 16]
+  float* values;     // [layers, kv_heads, capacity, head_size]
+  int64_t capacity;  // positions, a multiple of 16
+};
+
+// Consecutive tokens of one text: they come at positions start, start + 1, ... and see all before them.
+struct Span {
+  Cache cache;
+  int64_t start, count;
+};
+
+struct Matrix {
+  Weights weights;
+  const float* bias;
+};
+
+struct Layer {
+  const float *attention_norm, *feed_forward_norm, *q_norm, *k_norm;  // the last two are null where there are none
+  Matrix q, k, v, o, gate, up, down;
+};
+
+struct DecoderShape {
+  int64_t hidden, heads, kv_heads, head_size, feed_forward;
+  float epsilon;
+  bool adjacent, gelu;  // how pairs of a head rotate, and what the gate goes through
+};
+
+// The parts that are not products, for one ISA level; see decoder/kernels.h.
+struct DecoderKernels {
+  void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
+  void (*open_gate)(const float* gate, const float* up, bool gelu, int64_t count, float* out);
+  void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
+  // Up to four rows of q, with the keys and values of one head. The first sees `seen` of them, each of the others `more` more:
+  // 1 for rows at consecutive positions, 0 for heads of one position.
+  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
+                 int64_t head_size, float* out);
+};
+
+// Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
+enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, HEAD, PARTS };
+constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
+                                           "gate and up", "gate", "down", "head"};
+
+class Decoder {
+ public:
+  Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<double> frequencies)
+      : level_(level), kernels_(kernels), shape_(shape), frequencies_(std::move(frequencies)) {}
+  void add_layer(const Layer& layer) { layers_.push_back(layer); }
+  const DecoderShape& shape() const { return shape_; }
+
+  // x [rows of all spans, hidden] goes through all layers, in place. planes: 0 for exact, 1 for q8, 2 for q16.
+  void run(float* x, const std::vector<Span>& spans, int planes) const;
+  // The last norm and product: x [m, hidden] -> out [m, n].
+  void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const;
+  // Seconds since the decoder was made, by Part.
+  const double* seconds() const { return seconds_; }
+
+ private:
+  mutable double seconds_[PARTS] = {};
+  const billfish::Level& level_;
+  const DecoderKernels& kernels_;
+  DecoderShape shape_;
+  std::vector<double> frequencies_;  // radians from one position to the next, for each pair
+  std::vector<Layer> layers_;
+};
+
+}  // namespace billfish

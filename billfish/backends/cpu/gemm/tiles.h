@@ -1,0 +1,79 @@
+// Tiles of W in the stream, slice by slice, and rows of x in panels: what products in integers have in common.
+#pragma once
+#include <algorithm>
+
+#include "gemm/scales.h"
+#include "simd/room.h"
+
+namespace BILLFISH_ISA {
+
+using billfish::Activations8;
+using billfish::Codes;
+using billfish::MANY_ROWS;
+using billfish::RowOfX;
+using billfish::TileShape;
+
+constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
+
+// Consecutive blocks of a tile, from the beginning of a chunk on. Before each span and each chunk lie so many bytes that are no
+// codes: scales, or nothing in a buffer. `ahead` is what will be needed next.
+struct Blocks {
+  const uint8_t* stream;
+  int64_t first, count;
+  int span;
+  size_t span_header, chunk_header;
+  const uint8_t* ahead = nullptr;
+};
+
+// Whether sums start at SUM_START. Float32 scales may be anything, infinite too; the offset of scale_sum, which is for one plane, is
+// exact and finite for all others. Sums of two planes together are too large.
+inline bool magic_sums(const Weights& w, int planes) { return planes == 2 || (planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum); }
+
+// power: what rows of x were divided by, or null.
+inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
+  const int64_t column = tile * TILE_ROWS;
+  const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
+  for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS) {
+    const float times = power ? power[row] : 1.0f;
+    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor * times + (bias ? bias[column + i] : 0.0f);
+  }
+}
+
+// Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
+constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
+
+// Runs of chunks, SLICE at a time: f(number of the first chunk, blocks in all).
+template <class F> void each_slice(const TileShape& shape, F&& f) {
+  for (int64_t chunk = 0; chunk < shape.chunks; chunk += SLICE) f(chunk, std::min<int64_t>(SLICE * 8, shape.blocks - chunk * 8));
+}
+
+inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t tile, int64_t chunk, int64_t blocks) {
+  const uint8_t* at = w.stream + tile * shape.tile_bytes + chunk * shape.full_chunk_bytes;
+  return {at, chunk * 8, blocks, shape.span, shape.span_header, shape.chunk_header};
+}
+
+// Many rows of x. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it; then add(run, row,
+// sums) adds them times the rows of x [row, row + X_ROWS) to sums [X_ROWS][TILE_ROWS], for which there is always room.
+template <class Decode, class Add>
+void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
+  // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
+  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
+  const TileShape shape(w, TILE_ROWS);
+  Room room;
+  float* sums = room.take(panel * TILE_ROWS);
+  for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
+    const int64_t last_row = std::min(x.m, first_row + panel);
+    for (int64_t tile = first; tile < last; tile++) {
+      std::fill_n(sums, panel * TILE_ROWS, 0.0f);
+      each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+        Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+        decode(shape, run);
+        run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
+        for (int64_t row = first_row; row < last_row; row += X_ROWS) add(run, row, sums + (row - first_row) * TILE_ROWS);
+      });
+      write_tile(sums, w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
+    }
+  }
+}
+
+}  // namespace BILLFISH_ISA

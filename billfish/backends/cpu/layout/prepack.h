@@ -1,0 +1,189 @@
+// Codes and scales to the stream that kernels read, done once for each weight.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "layout/problem.h"
+
+namespace billfish {
+
+// One item of `size` bytes for each row and each group (or chunk), `count` of them in a row.
+struct Field {
+  const uint8_t* data;
+  int64_t row_stride, item_stride, count;
+  int size;
+  int64_t first_row = 0;  // which row data begins with
+};
+
+// Packs the codes of one block of 32, of rows of a chunk, as gemm/decode.h has them. Four codes of a row are one word, so that a shift moves
+// all of them.
+struct BlockPacker {
+  const uint8_t* codes;  // [rows][CHUNK], from this block on
+  int row_vectors, lanes;  // powers of two, of which the first one is needed as a shift: divisions would take most of the time
+  int row_shift = __builtin_ctz(unsigned(row_vectors));
+
+  uint32_t word(int vector, int lane) const {
+    uint32_t four;
+    std::memcpy(&four, codes + ((vector & (row_vectors - 1)) * lanes + lane) * CHUNK + (vector >> row_shift) * 4, 4);
+    return four;
+  }
+  // `bytes` of them for every `step` vectors and each lane: f(number of the first vector, which byte, lane).
+  template <class F> uint8_t* put(int step, int bytes, uint8_t* out, F f) const {
+    for (int v = 0; v < 8 * row_vectors; v += step)
+      for (int i = 0; i < bytes; i++)
+        for (int lane = 0; lane < lanes; lane++, out += 4) {
+          const uint32_t four = f(v, i, lane);
+          std::memcpy(out, &four, 4);
+        }
+    return out;
+  }
+  // Bits [from, from + WIDTH) of every STEPth code, FIRST of all, 8 / WIDTH in a byte; `flip` inverts bits of the result.
+  template <int WIDTH, int FIRST = 0, int STEP = 1> uint8_t* put_plane(int from, uint32_t flip, uint8_t* out) const {
+    return put(8 / WIDTH * STEP, 1, out, [&](int v, int, int lane) {
+      uint32_t stacked = flip;
+      for (int i = 0; i < 8 / WIDTH; i++) stacked ^= (word(v + FIRST + i * STEP, lane) >> from & 0x01010101u * ((1u << WIDTH) - 1)) << (WIDTH * i);
+      return stacked;
+    });
+  }
+  void put_fives(uint8_t* out) const {
+    out = put(2, 1, out, [&](int v, int, int lane) { return word(v, lane) | (word(v + 1, lane) & 0x07070707u) << 5; });
+    put_plane<2, 1, 2>(3, 0, out);
+  }
+  // Six bits, of one code or (PAIR = 2) of two codes of three bits.
+  template <int PAIR> void put_sixes(uint8_t* out) const {
+    auto six = [&](int v, int lane) { return PAIR == 1 ? word(v, lane) : word(2 * v, lane) | word(2 * v + 1, lane) << 3; };
+    put(4 * PAIR, 3, out, [&](int v, int i, int lane) {
+      return six(v / PAIR + i, lane) | (six(v / PAIR + 3, lane) >> (4 - 2 * i) & 0x03030303u) << 6;
+    });
+  }
+  void pack(Codes kind, uint32_t high_flip, uint8_t* out) const {
+    switch (kind) {
+      case Codes::u2: put_plane<2>(0, 0, out); break;
+      case Codes::u3: put_sixes<2>(out); break;
+      case Codes::u4: put_plane<4>(0, 0x10101010u * high_flip, out); break;  // every other vector's codes
+      case Codes::table: put_plane<4>(0, 0, out); break;
+      case Codes::u5: put_fives(out); break;
+      case Codes::u6: put_sixes<1>(out); break;
+      case Codes::s8: put_plane<8>(0, 0, out); break;
+    }
+  }
+};
+
+// `count` codes from k = first on of a row of words, as billfish/formats/words.py has them: [K * bits / 32, N].
+inline void read_words(const Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* out) {
+  const int bits = s.plane[0].bits, per_word = 32 / bits;
+  for (int64_t i = 0; i < count; i += per_word) {
+    uint32_t word;
+    std::memcpy(&word, s.bytes + ((first + i) / per_word * s.n + row) * 4, 4);
+    if (bits == 8) {
+      std::memcpy(out + i, &word, 4);
+      continue;
+    }
+    uint64_t eight = word;  // halves apart, then bytes, then nibbles
+    eight = (eight | eight << 16) & 0x0000ffff0000ffffu;
+    eight = (eight | eight << 8) & 0x00ff00ff00ff00ffu;
+    eight = (eight | eight << 4) & 0x0f0f0f0f0f0f0f0fu;
+    std::memcpy(out + i, &eight, 8);
+  }
+}
+
+// Of weights that are packed from storage: writes the codes of a chunk of a row as kernels have them, `padding` where the row has ended.
+struct CodeReader {
+  const Level& level;
+  const Storage& storage;
+  bool words;  // else blocks
+  Codes kind;
+  uint8_t padding;
+
+  CodeReader(const Level& level, const Storage& storage, bool words, const Weights& w)
+      : level(level), storage(storage), words(words), kind(w.codes), padding(kind == Codes::s8 || kind == Codes::table ? 0 : uint8_t(w.bias)) {}
+
+  void operator()(int64_t row, int64_t chunk, uint8_t* to) const {
+    const Storage& s = storage;
+    const int64_t start = chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.k - start);
+    if (words) read_words(s, row, start, count, to);
+    else
+      for (int64_t i = 0; i < count; i += s.block)
+        if (i + s.block <= count) level.read_codes(s, row, (start + i) / s.block, to + i);
+        else read_rest(row, start + i, count - i, to + i);
+    if (kind == Codes::s8 && s.flip == 0)  // bytes that are not signed
+      for (int64_t i = 0; i < count; i++) to[i] ^= 0x80;
+    std::fill(to + count, to + CHUNK, padding);
+  }
+
+  // Rows of nibbles or bytes may end with less than a block, and behind the last of them nothing may be read.
+  void read_rest(int64_t row, int64_t first, int64_t count, uint8_t* to) const {
+    uint8_t bytes[BLOCK] = {}, codes[BLOCK];
+    Storage alone = storage;
+    alone.bytes = bytes;
+    std::copy_n(storage.bytes + row * storage.row_bytes + first / storage.block * storage.block_bytes, count * storage.plane[0].bits / 8, bytes);
+    level.read_codes(alone, 0, 0, codes);
+    std::copy_n(codes, count, to);
+  }
+};
+
+inline void pack_tile(const Weights& w, const CodeReader& read_codes, const std::vector<Field>& chunk_fields, const std::vector<Field>& group_fields, int64_t tile, uint8_t* out) {
+  const Level& level = read_codes.level;
+  const TileShape shape(w, level.tile_rows);
+  const int rows = level.tile_rows, lanes = level.row_lanes;
+  const uint8_t bias = w.codes == Codes::s8 ? uint8_t(level.signed_bias) : 0;
+  std::vector<uint8_t> codes(size_t(rows) * CHUNK, uint8_t(read_codes.padding + bias));
+  std::memset(out, 0, shape.tile_bytes);
+  auto put_field = [&](const Field& field, int64_t index) {
+    for (int r = 0; r < rows; r++, out += field.size) {
+      const int64_t row = tile * rows + r, item = std::min(index, field.count - 1);
+      if (row >= w.n) continue;
+      const uint8_t* from = field.data + (row - field.first_row) * field.row_stride + item * field.item_stride;
+      if (field.size == 2) std::memcpy(out, from, 2);  // one instruction, where memcpy of any size is a call
+      else if (field.size == 1) *out = *from;
+      else std::memcpy(out, from, size_t(field.size));
+    }
+  };
+  for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
+    for (int r = 0; r < rows && tile * rows + r < w.n; r++) {
+      uint8_t* row = codes.data() + r * CHUNK;
+      read_codes(tile * rows + r, chunk, row);
+      for (int i = 0; i < CHUNK; i++) row[i] = uint8_t(row[i] + bias);
+    }
+    for (const Field& field : chunk_fields) put_field(field, chunk);
+    for (int b = 0; b < shape.blocks_in(chunk); b++, out += shape.block_code_bytes) {
+      if (b % shape.span == 0)
+        for (int g = 0; g < shape.groups_in_span(); g++)
+          for (const Field& field : group_fields) put_field(field, (chunk * 8 + b) * BLOCK / w.group + g);
+      BlockPacker{codes.data() + b * BLOCK, rows / lanes, lanes}.pack(w.codes, uint32_t(level.high_flip), out);
+    }
+  }
+}
+
+// Whether blocks are as long as a chunk, and have small integers for their groups below a float16 for all of them.
+inline bool has_two_levels(const Storage& s) {
+  return s.scales == Storage::six_bit_pairs || s.scales == Storage::nibble_pairs || s.scales == Storage::six_bits || s.scales == Storage::signed_bytes;
+}
+
+// These integers for rows [first, last), a byte each as kernels have them (see gemm/scales.h), with a field for each kind; `bytes` keeps them.
+// Layouts as in billfish/formats/kquants.py.
+inline std::vector<Field> small_integers(const Storage& s, int64_t first, int64_t last, std::vector<uint8_t>& bytes) {
+  const int64_t chunks = s.k / s.block, groups = s.k / s.group, kinds = s.scales == Storage::six_bit_pairs ? 2 : 1;
+  bytes.resize(size_t((last - first) * groups * kinds));
+  uint8_t *scale = bytes.data(), *minimum = scale + (last - first) * groups;
+  std::vector<Field> fields;
+  for (int64_t i = 0; i < kinds; i++) fields.push_back({scale + i * (minimum - scale), groups, 1, groups, 1, first});
+  for (int64_t row = first; row < last; row++)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const uint8_t* from = s.bytes + row * s.row_bytes + chunk * s.block_bytes + s.sub_offset;
+      if (s.scales == Storage::six_bit_pairs)
+        for (int i = 0; i < 8; i++) {  // the first four whole, the others as nibbles with two bits left over from those
+          *scale++ = i < 4 ? from[i] & 63 : uint8_t((from[i + 4] & 15) | from[i - 4] >> 6 << 4);
+          *minimum++ = i < 4 ? from[i + 4] & 63 : uint8_t(from[i + 4] >> 4 | from[i] >> 6 << 4);
+        }
+      else
+        for (int i = 0; i < 16; i++) {
+          const int low = from[i % 8] >> (i / 8 * 4) & 15, high = from[8 + i % 4] >> (i / 4 * 2) & 3;
+          *scale++ = uint8_t(s.scales == Storage::nibble_pairs ? from[i] : s.scales == Storage::signed_bytes ? from[i] + 128 : low + 16 * high - 32 + 128);
+        }
+    }
+  return fields;
+}
+
+}  // namespace billfish

@@ -1,0 +1,22 @@
+// One ISA level. CMake compiles this file once for each, with its flags, BILLFISH_ISA (a namespace and the level's name)
+// and BILLFISH_SIMD (its header).
+#include "layout/problem.h"
+#include BILLFISH_SIMD
+#include "activations/quantize.h"
+#include "dequantize/dequantize.h"
+#include "gemm/gemm8.h"
+#include "gemm/gemm_exact.h"
+#include "level/machine.h"
+
+#define TEXT(x) #x
+#define NAME_OF(x) TEXT(x)
+
+namespace BILLFISH_ISA {
+
+extern const billfish::Level level;
+const billfish::Level level = {
+    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, quantize_row, lanes_of_x, start_stride, fill_starts, exact_in_planes, lay_out_row,
+    multiply8, multiply_exact, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
+};
+
+}  // namespace BILLFISH_ISA

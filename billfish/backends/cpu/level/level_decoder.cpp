@@ -1,0 +1,11 @@
+// The decoder's own kernels for one ISA level; compiled as level.cpp is.
+#include "layout/problem.h"
+#include BILLFISH_SIMD
+#include "decoder/kernels.h"
+
+namespace BILLFISH_ISA {
+
+extern const billfish::DecoderKernels decoder_kernels;
+const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend};
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,35 @@
+// The level neon_i8mm: that of neon_dotprod, with matrix products of int8 for many rows of x. Nothing else is compiled again.
+#include "layout/problem.h"
+#include BILLFISH_SIMD
+#include "decoder/decoder.h"
+#include "gemm/gemm_i8mm.h"
+
+namespace neon_dotprod {
+extern const billfish::Level level;
+extern const billfish::DecoderKernels decoder_kernels;
+}  // namespace neon_dotprod
+
+namespace BILLFISH_ISA {
+
+inline void finish_x(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  if (in_pairs(x)) pair_rows(x, first, last, begin, end);
+  else neon_dotprod::level.finish_x(w, x, first, last, begin, end);
+}
+
+inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  (in_pairs(x) ? multiply_pairs : neon_dotprod::level.multiply8)(w, x, bias, y, first, last);
+}
+
+// Those of neon_dotprod are constants, and so are there before anything is copied, which any machine can do.
+extern const billfish::Level level;
+const billfish::Level level = [] {
+  billfish::Level own = neon_dotprod::level;
+  own.name = "neon_i8mm", own.finish_x = finish_x, own.multiply8 = multiply8;
+  own.dot_rounds = matrix_rounds, own.dot_operations = MATRIX_OPERATIONS;
+  return own;
+}();
+
+extern const billfish::DecoderKernels decoder_kernels;
+const billfish::DecoderKernels decoder_kernels = neon_dotprod::decoder_kernels;
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,229 @@
+#include "threads/threads.h"
+
+#include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "threads/cores.h"
+#include "threads/float_mode.h"
+
+namespace billfish {
+namespace {
+
+constexpr int MOST_THREADS = 1024;
+constexpr auto SPIN = std::chrono::microseconds(300);
+
+inline void pause() {
+#if defined(__aarch64__)
+  asm volatile("yield");
+#elif defined(__x86_64__)
+  asm volatile("pause");
+#endif
+}
+
+// A thread that was woken often starts on the core of whoever woke it, which goes on working there, and a scheduler takes
+// milliseconds to see that another core is idle. So it leaves that core itself.
+#if defined(__linux__)
+inline int current_core() { return sched_getcpu(); }
+void leave_core(int core) {
+  cpu_set_t all, others;
+  if (core < 0 || sched_getcpu() != core || sched_getaffinity(0, sizeof all, &all) != 0) return;
+  others = all;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0) sched_setaffinity(0, sizeof all, &all);
+}
+#else
+inline int current_core() { return -1; }
+void leave_core(int) {}
+#endif
+
+class Pool {
+ public:
+  // Where the system gives fewer threads (a limit of a container, no memory for a stack), those that there are do the work of all: lanes,
+  // and with them the pieces, are the same. It is not asked again before another number is wanted.
+  explicit Pool(int helpers) : lanes_(size_t(helpers) + 1) {
+    workers_.reserve(size_t(helpers));
+    try {
+      for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
+    } catch (const std::exception&) {
+    }
+  }
+
+  ~Pool() {
+    stop_.store(true);
+    announce();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
+  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+    const int64_t all = int64_t(lanes_.size());
+    const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
+    count_ = count, pieces_ = pieces;
+    body_ = &body;
+    done_.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < all; i++)
+      lanes_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
+    announce();
+    work(0);
+    while (done_.load(std::memory_order_acquire) != pieces) pause();
+  }
+
+ private:
+  // More pieces than threads, so that a slow one takes fewer; but none so small that drawing it would show.
+  static constexpr int64_t PIECES = 16, LEAST = 4;
+
+  void announce() {
+    round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
+    if (sleepers_.load() != 0) {
+      caller_core_.store(current_core());
+      std::lock_guard<std::mutex> lock(mutex_);
+      wake_.notify_all();
+    }
+  }
+
+  // Each thread has a lane of pieces that lie one after the other, and when it is through with it, takes from the others'.
+  // A ticket holds the number of the lane's next piece and its end: (next << 32) | end. Whoever draws a valid one knows from
+  // it alone that its round is not over, so that count_, pieces_ and body_ are still that round's.
+  struct alignas(64) Lane {
+    std::atomic<uint64_t> ticket{0};
+  };
+
+  void work(size_t own) {
+    for (size_t i = 0; i < lanes_.size(); i++) {
+      Lane& lane = lanes_[(own + i) % lanes_.size()];
+      for (;;) {
+        const uint64_t ticket = lane.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
+        const int64_t piece = int64_t(ticket >> 32), end = int64_t(ticket & 0xffffffff);
+        if (piece >= end) break;
+        (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
+        done_.fetch_add(1, std::memory_order_acq_rel);
+      }
+    }
+  }
+
+  void serve(size_t own) {
+    const KnownFloats known;
+    uint64_t seen = 0;
+    for (;;) {
+      seen = wait_for_round_after(seen);
+      if (stop_.load()) return;
+      work(own);
+    }
+  }
+
+  uint64_t wait_for_round_after(uint64_t seen) {
+    const auto deadline = std::chrono::steady_clock::now() + SPIN;
+    do {
+      for (int i = 0; i < 64; i++) {
+        const uint64_t round = round_.load(std::memory_order_acquire);
+        if (round != seen) return round;
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < deadline);
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, [&] { return round_.load() != seen; });
+    sleepers_.fetch_sub(1);
+    lock.unlock();
+    leave_core(caller_core_.load());
+    return round_.load();
+  }
+
+  std::vector<Lane> lanes_;
+  std::vector<std::thread> workers_;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int64_t> done_{0};
+  std::atomic<int> sleepers_{0}, caller_core_{-1};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  int64_t count_ = 0, pieces_ = 0;
+  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
+};
+
+// Never destroyed: at the end of the process, daemon threads of Python may still be in a loop, and helpers always wait for one.
+struct State {
+  std::atomic<bool> in_use{false};
+  Pool* pool = nullptr;  // of whoever has set in_use
+  int pool_size = 0;
+  std::atomic<int> wanted{0};  // by set_threads; 0 for the usual number
+  std::atomic<int> usual{0};   // 0 where it is to be found out
+};
+
+void forget_in_child();
+
+State& state() {
+  static State& kept = []() -> State& {
+    pthread_atfork(nullptr, nullptr, forget_in_child);
+    return *new State;
+  }();
+  return kept;
+}
+
+// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own. It may also have
+// fewer cores.
+void forget_in_child() {
+  State& s = state();
+  s.pool = nullptr, s.pool_size = 0;
+  s.usual = 0;
+  s.in_use = false;
+}
+
+int find_usual() {
+  const char* text = std::getenv("OMP_NUM_THREADS");
+  const int count = text ? std::atoi(text) : 0;
+  return count > 0 ? std::min(count, MOST_THREADS) : available_cores();
+}
+
+}  // namespace
+
+int default_threads() {
+  State& s = state();
+  if (s.usual == 0) s.usual = find_usual();
+  return s.usual;
+}
+
+int threads() {
+  const int count = state().wanted;
+  return count > 0 ? count : default_threads();
+}
+
+void set_threads(int count) {
+  State& s = state();
+  if (count == 0) s.usual = find_usual();
+  s.wanted = count;
+}
+
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  State& s = state();
+  const int size = threads();
+  if (size == 1 || count < 2 || s.in_use.exchange(true)) {
+    if (count > 0) body(0, count);
+    return;
+  }
+  struct Leaving {
+    std::atomic<bool>& in_use;
+    ~Leaving() { in_use = false; }
+  } leaving{s.in_use};
+  if (s.pool_size != size) {
+    delete s.pool;
+    s.pool = nullptr, s.pool_size = 0;  // where the next line throws
+    s.pool = new Pool(size - 1);
+    s.pool_size = size;
+  }
+  s.pool->run(count, body);
+}
+
+}  // namespace billfish

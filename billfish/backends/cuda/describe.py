@@ -1,0 +1,217 @@
+"""Which of the few kernel axes a tensor is made of, told by how its format is made and never by its name.
+
+A format qualifies if it decodes as format.py says, with an element whose table of values one of the kernels' elements
+has too, and with groups that bricks can hold. Scales that the kernels know (billfish.formats.meaning) stay bytes; all
+others are the float32 that `group_values` gives. Nothing is rounded on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends.cuda.kind import BRICK, GROUPS, Kind
+from billfish.elements import FP4, Element
+from billfish.errors import FormatError
+from billfish.format import Format, Planes
+from billfish.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning
+from billfish.scales import decode_e4m3
+from billfish.tensor import QuantizedTensor
+
+OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
+BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
+MIDDLE_LIMIT = 256  # float16 and bfloat16 hold integers up to 256 exactly
+
+Codes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class Description:
+    """A tensor in terms of the kernel axes: codes uint8 [N, K]; scales, offsets [N, groups]; row scales float32 [N].
+
+    codes: as bricks hold them, the format's own plus `shift`, modulo 256.
+    """
+
+    kind: Kind
+    codes: Codes
+    scales: NDArray[Any]
+    offsets: NDArray[Any] | None
+    row_scale: Floats
+    shift: int = 0
+
+
+class CodeAxis(NamedTuple):
+    """How the codes of an element become those of a kernel's."""
+
+    element: str
+    shift: int = 0
+    middle: int = 0
+    table: tuple[int, ...] = ()
+
+
+def why_not(format: Format, group_size: int, k: int) -> str:
+    """Why the kernels cannot read a format, or ""."""
+    if not decodes_plainly(format):
+        return f"{format.name} has a way of its own to decode"
+    zero, minimum = offsets_of(format)
+    if zero and minimum:
+        return f"{format.name} has a zero point and a minimum; it takes one of them"
+    if code_axis(format.element, zero or minimum) is None:
+        return f"it has no kernels for the {format.element.name} codes of {format.name}"
+    if group_size not in GROUPS and group_size % BRICK and group_size < k:
+        sizes = ", ".join(map(str, sorted(GROUPS)))
+        return f"groups of {group_size}; it takes {sizes}, multiples of {BRICK}, or all of K"
+    return ""
+
+
+@cache
+def offsets_of(format: Format) -> tuple[bool, bool]:
+    """Whether groups have a zero point, and whether they have a minimum: seen in a row of zero bytes."""
+    specs = format.storage_spec(1, format.block_size, format.default_group_size)
+    planes = format.unpack_scales({name: spec.zeros() for name, spec in specs.items()})
+    with np.errstate(all="ignore"):
+        _, zero, minimum = format.group_values(planes)
+    return zero is not None, minimum is not None
+
+
+@cache
+def code_axis(element: Element, offset: bool) -> CodeAxis | None:
+    """The kernels' element that has this one's values, or None."""
+    values = element.values
+    if type(element).decode is not Element.decode:
+        return None
+    if np.array_equal(values.view(np.uint32), FP4.values.view(np.uint32)):
+        return CodeAxis("E2M1")
+    negative_zero = (values == 0) & np.signbit(values)
+    if not np.array_equal(values, np.rint(values)) or negative_zero.any():
+        return None
+    first, count = int(values[0]), len(values)
+    if np.array_equal(values, np.arange(count) + values[0]):
+        # Beside an offset, numbers are taken from the middle of their range: weights spread around it, so the number
+        # that the kernels add for offset and middle together is small, and so is its rounding.
+        middle = first + count // 2 if offset else 0
+        low, high = first - middle, first + count - 1 - middle
+        for name, center in (("Int4", 8), ("Int8", 128)):
+            if low >= -center and high < center and abs(middle) <= MIDDLE_LIMIT:
+                return CodeAxis(name, low + center, middle)
+        return None
+    if np.array_equal(values, np.arange(256, dtype=np.uint8).view(np.int8)):
+        return CodeAxis("Int8", 128)
+    if count <= 16 and values.min() >= -128 and values.max() <= 127:
+        return CodeAxis("Table4", table=tuple(int(v) + 128 for v in np.resize(values, 16)))
+    return None
+
+
+DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table with one zero
+
+
+def describe(tensor: QuantizedTensor) -> Description:
+    """Which kernel axes a tensor is made of. `dequantize` gives the same bits from these."""
+    format, k = tensor.format, tensor.shape[1]
+    reason = why_not(format, tensor.group_size, k)
+    if reason:
+        raise FormatError(f"[cuda] {reason}")
+    planes = tensor.planes
+    with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
+        scale, zero, minimum = format.group_values(planes)
+    offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"
+    axis = code_axis(format.element, offset != "NONE")
+    assert axis is not None
+    codes = planes["codes"] + np.uint8(axis.shift)
+    groups = GROUPS.get(tensor.group_size, 1)
+    bytewise = _byte_scales(format, planes, axis, groups) if offset == "NONE" else None
+    if bytewise is not None:
+        name, stored, row_scale = bytewise
+        kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")
+        return Description(kind, codes, stored, None, row_scale)
+    added = zero if zero is not None else minimum
+    if tensor.group_size not in GROUPS:  # a scale for several bricks: once for each
+        index = np.arange(-(-k // BRICK)) * BRICK // tensor.group_size
+        scale, added = scale[:, index], None if added is None else added[:, index]
+    name, stored, offsets, row_scale = _float_scales(scale, added, offset)
+    kind = Kind(axis.element, name, offset, groups, axis.middle, axis.table)
+    return Description(kind, codes, stored, offsets, row_scale, axis.shift)
+
+
+def _byte_scales(
+    format: Format, planes: Planes, axis: CodeAxis, groups: int
+) -> tuple[str, NDArray[np.uint8], Floats] | None:
+    """Scales that stay one byte, if this format's do and all of them are in range.
+
+    ScaleE5M2: powers of two relative to the largest of their row. ScaleE5M3: E4M3 as it is. ggml's scales are half of
+    these, and its elements twice E2M1.
+    """
+    means, codes = meaning(format), planes["scale"]
+    doubled = axis.element == "Table4" and axis.table == DOUBLED_E2M1
+    fits = doubled if means in HALVED else axis.element == "E2M1"
+    if not fits or codes.dtype != np.uint8:
+        return None
+    if means in E8M0 and groups == 4:
+        if codes.max() == 255:
+            return None
+        # Groups of zeros often have the smallest scale there is. Theirs may be any.
+        starts = np.arange(0, planes["codes"].shape[1], BRICK // groups)
+        empty = np.maximum.reduceat(planes["codes"] & 7, starts, axis=1) == 0
+        largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
+        exponent = np.where(empty, 0, codes - largest)
+        if exponent.min() < -31:
+            return None
+        name, dropped = "ScaleE5M2", 8
+        scale = np.ldexp(np.float32(1), exponent + 8)
+        row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
+    elif means in E4M3 and groups == 8:
+        if codes.max() >= 0x7F:
+            return None
+        scale, row_scale = decode_e4m3(codes), np.full(len(codes), planes["global_scale"], np.float32)
+        name, dropped = "ScaleE5M3", 7
+    else:
+        return None
+    raised = scale * np.float32(BYTE_SCALE_RAW)
+    half = raised.astype(np.float16)
+    bits = half.view(np.uint16)
+    if (half != raised).any() or (bits % (1 << dropped)).any():
+        return None
+    return name, (bits >> dropped).astype(np.uint8), row_scale
+
+
+def _float_scales(
+    scale: Floats, added: Floats | None, offset: str
+) -> tuple[str, NDArray[Any], NDArray[Any] | None, Floats]:
+    """Scales (and offsets) relative to a power of two for each row; float16 where that is exact.
+
+    The largest of a row is from 1 to below 2. So the product of a code and a scale is a good float16, whatever the size
+    of the weights.
+    """
+    finite = np.isfinite(scale).all() and (added is None or np.isfinite(added).all())
+    row_scale = np.ones(len(scale), np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if finite:
+            largest = np.abs(scale).max(axis=1)
+            if added is not None:
+                by_offset = np.abs(added * scale if offset == "ZERO" else added).max(axis=1)
+                largest = np.maximum(largest, by_offset / np.float32(OFFSET_LIMIT))
+            exponent = np.clip(np.frexp(largest)[1] - 1, -126, 127)
+            row_scale = np.ldexp(row_scale, np.where(largest > 0, exponent, 0)).astype(np.float32)
+            # A row that spans more powers of two than float32 has below its largest stays as it is.
+            back = scale / row_scale[:, None] * row_scale[:, None]
+            row_scale = np.where((back == scale).all(axis=1), row_scale, np.float32(1))
+            if offset == "MINIMUM" and added is not None:
+                back = added / row_scale[:, None] * row_scale[:, None]
+                row_scale = np.where((back == added).all(axis=1), row_scale, np.float32(1))
+        scale = scale / row_scale[:, None]
+        if offset == "MINIMUM" and added is not None:
+            added = added / row_scale[:, None]
+        half = scale.astype(np.float16)
+        exact = np.array_equal(half, scale)
+        half_added = None
+        if added is not None:
+            half_added = added.astype(np.float16)
+            exact = exact and np.array_equal(half_added, added)
+    if finite and exact:
+        return "ScaleF16", half, half_added, row_scale
+    return "ScaleF32", scale, added, row_scale

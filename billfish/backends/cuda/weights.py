@@ -1,0 +1,168 @@
+"""DeviceWeights: bricks in the memory of one device, what can be done with them, and the way back to storage."""
+
+from __future__ import annotations
+
+import json
+from ctypes import c_void_p
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from billfish.backends.cuda.describe import describe
+from billfish.backends.cuda.driver import KernelLaunch, device, no_tensor_map, synchronize, tensor_map
+from billfish.backends.cuda.kind import Kind, read_kind
+from billfish.backends.cuda.layout import brick_shape, group_parts
+from billfish.backends.cuda.memory import Memory, Room, address, fetch, room_for, room_of, send
+from billfish.backends.cuda.packed import PackedBricks
+from billfish.backends.cuda.plans import Gemm, plan
+from billfish.errors import DataError, complaint
+from billfish.format import Format, Planes
+from billfish.storage import Storage
+from billfish.tensor import QuantizedTensor
+
+OUTPUTS = {"float32": "float", "float16": "Stored<F16>", "bfloat16": "Stored<BF16>"}
+# gridDim.y of gemm_small, at most 65,535, counts rows of x; a CTA has 8 of them or more where there are many.
+ROWS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class About:
+    """Weights, apart from the memory they are in."""
+
+    kind: Kind
+    shape: tuple[int, int]
+    shift: int = 0  # bricks hold codes plus this, modulo 256
+    planes: tuple[tuple[str, str, tuple[int, ...]], ...] | None = None  # name, type and shape of all but the codes
+
+    def spelled(self) -> str:
+        return json.dumps(asdict(self) | {"kind": self.kind.spelled()})
+
+
+@lru_cache(maxsize=4096)
+def read_about(text: str) -> About:
+    """What `About.spelled` spelled."""
+    about = json.loads(text)
+    n, k = about["shape"]
+    planes = tuple((name, dtype, tuple(shape)) for name, dtype, shape in about["planes"])
+    return About(read_kind(about["kind"]), (n, k), about["shift"], planes)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceWeights:
+    """A matrix [N, K] on one device. The tensor that it was packed from is not kept.
+
+    planes: scales and offsets as the format has them, beside the bricks' own. With them `unpack` gives the storage
+    back; a few percent of the memory, up to a tenth where groups are small.
+    """
+
+    about: About
+    bricks: Memory
+    row_scale: Memory  # float32 [N]
+    planes: tuple[Memory, ...] = ()
+
+    @classmethod
+    def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
+        """Beside x in that place. Done when this returns, so that any stream may use the weights."""
+        description, room = describe(tensor), room_for(place)
+        kind, planes = description.kind, tensor.scale_planes
+        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
+        about = About(kind, tensor.shape, description.shift, specs)
+        down, along = brick_shape(*tensor.shape)
+        with room.current():
+            codes, groups = send(description.codes, room), send(group_parts(description), room)
+            bricks = room.empty(down * along * kind.brick_bytes)
+            row_scale = send(description.row_scale, room)
+            beside = tuple(send(plane, room) for plane in planes.values())
+            launch, pointers = brick_kernel("pack", about, 128), map(address, (codes, groups, bricks))
+            launch(room.ordinal, room.stream, *map(c_void_p, pointers), *tensor.shape)
+            synchronize(room.stream)  # `codes` and `groups` must stay until the kernel has read them, too
+        return cls(about, bricks, row_scale, beside)
+
+    @classmethod
+    def load(cls, packed: PackedBricks, place: str = "cuda:0") -> DeviceWeights:
+        """Of bricks that were packed, and perhaps saved, on the CPU."""
+        room = room_for(place)
+        with room.current():
+            bricks, row_scale = send(packed.bricks, room), send(packed.row_scale, room)
+        return cls(About(packed.kind, packed.shape), bricks, row_scale)
+
+    @property
+    def kind(self) -> Kind:
+        return self.about.kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.about.shape
+
+    @property
+    def room(self) -> Room:
+        return room_of(self.bricks)
+
+    @property
+    def nbytes(self) -> int:
+        """Of bricks and row scales, the bytes that a product reads."""
+        return int(self.bricks.nbytes + self.row_scale.nbytes)
+
+    def dequantize(self, stream: int, dtype: str, out: int) -> None:
+        """W [N, K] to the memory at `out`. The device is current."""
+        zero = {"ONE_ZERO": "1"} if self.kind.one_zero else {}
+        launch = brick_kernel("dequantize", self.about, 32, OUTPUT=OUTPUTS[dtype], **zero)
+        pointers = address(self.bricks), address(self.row_scale), out
+        launch(self.room.ordinal, stream, *map(c_void_p, pointers), *self.shape)
+
+    def unpack(self, format: Format) -> Storage:
+        """The storage that the weights were packed from, bit for bit."""
+        if self.about.planes is None:
+            raise DataError(
+                complaint("unpack", "weights", "bricks of a file", "weights that were packed from a tensor")
+            )
+        room, (n, k) = self.room, self.shape
+        with room.current():
+            codes = room.empty(n * k)
+            launch, pointers = brick_kernel("unpack", self.about, 128), map(address, (self.bricks, codes))
+            launch(room.ordinal, room.stream, *map(c_void_p, pointers), n, k, self.about.shift)
+            planes: Planes = {"codes": fetch(codes, room, np.uint8, (n, k))}
+            for (name, dtype, shape), memory in zip(self.about.planes, self.planes, strict=True):
+                planes[name] = fetch(memory, room, np.dtype(dtype), shape)
+        return format.pack(planes)
+
+    def multiply(self, stream: int, gemm: Gemm, x: int, x_stride: int, bias: int, y: int) -> bool:
+        """y = x W.T + bias, at these addresses; False if the product is one for a library (see plans.py).
+
+        The device is current. Rows of x [m, k] are `x_stride` numbers apart, as `tensor_map` wants them.
+        """
+        if gemm.m > ROWS_AT_ONCE:
+            return all(
+                self.multiply(
+                    stream,
+                    replace(gemm, m=min(ROWS_AT_ONCE, gemm.m - first)),
+                    x + 2 * first * x_stride,
+                    x_stride,
+                    bias,
+                    y + 2 * first * gemm.n,
+                )
+                for first in range(0, gemm.m, ROWS_AT_ONCE)
+            )
+        ordinal = self.room.ordinal
+        found = device(ordinal)
+        chosen = plan(gemm, found)
+        if chosen is None:
+            return False
+        m, n, k = gemm.m, gemm.n, gemm.k
+        hopper = found.capability >= (9, 0)
+        box = tensor_map(x, gemm.bfloat16, m, k, x_stride, chosen.box_rows) if hopper else no_tensor_map()
+        pointers = [address(self.bricks), address(self.row_scale)]
+        if chosen.launch.name == "marlin_gemm_small":
+            pointers += [x, bias, y]
+            chosen.launch(ordinal, stream, box, *map(c_void_p, pointers), m, n, k, x_stride)
+        else:
+            chosen.launch(ordinal, stream, box, *map(c_void_p, [*pointers, bias, y]), m, n, k)
+        return True
+
+
+def brick_kernel(name: str, about: About, threads: int, **macros: str) -> KernelLaunch:
+    """A kernel with a CTA for each brick: pack, unpack or dequantize."""
+    down, along = brick_shape(*about.shape)
+    defined = tuple(sorted((about.kind.macros() | macros).items()))
+    return KernelLaunch(f"{name}.cu", f"marlin_{name}", defined, (down * along, 1), threads)

@@ -1,0 +1,129 @@
+"""One writer for each output.
+
+A file beside the output, `.OUT.billfish-lock`, is locked before anything is looked at, made or removed, and until the
+end. The system lets go of the lock when its holder dies, however it dies. The holder removes the file while it has the
+lock. Whoever opened the file before then finds, with the lock in hand, that the name is gone or another file's, and
+opens again.
+
+The file says who holds it, and names a scratch folder. Folders of ours are made and removed under that random name, so
+that no half-made `OUT.partial` exists at any moment. A killed holder leaves the file, and the next one removes the
+scratch folder that it names.
+
+Windows has no `flock`: nothing is locked there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from billfish.errors import CheckpointError, complaint
+
+# What file systems without locks answer, such as Lustre the way it is mounted by default.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class Busy(CheckpointError):
+    """Another process is writing the same output."""
+
+
+@contextlib.contextmanager
+def only_writer(call: str, out: Path) -> Iterator[Path]:
+    """Nobody else writes `out` until the end. Yields where a folder may be made, which is removed at the end."""
+    scratch = out.parent / f".{out.name}.billfish-{os.urandom(16).hex()}"
+    if sys.platform == "win32":
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return
+    path = lock_path(out)
+    with _open_locked(call, out, path) as file:
+        earlier = _record(file)
+        if earlier is None:
+            takes = "a name that is free: move this file, or choose another OUT"
+            raise CheckpointError(complaint(call, str(path), "a file that is not ours", takes))
+        try:
+            _remove_scratch(out, earlier)
+            _write_record(file, {"billfish": "lock", "pid": os.getpid(), "call": call, "scratch": scratch.name})
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if not scratch.exists():  # else the next holder has to know of it
+                    path.unlink()
+
+
+def lock_path(out: Path) -> Path:
+    return out.parent / f".{out.name}.billfish-lock"
+
+
+def _open_locked(call: str, out: Path, path: Path) -> IO[bytes]:
+    """The lock file, locked and still the one of this name."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = os.fdopen(descriptor, "r+b", buffering=0)
+        try:
+            if not _lock(file):
+                holder = _record(file) or {}
+                who = f"process {holder['pid']} ({holder['call']})" if holder else "another process"
+                takes = "one that nobody else writes: wait for the end, or choose another name"
+                raise Busy(complaint(call, str(out), f"an output that {who} is writing", takes))
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                    return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file; False if another process has it."""
+    import fcntl  # here, because Windows has none
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        warnings.warn("no locks on this file system: do not write one output twice at a time", stacklevel=2)
+    return True
+
+
+def _record(file: IO[bytes]) -> dict[str, Any] | None:
+    """What a lock file says; {} if nothing yet, None if it is no lock file of ours."""
+    file.seek(0)
+    content = file.read(10_000)
+    if not content:
+        return {}
+    try:
+        record = json.loads(content)
+    except ValueError:
+        return None
+    ours = isinstance(record, dict) and record.get("billfish") == "lock" and {"pid", "call", "scratch"} <= record.keys()
+    return record if ours else None
+
+
+def _write_record(file: IO[bytes], record: dict[str, Any]) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(json.dumps(record).encode())
+
+
+def _remove_scratch(out: Path, record: dict[str, Any]) -> None:
+    """The scratch folder of a holder that was killed. Its name is checked: a lock file must not point elsewhere."""
+    name = str(record.get("scratch", ""))
+    if re.fullmatch(re.escape(f".{out.name}.billfish-") + "[0-9a-f]{32}", name) and (out.parent / name).is_dir():
+        shutil.rmtree(out.parent / name)

@@ -1,0 +1,25 @@
+"""The pages, and the records that they are compared with. `make lint` runs this folder: it checks documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def page(name: str) -> str:
+    """The text of "README.md" or of a page such as "docs/cpu.md"."""
+    return (ROOT / name).read_text()
+
+
+def recorded(name: str) -> Any:
+    """What benchmarks/results/`name` holds."""
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def rows_after(text: str, name: str) -> list[str]:
+    """The rows, without the head, of the table that a page introduces by the name of its record: "... `name`):"."""
+    return text.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]

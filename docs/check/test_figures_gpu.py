@@ -1,0 +1,54 @@
+"""The figures of docs/cuda.md, docs/metal.md and the README's table of GPUs are the recorded ones."""
+
+from __future__ import annotations
+
+import re
+
+from pages import page, recorded
+
+
+def microseconds(seconds: float) -> str:
+    us = 1e6 * seconds
+    return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
+
+
+def test_u4b8_on_the_h200():
+    by_rows: dict[int, list[str]] = {}
+    ahead: dict[str, list[str]] = {}
+    for record in recorded("cuda_h200.json")["records"]:
+        if record["format"] == "u4b8:128":
+            ours, peers = record["seconds"], [record["peers"][name] for name in ("cublas:f16", "humming")]
+            by_rows.setdefault(record["m"], []).append(" / ".join(map(microseconds, (ours, *peers))))
+            if record["m"] in (1, 16, 32, 64, 128, 256, 1024):
+                ahead.setdefault(f"{record['k']} x {record['n']}", []).append(f"{min(peers) / ours:.2f}")
+    details, readme = page("docs/cuda.md"), page("README.md")
+    assert (len(by_rows), len(ahead)) == (10, 5)
+    for m, cells in by_rows.items():
+        assert f"| {m} | {' | '.join(cells)} |" in details
+    for shape, cells in ahead.items():
+        assert f"| {shape} | {' | '.join(cells)} |" in readme
+
+
+def test_other_formats_on_the_h200():
+    details = page("docs/cuda.md")
+    others: dict[str, list[str]] = {}
+    for record in recorded("cuda_h200.json")["records"]:
+        if record["format"] != "u4b8:128":
+            relative = record["seconds"] / record["seconds_u4b8"]
+            others.setdefault(record["format"], []).append(f"{microseconds(record['seconds'])} ({relative:.2f})")
+    assert len(others) == 7
+    for format, cells in others.items():
+        assert f"| {format} |" in details
+        assert f" | {' | '.join(cells)} |" in details
+
+
+def test_operations_and_bytes_of_metal():
+    text, counted = page("docs/metal.md"), recorded("metal_profile.json")
+    for each in counted["decode"]:
+        numbers = " | ".join(f"{each[kind]:.2f}" for kind in ("integer", "floating", "conversions", "memory"))
+        assert f"| {each['element']} | {each['way']} | {numbers} |" in text
+    launches = [launch for launch in counted["launches"] if launch["format"] == "mxfp4"]
+    for launch in launches:
+        read, least = (sum(launch[name].values()) for name in ("read", "least"))
+        assert f"| {launch['m']} | `{launch['kernel']}` | {read / 1024:.1f} | {read / least:.2f} |" in text
+    assert len(re.findall(r"^\| \d+ \| `", text, re.MULTILINE)) == len(launches)

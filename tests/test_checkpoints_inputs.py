@@ -1,0 +1,155 @@
+"""The input of `convert` and `quantize`: what of it is copied, and what happens if it changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import checkpoint_samples as samples
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from support import assert_same_bits
+
+import billfish as bf
+from billfish.checkpoints import writers
+from billfish.checkpoints.commands import convert
+from billfish.checkpoints.container import MappedFile
+from billfish.checkpoints.writers import engine
+from billfish.checkpoints.writers.source import identity
+
+# ---- what belongs to a model --------------------------------------------------------------------------------------
+
+COMPANIONS = {"tokenizer.json", "tokenizer.model", "LICENSE"}
+
+
+def write_model(folder: Path) -> None:
+    samples.write_config(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(bytes(range(256)))
+    (folder / "LICENSE").write_text("as you like")
+    save_file({"norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path, capsys):
+    """A model that was downloaded must not put a file of the user's into an output that is published."""
+    write_model(tmp_path / "in")
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "in" / "README.md").symlink_to(tmp_path / "key")
+    (tmp_path / "in" / "NOTICE").symlink_to("../key")
+    (tmp_path / "in" / "chat.jinja").symlink_to("LICENSE")
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "chat.jinja", *COMPANIONS}
+    note = "NOTICE, README.md: left out: a link that leads out of the model's folder\n"
+    assert note in capsys.readouterr().err
+
+
+def test_large_companions_are_left_out_by_name(tmp_path, capsys, monkeypatch):
+    write_model(tmp_path / "in")
+    monkeypatch.setattr(writers, "MAX_COMPANION_BYTES", 255)
+    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    assert not (tmp_path / "out" / "tokenizer.model").exists()
+    assert "tokenizer.model: left out: larger than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, capsys, cached):
+    """All its files are links to ../../blobs, which count as the model's own; in other folders they do not."""
+    model = tmp_path / ("models--org--name" if cached else "name")
+    snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
+    write_model(snapshot)
+    blobs.mkdir()
+    (tmp_path / "key").write_text("secret")
+    (snapshot / "README.md").symlink_to("../../../key")
+    for path in snapshot.iterdir():
+        if not path.is_symlink():
+            path.rename(blobs / path.name)
+            path.symlink_to(f"../../blobs/{path.name}")
+    convert(str(snapshot), str(tmp_path / "out"), "billfish", False)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", *(COMPANIONS if cached else ())}
+    assert "README.md" in capsys.readouterr().err
+
+
+# ---- the input changes --------------------------------------------------------------------------------------------
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> None:
+    """A run that is stopped after two tensors."""
+    original, calls = engine._write_piece, []
+
+    def stop(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_write_piece", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(source), str(out), "billfish", False)
+
+
+def put_in_place(source: Path, content: bytes) -> None:
+    """Other bytes, with the times of the old."""
+    about = source.stat()
+    source.write_bytes(content)
+    os.utime(source, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_another_model_of_the_same_name_size_and_time_is_not_continued(tmp_path, monkeypatch, where):
+    source, out = tmp_path / "m.safetensors", tmp_path / "out"
+    save_file({f"t{i}": np.full((8, 64), i, np.float32) for i in range(4)}, source)
+    interrupt(monkeypatch, source, out)
+    content = bytearray(source.read_bytes())
+    at = len(content) - (
+        4 * 8 * 64 * 4 if where == "begin" else 1
+    )  # in the first tensor, which is written; in the last
+    content[at] ^= 1
+    put_in_place(source, bytes(content))
+    convert(str(source), str(out), "billfish", False)
+    found = bf.load(out)
+    for name, array in bf.load(source).items():
+        assert_same_bits(found[name], array)
+
+
+def test_samples_find_another_model_among_large_files(tmp_path):
+    """Of a large file its beginning and 64 places are looked at; all of these, when it is another model."""
+    path = tmp_path / "file"
+    size = (1 << 22) + (1 << 21)
+    path.write_bytes(bytes(size))
+    [known] = identity([MappedFile(path)])
+    for at in (0, 10_000, (1 << 22) - 1, 1 << 22, size - 1, (1 << 22) + 16_000):
+        content = bytearray(size)
+        content[at] = 1
+        put_in_place(path, bytes(content))
+        [other] = identity([MappedFile(path)])
+        assert (other[:3], other[3] != known[3]) == (known[:3], True)
+
+
+@pytest.mark.parametrize("change", ["rewritten", "replaced", "touched", "removed"])
+def test_an_input_that_changes_while_it_is_read_is_not_written(tmp_path, monkeypatch, change):
+    source, out = tmp_path / "m.safetensors", tmp_path / "out"
+    save_file({f"t{i}": np.full((8, 64), i, np.float32) for i in range(4)}, source)
+    original, calls = engine._write_piece, []
+
+    def changing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2 and change == "rewritten":
+            put_in_place(source, source.read_bytes()[:-1] + b"\1")
+        elif len(calls) == 2 and change == "replaced":
+            (tmp_path / "other").write_bytes(source.read_bytes()[:-1] + b"\1")
+            os.utime(tmp_path / "other", ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
+            (tmp_path / "other").rename(source)
+        elif len(calls) == 2 and change == "touched":
+            os.utime(source, ns=(0, 0))
+        elif len(calls) == 2:
+            source.unlink()
+        original(*arguments)
+
+    monkeypatch.setattr(engine, "_write_piece", changing)
+    with pytest.raises(bf.CheckpointError, match="files that changed while they were read"):
+        convert(str(source), str(out), "billfish", False)
+    assert os.listdir(tmp_path) == ([] if change == "removed" else ["m.safetensors"])
