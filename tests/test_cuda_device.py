@@ -211,7 +211,7 @@ SMALL_SHAPES += [Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), Small(8
 @pytest.mark.parametrize("multiprocessors", [GPU.multiprocessors, 3])
 @pytest.mark.parametrize(("name", "size"), [("u4b8", 128), ("u8b128", 64), ("fp4", 32), ("nvfp4", 16), ("q4_1", 32)])
 def test_every_shape_of_the_small_kernel(shape, multiprocessors, name, size):
-    """On three multiprocessors CTAs start over, up to eleven times; the last tiles are few, the last brick is short."""
+    """On three multiprocessors CTAs start over, up to eleven times; last courses are few, the last brick is short."""
     n, k, few = 520, 1024 + 64, replace(GPU, multiprocessors=multiprocessors)
     q = random_tensor(name, n, k, size, {})
     held = packed(q)

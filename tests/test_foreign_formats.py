@@ -51,7 +51,7 @@ class B2Minimum(MinimumBlock):
     name = "b2_minimum"
     element = U2
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 8)])
-    code_planes = (("qs", 8, 2),)
+    code_fields = (("qs", 8, 2),)
 
 
 class LevelsTimesPowers(Mxfp4):
@@ -187,8 +187,8 @@ def test_layouts_of_codes_are_those_of_the_kernels():
         pytest.skip("an installed wheel has no sources")
     text = source.read_text()
     found = {}
-    for planes, codes in re.findall(r"case layout_of\(([\d, ]+)\): return f\(([^)]+)\(\)\)", text):
-        numbers = [int(number) for number in planes.split(",")]
+    for fields, codes in re.findall(r"case layout_of\(([\d, ]+)\): return f\(([^)]+)\(\)\)", text):
+        numbers = [int(number) for number in fields.split(",")]
         key = tuple(zip(numbers[::2], numbers[1::2], strict=True))
         template = re.match(r"FileCodes<(\d+), (\d+), Minimums::(\w+)", codes)
         count, group, minimums = template.groups() if template else ("32", "32", "perhaps")  # RowNibbles, RowBytes

@@ -97,7 +97,7 @@ def _blocks(format: BlockFormat, storage: Arrays) -> tuple[mx.array, Arrays]:
         field[name] = mx.contiguous(run).view(mx.float16) if kind.base == np.float16 else run
     codes = mx.zeros((n, blocks.shape[1], format.block_size), mx.uint8)
     at = 0
-    for name, width, bits in format.code_planes:
+    for name, width, bits in format.code_fields:
         codes = codes | unfold(field[name], width, bits) << at
         at += bits
     groups = _block_groups(format, field, storage)

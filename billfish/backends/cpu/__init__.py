@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish import machine
-from billfish.activations import PLANES, IntegerActivations
+from billfish.activations import DIGITS, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
@@ -136,7 +136,7 @@ class CpuBackend(Backend):
         """All in one call of the native core, which makes those together that have one x."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
-        planes, last = PLANES[activations], None
+        digits, last = DIGITS[activations], None
         todo, ys = [], []
         for product in products:
             x, weights, n, bias, out = product
@@ -149,7 +149,7 @@ class CpuBackend(Backend):
             y = np.empty((*lead, n), np.float32) if room is None else room
             ys.append((y, room is not None))
             if rows.size:
-                todo.append((weights.level, weights.description, weights.data, rows, planes, added, y))
+                todo.append((weights.level, weights.description, weights.data, rows, digits, added, y))
         if len(todo) == 1:
             _cpu.multiply(*todo[0])
         elif todo:
