@@ -281,15 +281,21 @@ def test_an_exported_program_sees_what_is_written_to_its_own_tensors():
 
 
 def test_packed_weights_go_with_their_layer():
-    for framework in (TORCH, MLX):
-        layer = make_layer(framework, "q4_0")
-        product(framework, layer)
-        matrix = layer._weights.current().tensor if framework is TORCH else layer._made.matrix
-        packed = weakref.ref(matrix.made(("cpu", "cpu"), None))
-        assert packed() is not None
-        del matrix, layer
-        gc.collect()
-        assert packed() is None
+    """At once: nobody has to wait for the collector, which knows nothing of the size of weights."""
+    gc.disable()
+    try:
+        for framework in (TORCH, MLX):
+            layer = make_layer(framework, "q4_0")
+            x = framework.array(gaussian((3, K)))
+            layer(x)
+            matrix = layer._weights.current().tensor if framework is TORCH else layer._made.matrix
+            packed = weakref.ref(matrix.made(("cpu", "cpu"), None))
+            framework.parameters(layer)  # lends the arrays
+            assert packed() is not None
+            del matrix, layer
+            assert packed() is None
+    finally:
+        gc.enable()
 
 
 def test_the_digest_of_a_device_tells_words_and_their_places_apart():

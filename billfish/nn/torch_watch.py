@@ -47,7 +47,19 @@ def to_torch(array: NDArray[Any], device: torch.device | str | None = None) -> T
     return ARRAYS.from_numpy(held.view(np.int32) if held.dtype == np.uint32 else held).to(device, copy=True)
 
 
-class Watch:
+class NotCopied:
+    """What lies on a tensor, and stays behind when the tensor is pickled or copied: who loads it needs no billfish."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+class Watch(NotCopied):
     """Notices other contents of a storage tensor. It lies on the tensor itself, so it lives and dies with it.
 
     The tensor that a layer holds is its own. Others get, or have, another tensor of the same memory: `out`. So the
@@ -55,6 +67,7 @@ class Watch:
     """
 
     __slots__ = (
+        "__weakref__",
         "array",
         "digest",
         "foreign",
@@ -87,11 +100,19 @@ class Watch:
     @staticmethod
     def on(tensor: Tensor) -> Watch:
         """The watch of a tensor."""
-        found = getattr(tensor, ATTRIBUTE, None)
-        if not isinstance(found, Watch):
+        found = Watch.known(tensor)
+        if found is None:
             found = Watch()
             setattr(tensor, ATTRIBUTE, found)
         return found
+
+    @staticmethod
+    def known(tensor: Tensor) -> Watch | None:
+        """The watch of a tensor that has one."""
+        found = getattr(tensor, ATTRIBUTE, None)
+        if isinstance(found, Out):
+            return found.watch()
+        return found if isinstance(found, Watch) else None
 
     def lend(self, out: Tensor) -> Tensor:
         """`out` is what others have from now on, and they may write to it."""
@@ -99,7 +120,7 @@ class Watch:
             self.digest = digest_of(self.array)
         if self.out_ref() is not out:
             self.out_ref = weakref.ref(out)
-            setattr(out, ATTRIBUTE, self)
+            setattr(out, ATTRIBUTE, Out(self))
         self.out = out
         self.lent = True
         return out
@@ -149,20 +170,21 @@ class Watch:
         trust(tensor)
         self.place = None
 
-    def __reduce__(self) -> Any:
-        """A tensor that is pickled takes nothing of this along, and who loads it needs no billfish."""
-        return set, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Nor does a copy."""
+class Out(NotCopied):
+    """Lies on a tensor that others have. It does not keep the watch, which may hold the tensor."""
+
+    __slots__ = ("watch",)
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = weakref.ref(watch)
 
 
 def own(tensor: Tensor) -> Tensor:
     """The tensor that a layer holds for one that others have."""
-    known = getattr(tensor, ATTRIBUTE, None)
-    held = known.own_ref() if isinstance(known, Watch) else None
-    if held is not None:
-        assert isinstance(known, Watch)
+    known = Watch.known(tensor)
+    held = None if known is None else known.own_ref()
+    if known is not None and held is not None:
         known.shared |= held is not tensor
         return held
     held = _alias(tensor)

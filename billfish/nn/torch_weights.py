@@ -31,20 +31,20 @@ ORDER = "permutation"
 class Made:
     """The matrix that storage tensors hold, and in it what backends make of it, for these contents of the tensors."""
 
-    __slots__ = ("__weakref__", "settled", "tensor", "watched")
+    __slots__ = ("__weakref__", "settled", "states", "tensor")
 
     def __init__(self, format: Format, group_size: int, watches: list[Watch]) -> None:
         arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
         storage = dict(zip(format.storage_names, arrays, strict=True))
         self.tensor = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
-        self.watched = [(watch, watch.state) for watch in watches]
+        self.states = [watch.state for watch in watches]  # not the watches, of which one holds this
         self.settled = False  # whether `Weights.settle` has seen what backends made
         _all.add(self)
 
     def fits(self, format: Format, group_size: int, watches: list[Watch]) -> bool:
         """Whether it was made of these contents."""
         about = self.tensor.format, self.tensor.group_size
-        return about == (format, group_size) and self.watched == [(watch, watch.state) for watch in watches]
+        return about == (format, group_size) and self.states == [watch.state for watch in watches]
 
 
 _all: weakref.WeakSet[Made] = weakref.WeakSet()
@@ -100,7 +100,8 @@ class Weights(dict[str, Any]):
         self.format, self.shape, self.group_size = format, shape, group_size
         self.names = format.storage_names
         self.features: int | None = None  # of x, where W is some columns of a larger matrix
-        self.made: Made | None = None  # of storage
+        self.made: Made | None = None  # of storage,
+        self.watches: list[Watch] = []  # which these watch
         self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
         self._lock = threading.RLock()  # for changing from one to the other
 
@@ -177,7 +178,8 @@ class Weights(dict[str, Any]):
         """What was made of the storage as it is now."""
         made = self.made
         if made is not None:
-            for name, (watch, state) in zip(self.names, made.watched, strict=True):
+            # There are none to ask if another thread has just packed these very contents.
+            for name, watch, state in zip(self.names, self.watches, made.states, strict=False):
                 tensor = self.own(name)
                 if tensor is None or watch.lent or watch.state is not state:
                     break
@@ -190,13 +192,15 @@ class Weights(dict[str, Any]):
             order = self.own(ORDER)
             if order is not None:
                 check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
-            self.made = made = made_of(self.for_operator()[0], self.format, self.group_size)
+            tensors, _ = self.for_operator()
+            made = made_of(tensors, self.format, self.group_size)
+            self.watches, self.made = [Watch.on(tensor) for tensor in tensors], made
             return made
 
     def settle(self) -> None:
         """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
         made = self.made
-        if made is None or made.settled or any(watch.lent or watch.shared for watch, _ in made.watched):
+        if made is None or made.settled or any(watch.lent or watch.shared for watch in self.watches):
             return
         made.settled = True
         for key, weights in list(made.tensor._made.items()):
@@ -208,9 +212,10 @@ class Weights(dict[str, Any]):
     def _hold(self, made: Made, key: Any, weights: Any, tensors: list[Tensor], about: str) -> None:
         """These packed weights in the place of storage, unless somebody has changed or taken it meanwhile."""
         with self._lock:
-            if self.made is made and not any(watch.lent for watch, _ in made.watched):
+            if self.made is made and not any(watch.lent for watch in self.watches):
                 matrix = QuantizedTensor.packed_only(self.format, self.shape, self.group_size, {key: weights})
-                self.packed, self.made = Packed(f"{key[0]}:{about}", tensors, matrix), None
+                self.packed = Packed(f"{key[0]}:{about}", tensors, matrix)
+                self.made, self.watches = None, []
                 for name in self.names:
                     dict.__setitem__(self, name, None)
 
