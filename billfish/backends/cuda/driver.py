@@ -116,6 +116,7 @@ class KernelLaunch:
     def __call__(self, ordinal: int, stream: int, *arguments: Any) -> None:
         """The device is current. Integers are ints, pointers ctypes.c_void_p; a tensor map goes by value."""
         d = driver()
+        adopt(ordinal)
         config = d.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *self.grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
@@ -144,6 +145,13 @@ def _primary_context(ordinal: int) -> Any:
     device(ordinal)  # initializes the driver, or says that there is none
     d = driver()
     return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
+
+
+def adopt(ordinal: int) -> None:
+    """A context for a thread that has none: autograd's threads get one with their first call of CUDA's runtime only."""
+    d = driver()
+    if not int(check(d.cuCtxGetCurrent(), "context")):
+        check(d.cuCtxSetCurrent(_primary_context(ordinal)), "context")
 
 
 @contextmanager

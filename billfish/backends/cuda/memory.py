@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current
+from billfish.backends.cuda.driver import Buffer, adopt, copy_in, copy_out, current
 
 Memory = Any  # a torch tensor uint8 [nbytes], or a Buffer; both have `nbytes`
 
@@ -52,6 +52,7 @@ class TorchRoom:
         return int(self.torch.cuda.current_stream(self.ordinal).cuda_stream)
 
     def current(self) -> AbstractContextManager[Any]:
+        adopt(self.ordinal)
         device: AbstractContextManager[Any] = self.torch.cuda.device(self.ordinal)
         return device
 
