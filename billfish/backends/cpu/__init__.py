@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish import machine
 from billfish.activations import DIGITS, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
@@ -32,6 +33,8 @@ from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
+
+machine.provide(_cpu.KnownFloats, _cpu.default_threads)
 
 
 def choose_level() -> str:
@@ -47,7 +50,11 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use."""
+    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+
+    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
+    fork, and by ``set_threads(0)``.
+    """
     _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 
 

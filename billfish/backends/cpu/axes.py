@@ -19,6 +19,7 @@ from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
 from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
@@ -58,6 +59,7 @@ def why_not(group_size: int, k: int) -> str:
     return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
 
 
+@with_known_floats
 def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
     format = tensor.format

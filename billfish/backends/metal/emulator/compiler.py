@@ -166,6 +166,7 @@ def check_syntax(text: str, folder: Path, *, address_spaces: bool) -> str:
     """What the compiler says about a translated kernel; "" if nothing."""
     (folder / "kernel.cpp").write_text(text, "utf-8")
     flags = [*_KERNEL_FLAGS, *_SAFE_MATH, "-ferror-limit=0", *(["-DEMULATOR_LINT"] if address_spaces else [])]
+    flags += ["-O0"]  # what it says does not depend on it; zig has no -fsyntax-only
     try:
         find_compiler().run([*flags, "-I", SHIM, "-S", "kernel.cpp", "-o", "kernel.s"], folder)
     except CompileError as error:
