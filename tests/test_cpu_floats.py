@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from support import assert_same_bits, gaussian
+from support import assert_same_bits, gaussian, multiply
 
 import billfish as bf
 from billfish.backends import BACKENDS
@@ -87,19 +87,19 @@ def test_products(format, size, level, activations):
     backend = CpuBackend()
     backend.level = level
     q = bf.quantize(gaussian((33, 512)) * np.float32(size), format)
-    packed = backend.prepack(q)
+    packed = backend.pack(q)
     _cpu.set_threads(1)
     for m in (1, 9):
         x = gaussian((m, 512), m)
         for values in (x, x * np.float32(2.0**100), x * np.float32(2.0**-130)):
-            expected = backend.matmul(values, packed, None, activations)
+            expected = multiply(backend, values, packed, None, activations)
             for threads in (1, 3):
                 with flushing():
                     _cpu.set_threads(threads)  # threads that are born flushing
-                    repacked = backend.prepack(bf.QuantizedTensor.from_storage(q.format, dict(q.storage), q.group_size))
-                    got = backend.matmul(values, repacked, None, activations)
+                    repacked = backend.pack(bf.QuantizedTensor.from_storage(q.format, dict(q.storage), q.group_size))
+                    got = multiply(backend, values, repacked, None, activations)
                 assert_same_bits(got, expected)
-                assert_same_bits(backend.matmul(values, packed, None, activations), expected)
+                assert_same_bits(multiply(backend, values, packed, None, activations), expected)
             _cpu.set_threads(1)
 
 
@@ -112,7 +112,7 @@ def test_decoder(level, threads):
     ones = np.ones(hidden, np.float32)
 
     def matrix(n: int, k: int) -> tuple[object, np.ndarray, None]:
-        packed = backend.prepack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
+        packed = backend.pack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
         return packed.description, packed.data, None
 
     decoder = _cpu.Decoder(level, hidden, 2, 1, head_size, hidden, 1e-6, False, False, [0.1] * (head_size // 2))

@@ -158,6 +158,25 @@ def test_torch_tensors_that_somebody_keeps_may_be_written_to_at_any_time(format)
     check_change(TORCH, layer, lambda layer: given.data.copy_(theirs[0]))
 
 
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda tensor: torch.from_dlpack(tensor).data.numpy(),
+        lambda tensor: np.asarray(memoryview(tensor.numpy())),
+        lambda tensor: tensor.view(torch.int8)[:1].numpy(),
+        lambda tensor: torch.nn.Parameter(tensor, requires_grad=False).detach().numpy(),
+        lambda tensor: torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage()).numpy(),
+    ],
+    ids=["dlpack", "memoryview", "view", "parameter", "storage"],
+)
+def test_torch_memory_that_somebody_keeps_by_another_way(take):
+    layer = make_layer(TORCH, "q4_0")
+    kept = take(layer.blocks)
+    gc.collect()
+    check_change(TORCH, layer, lambda layer: kept.fill(1))
+    check_change(TORCH, layer, lambda layer: kept.fill(2))
+
+
 def test_torch_memory_of_others_may_be_written_to_at_any_time():
     layer = make_layer(TORCH, "q4_0")
     array = np.array(layer.blocks.numpy())

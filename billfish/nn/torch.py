@@ -194,6 +194,11 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return weights
 
     @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weights.for_operator()[0][0].device
+
+    @property
     def has_order(self) -> bool:
         """Whether columns are stored in another order than that of x's features."""
         return self._weights.own(ORDER) is not None
@@ -220,7 +225,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
         weights, order = self._weights, self._weights.own(ORDER)
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=weights.tensors()[0].device)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.device)
         dequantize(weights.matrix_beside(weight), out=weight)
         if order is not None:
             original = torch.empty_like(weight)
@@ -249,8 +254,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             y: Tensor = quantized_linear(x, matrix, bias=bias, activations=self.activations)
             weights.settle()
             return y
-        about = self.format, self.group_size, self.out_features, self.activations, weights.form
-        return LINEAR(x, weights.tensors(), bias, *about)
+        tensors, form = weights.for_operator()
+        return LINEAR(x, tensors, bias, self.format, self.group_size, self.out_features, self.activations, form)
 
     def extra_repr(self) -> str:
         return self.describe(self.bias is not None, self.has_order)
@@ -261,7 +266,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
         self._weights.restore()
-        held = dict(zip(self.storage_names, self._weights.tensors(), strict=True))
+        held = {name: self._weights.own(name) for name in self.storage_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
             after = self._weights.own(name)

@@ -10,9 +10,10 @@ has nothing but the tensors, finds it.
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,24 +81,28 @@ def matrix_of(
     return QuantizedTensor.packed_only(format, shape, group_size, made)
 
 
+class Packed(NamedTuple):
+    """Weights that a layer holds in the place of storage."""
+
+    form: str  # the backend's name, ":", and what it says about them
+    tensors: list[Tensor]
+    matrix: QuantizedTensor
+
+
 class Weights(dict[str, Any]):
     """The buffers of a layer: storage tensors by name, and `permutation`.
 
     Where a backend's packed form can be unpacked (`Backend.to_tensors`), the layer holds only that once it has
-    computed: `form` then says which, `packed` are its tensors, and storage comes back when somebody asks for it.
+    computed. Storage comes back when somebody asks for it.
     """
 
     def __init__(self, format: Format, shape: tuple[int, int], group_size: int) -> None:
         self.format, self.shape, self.group_size = format, shape, group_size
         self.names = format.storage_names
         self.features: int | None = None  # of x, where W is some columns of a larger matrix
-        self.made: Made | None = None
-        self._hold_storage()
-
-    def _hold_storage(self) -> None:
-        self.form = ""
-        self.packed: list[Tensor] = []
-        self.packed_matrix: QuantizedTensor | None = None
+        self.made: Made | None = None  # of storage
+        self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
+        self._lock = threading.RLock()  # for changing from one to the other
 
     # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
 
@@ -109,11 +114,12 @@ class Weights(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if torch.compiler.is_compiling():
             return dict.__getitem__(self, name)
-        self.made = None
-        if name in self.names:
-            self.restore()
-        held = dict.__getitem__(self, name)
-        return lent(held) if name in self.names and isinstance(held, Tensor) else held
+        with self._lock:
+            self.made = None
+            if name in self.names:
+                self.restore()
+            held = dict.__getitem__(self, name)
+            return lent(held) if name in self.names and isinstance(held, Tensor) else held
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.made = None
@@ -151,16 +157,20 @@ class Weights(dict[str, Any]):
         """The layer's own tensor, which nobody else gets."""
         return dict.get(self, name)
 
-    def tensors(self) -> list[Tensor]:
-        """The storage tensors, or the packed ones, for an operator; nobody may write to them."""
-        return self.packed if self.form else [self.own(name) for name in self.names]
+    def for_operator(self) -> tuple[list[Tensor], str]:
+        """(The storage tensors, ""), or (the packed ones, their form). Nobody may write to them."""
+        packed = self.packed
+        if packed is not None:
+            return packed.tensors, packed.form
+        storage = [self.own(name) for name in self.names]
+        # Another thread may have packed them just now.
+        return self.for_operator() if any(tensor is None for tensor in storage) else (storage, "")
 
     def matrix_beside(self, x: Tensor) -> QuantizedTensor:
         """The matrix for a product with x."""
-        if self.packed_matrix is not None:
-            if x.device == self.packed[0].device:
-                return self.packed_matrix
-            self.restore()
+        packed = self.packed
+        if packed is not None and x.device == packed.tensors[0].device:
+            return packed.matrix
         return self.current().tensor
 
     def current(self) -> Made:
@@ -168,18 +178,20 @@ class Weights(dict[str, Any]):
         made = self.made
         if made is not None:
             for name, (watch, state) in zip(self.names, made.watched, strict=True):
-                if watch.lent or watch.state is not state:
+                tensor = self.own(name)
+                if tensor is None or watch.lent or watch.state is not state:
                     break
-                if watch.version is not None and self.own(name)._version != watch.version:
+                if watch.version is not None and tensor._version != watch.version:
                     break
             else:
                 return made
-        self.restore()
-        order = self.own(ORDER)
-        if order is not None:
-            check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
-        self.made = made_of(self.tensors(), self.format, self.group_size)
-        return self.made
+        with self._lock:
+            self.restore()
+            order = self.own(ORDER)
+            if order is not None:
+                check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
+            self.made = made = made_of(self.for_operator()[0], self.format, self.group_size)
+            return made
 
     def settle(self) -> None:
         """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
@@ -187,31 +199,38 @@ class Weights(dict[str, Any]):
         if made is None or made.settled or any(watch.lent or watch.shared for watch, _ in made.watched):
             return
         made.settled = True
-        for key, weights in made.tensor._made.items():
+        for key, weights in list(made.tensor._made.items()):
             kept = BACKENDS[key[0]].to_tensors(weights) if key[0] in BACKENDS else None
             if kept is not None:
-                self.packed, self.form = kept[0], f"{key[0]}:{kept[1]}"
-                about = self.format, self.shape, self.group_size
-                self.packed_matrix, self.made = QuantizedTensor.packed_only(*about, {key: weights}), None
+                self._hold(made, key, weights, *kept)
+                return
+
+    def _hold(self, made: Made, key: Any, weights: Any, tensors: list[Tensor], about: str) -> None:
+        """These packed weights in the place of storage, unless somebody has changed or taken it meanwhile."""
+        with self._lock:
+            if self.made is made and not any(watch.lent for watch, _ in made.watched):
+                matrix = QuantizedTensor.packed_only(self.format, self.shape, self.group_size, {key: weights})
+                self.packed, self.made = Packed(f"{key[0]}:{about}", tensors, matrix), None
                 for name in self.names:
                     dict.__setitem__(self, name, None)
-                return
 
     def restore(self) -> None:
         """Storage in the place of the packed form."""
-        if not self.form:
+        if self.packed is None:
             return
-        name, _, about = self.form.partition(":")
-        backend, packed = BACKENDS[name], self.packed
-        weights = backend.from_tensors(packed, about)
-        storage = backend.unpack(weights, self.format, self.shape, self.group_size)
-        self._hold_storage()
-        for part in self.names:
-            self[part] = to_torch(storage[part], packed[0].device)
+        with self._lock:
+            if self.packed is not None:
+                form, tensors, _ = self.packed
+                name, _, about = form.partition(":")
+                weights = BACKENDS[name].from_tensors(tensors, about)
+                storage = BACKENDS[name].unpack(weights, self.format, self.shape, self.group_size)
+                for part in self.names:
+                    dict.__setitem__(self, part, own(to_torch(storage[part], tensors[0].device)))
+                self.packed = None
 
     def repack(self) -> None:
         """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""
         self.restore()
         self.made = None
-        for tensor in self.tensors():
+        for tensor in self.for_operator()[0]:
             Watch.on(tensor).forget(tensor)

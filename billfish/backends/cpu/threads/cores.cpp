@@ -5,9 +5,10 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <cstdio>
+#include <cstdlib>
 #include <thread>
 #include <vector>
 
@@ -25,26 +26,49 @@ struct Mount {
   std::string group, point;
 };
 
+// The lines of a file; none if it cannot be read. C's own streams: those of C++ are shared by all modules of a process, and other
+// modules bring other versions of them.
+std::vector<std::string> lines_of(const std::string& path) {
+  std::vector<std::string> lines;
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    char part[256];
+    for (bool fresh = true; std::fgets(part, sizeof part, file);) {
+      if (fresh) lines.emplace_back();
+      lines.back() += part;
+      fresh = lines.back().back() == '\n';
+      if (fresh) lines.back().pop_back();
+    }
+    std::fclose(file);
+  }
+  return lines;
+}
+
+// The words of a line, which single spaces keep apart.
+std::vector<std::string> words_of(const std::string& line) {
+  std::vector<std::string> words(1);
+  for (const char c : line)
+    if (c == ' ') words.emplace_back();
+    else words.back() += c;
+  return words;
+}
+
 // Those with CPU quotas. A line: "30 23 0:26 /group /point rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct".
 std::vector<Mount> mounts(const std::string& root) {
   std::vector<Mount> found;
-  std::ifstream file(root + "/proc/self/mountinfo");
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : lines_of(root + "/proc/self/mountinfo")) {
     const size_t dash = line.find(" - ");
     if (dash == std::string::npos) continue;
-    std::istringstream place(line.substr(0, dash)), system(line.substr(dash + 3));
-    std::string skipped, group, point, type, device, options;
-    place >> skipped >> skipped >> skipped >> group >> point;
-    system >> type >> device >> options;
-    if (type == "cgroup2" || (type == "cgroup" && has(options, "cpu"))) found.push_back({type == "cgroup2", group, point});
+    const auto place = words_of(line.substr(0, dash)), system = words_of(line.substr(dash + 3));
+    if (place.size() < 5 || system.size() < 3) continue;
+    const std::string &type = system[0], &options = system[2];
+    if (type == "cgroup2" || (type == "cgroup" && has(options, "cpu"))) found.push_back({type == "cgroup2", place[3], place[4]});
   }
   return found;
 }
 
 // The group of this process in that version's hierarchy. A line: "4:cpu,cpuacct:/group", or "0::/group" for version 2.
 std::string group_of_process(const std::string& root, bool v2) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
+  for (const std::string& line : lines_of(root + "/proc/self/cgroup")) {
     const size_t first = line.find(':'), second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
@@ -56,17 +80,29 @@ std::string group_of_process(const std::string& root, bool v2) {
 // "max 100000" is no number, and "-1" no quota.
 double quotient(double quota, double period) { return quota > 0 && period > 0 ? quota / period : UNLIMITED; }
 
-double read_number(std::istream& from) {
-  double number = 0;
-  return from >> number ? number : 0;
+// The numbers in the first line of a file, as many as there are, up to two.
+std::array<double, 2> numbers_in(const std::string& path) {
+  std::array<double, 2> numbers{0, 0};
+  const std::vector<std::string> lines = lines_of(path);
+  const char* at = lines.empty() ? "" : lines[0].c_str();
+  for (double& number : numbers) {
+    char* end;
+    number = std::strtod(at, &end);
+    if (end == at || !std::isfinite(number)) {
+      number = 0;
+      break;
+    }
+    at = end;
+  }
+  return numbers;
 }
 
 double quota_in(const std::string& folder, bool v2) {
-  std::ifstream first(folder + (v2 ? "/cpu.max" : "/cpu.cfs_quota_us"));
-  const double quota = read_number(first);
-  if (v2) return quotient(quota, read_number(first));
-  std::ifstream second(folder + "/cpu.cfs_period_us");
-  return quotient(quota, read_number(second));
+  if (v2) {
+    const auto [quota, period] = numbers_in(folder + "/cpu.max");
+    return quotient(quota, period);
+  }
+  return quotient(numbers_in(folder + "/cpu.cfs_quota_us")[0], numbers_in(folder + "/cpu.cfs_period_us")[0]);
 }
 
 }  // namespace
