@@ -207,7 +207,7 @@ def test_a_step_holds_the_lock_of_its_caches(model, monkeypatch):
 
 def test_one_text_cannot_come_twice_in_a_batch(model):
     cache = model.cache()
-    with pytest.raises(bf.ModelError, match="spans: got a cache twice; takes a cache for each text"):
+    with pytest.raises(bf.ModelError, match="passages: got a cache twice; takes a cache for each text"):
         model.decoder.run([(cache, [5]), (cache, [6])], "exact")
     assert cache.tokens == []
 

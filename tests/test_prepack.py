@@ -48,11 +48,11 @@ def check_against_planes(q, level):
     backend = CpuBackend()
     backend.level = level
     packed, layout, k = backend.pack(q), layout_of(q), q.shape[1]
-    planes = {"row_bytes": k, "block": 32, "block_bytes": 32, "planes": [(0, 1, 8)]}
+    whole_bytes = {"row_bytes": k, "block": 32, "block_bytes": 32, "code_fields": [(0, 1, 8)]}
     expected = np.empty_like(packed.data)
     fields = [_as_bytes(part) for part in (layout.chunk_fields, layout.group_fields)]
     codes = np.ascontiguousarray(q.planes["codes"])
-    _cpu.prepack(level, packed.description, codes, False, codes_of(q).about | planes, *fields, expected)
+    _cpu.prepack(level, packed.description, codes, False, codes_of(q).about | whole_bytes, *fields, expected)
     assert (packed.data == expected).all()
 
 

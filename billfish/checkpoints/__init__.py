@@ -19,10 +19,9 @@ layout spreads over several arrays (`M.qweight`, `M.weight_packed`, `M.scales`, 
 Stacked matrices (experts) come as one matrix: `describe(name).shape` is (E, N, K) and the tensor is [E * N, K].
 
 **Act-order** (GPTQ's desc_act, compressed-tensors' actorder="group"): columns of W are sorted by group when they are
-read, so that groups are consecutive as everywhere else, and p says where they came from: sorted[:, j] is W[:, p[j]]. A
-product takes x in the same order, and a part [c, d) of the sorted columns takes x[..., p[c:d]]:
-
-    y = bf.quantized_linear(x[..., p], ck[name])
+read, so that groups are consecutive as everywhere else, and p says where they came from: sorted[:, j] is W[:, p[j]].
+A tensor has its p as `ck[name].permutation`: `bf.dequantize` gives W in its own order, and products take x as it is. A
+part [c, d) of the sorted columns has none and takes x[..., p[c:d]].
 
 **Scales** that are bfloat16 or float32 in the file become float16 where that loses nothing, since every kernel takes
 float16; otherwise they are kept as float32 (`u4`, `u4b8`, `u8`, `u8b128`), or as they are (`affine4`, `affine8`).

@@ -161,29 +161,29 @@ class Decoder:
             rows = self._embedding[tokens].astype(np.float32)
         return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows
 
-    def run(self, spans: list[tuple[Cache, list[int]]], activations: str) -> Floats:
+    def run(self, passages: list[tuple[Cache, list[int]]], activations: str) -> Floats:
         """Feed tokens, each list behind what its cache holds: hidden states [all tokens in order, hidden].
 
         Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS rows.
         A cache takes its tokens when all their keys are in it, so that whatever is raised leaves it as it was.
         """
         digits = DIGITS[check_activations("llm.run", activations)]
-        caches = {id(cache): cache for cache, _ in spans}
-        if len(caches) < len(spans):
-            raise ModelError(complaint("llm.run", "spans", "a cache twice", "a cache for each text"))
+        caches = {id(cache): cache for cache, _ in passages}
+        if len(caches) < len(passages):
+            raise ModelError(complaint("llm.run", "passages", "a cache twice", "a cache for each text"))
         for cache in caches.values():
             self.check_cache("llm.run", cache)
-        x = self.embed([token for _, tokens in spans for token in tokens])
+        x = self.embed([token for _, tokens in passages for token in tokens])
         with ExitStack() as locks:
             for key in sorted(caches):  # in one order in all threads, so that no two wait for each other
                 locks.enter_context(caches[key].lock)
             rows = []
-            for cache, tokens in spans:
+            for cache, tokens in passages:
                 start = len(cache.tokens)
                 cache.reserve(start + len(tokens))
                 rows.append((cache.keys, cache.values, start, len(tokens)))
             self._native.run(x, rows, digits)
-            for cache, tokens in spans:
+            for cache, tokens in passages:
                 cache.tokens.extend(tokens)
         return x
 

@@ -84,20 +84,20 @@ struct Matrix {
     fields.push_back({numbers.back().data(), count * size, size, count, size});
   }
 
-  // y [m, n] of this level, for x [m, k]; planes as in Prepared.
-  std::vector<float> multiply(const Level& level, const std::vector<float>& x, int planes) const {
+  // y [m, n] of this level, for x [m, k]; digits as in Prepared.
+  std::vector<float> multiply(const Level& level, const std::vector<float>& x, int digits) const {
     Weights w = weights;
     for (int i = 0; i < 16; i++) w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
     const TileShape shape(w, level.tile_rows);
     const int64_t tiles = (w.n + shape.rows - 1) / shape.rows, m = int64_t(x.size()) / w.k;
     std::vector<uint8_t> stream(size_t(tiles) * shape.tile_bytes);
     Storage words{};
-    words.bytes = codes.data(), words.n = w.n, words.k = w.k, words.plane[0].bits = 8, words.flip = 128;
+    words.bytes = codes.data(), words.n = w.n, words.k = w.k, words.code_field[0].bits = 8, words.flip = 128;
     const CodeReader reader(level, words, true, w);
     for (int64_t tile = 0; tile < tiles; tile++) pack_tile(w, reader, chunk_fields, group_fields, tile, stream.data() + tile * int64_t(shape.tile_bytes));
     w.stream = stream.data();
     Prepared prepared;
-    prepared.begin(level, w, m, planes);
+    prepared.begin(level, w, m, digits);
     for (int64_t row = 0; row < m; row += 8) prepared.put(x.data() + row * w.k, {row, std::min<int64_t>(8, m - row), 0, blocks_of(w.k)});
     std::vector<float> y(size_t(m * w.n));
     prepared.multiply(w, nullptr, y.data(), 0, tiles);
@@ -114,14 +114,14 @@ int main() {
       for (const int64_t m : {1, 2, 3, 4, 7, 8, 9, 12, 16, 17, 33}) {
         std::vector<float> x(size_t(m * k));
         for (auto& value : x) value = float(random_below(200001) - 100000) / 50000;
-        for (const int planes : {0, 1, 2}) {
-          const std::vector<float> expected = matrix.multiply(portable::level, x, planes), got = matrix.multiply(avx512_vnni::level, x, planes);
+        for (const int digits : {0, 1, 2}) {
+          const std::vector<float> expected = matrix.multiply(portable::level, x, digits), got = matrix.multiply(avx512_vnni::level, x, digits);
           float largest = 0, off = 0;
           for (size_t i = 0; i < got.size(); i++) largest = std::max(largest, std::abs(expected[i])), off = std::max(off, std::abs(got[i] - expected[i]));
           compared++;
           if (off <= 4e-6f * largest) continue;
           different++;
-          std::printf("%s, %d rows, k = %d, %d planes: off by %g of %g\n", kind.name, int(m), int(k), planes, off, largest);
+          std::printf("%s, %d rows, k = %d, %d digits: off by %g of %g\n", kind.name, int(m), int(k), digits, off, largest);
         }
       }
     }

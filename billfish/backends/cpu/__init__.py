@@ -1,9 +1,11 @@
 """The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
 
-storage -> structure.py: is it read as it is?    -> source.py: where its codes and scales are
-        -> axes.py: which kernel axes it is made of
-        -> packed.py: one stream of bytes, in the order in which the kernels read
-x, stream -> the native core -> y
+To pack W (docs/words.md has the words):
+    structure.py  whether the kernels read a format's storage as it is
+    source.py     where codes and scales lie in the storage
+    axes.py       which codes and which scales of the kernels a format is made of
+    packed.py     the result: one stream of bytes, in the order in which the kernels read
+To multiply: x and the stream go to the native core, and y comes back.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use.
+    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
 
     The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
     fork, and by ``set_threads(0)``.
@@ -63,16 +65,16 @@ def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
     return count
 
 
-OUTPUTS = ("float32", "float16", "bfloat16")  # what dequantize writes, in the order of the enum in layout/problem.h
+OUTPUTS = ("float32", "float16", "bfloat16")  # types that dequantize writes, numbered as in layout/problem.h
 
 
 def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
-    """[N, count] of anything to bytes [N, count, size]."""
+    """Numbers [N, count] of any type to bytes [N, count, size of one]."""
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
 
 
 def _rounded(y: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """y in x's type; where that has no room for a value, it is infinite."""
+    """y in x's type. A value too large for the type becomes infinite."""
     if dtype == np.float32:
         return y
     with np.errstate(over="ignore", invalid="ignore"):
@@ -99,7 +101,7 @@ class CpuBackend(Backend):
         return self.pack_all([tensor])[0]
 
     def pack_all(self, tensors: Iterable[QuantizedTensor]) -> list[PackedWeights]:
-        """Many matrices at once, those that lie in blocks in one call that leaves Python to other threads."""
+        """Packs many matrices. All ggml blocks go in one native call, which leaves Python to other threads."""
         packed: dict[int, PackedWeights] = {}
         blocks, places, all_tensors = [], [], list(tensors)
         for place, tensor in enumerate(all_tensors):
@@ -113,18 +115,19 @@ class CpuBackend(Backend):
             blocks.append((packed[place].description, source.data, source.about, packed[place].data))
             places.append(place)
         for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
-            if not finite:  # such scales need float32: see axes.py
+            if not finite:  # scales that are not finite go as float32: see axes.py
                 packed[place] = self._pack_with_fields(all_tensors[place])
         return [packed[place] for place in range(len(all_tensors))]
 
     def _room_for(self, tensor: QuantizedTensor, layout: Layout) -> PackedWeights:
+        """PackedWeights whose stream is not written yet."""
         axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
         about = tensor.format, tensor.shape, tensor.group_size, self.level, axes
         weights = PackedWeights(*about, np.empty(0, np.uint8), tensor.permutation)
         return replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
 
     def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
-        """Codes come from storage or planes, scales as fields that kernels understand."""
+        """Packs codes from the storage or from their plane, and scales from the planes of a Layout."""
         layout, source = layout_of(tensor), codes_of(tensor)
         weights = self._room_for(tensor, layout)
         chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
@@ -133,7 +136,7 @@ class CpuBackend(Backend):
         return weights
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
-        """All in one call of the native core, which makes those together that have one x."""
+        """All products in one native call. Products in a row with the same x are made together."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
         digits, last = DIGITS[activations], None
@@ -179,14 +182,14 @@ class CpuBackend(Backend):
 
 
 def _room_in(out: Input, bias: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
-    """The memory of `out` if y can be written right there. It may be x's, which is read before y is written."""
+    """The memory of `out` if kernels can write y there, else None. x may share this memory, as x is read first."""
     room = out.numpy()
     direct = room.dtype == np.float32 and room.flags.c_contiguous
     return room if direct and (bias is None or not np.may_share_memory(bias, room)) else None
 
 
 def _finished(product: Product, y: NDArray[np.float32], there: bool) -> Any:
-    """What the caller gets; `there`: y was written to where it is wanted."""
+    """The array that the caller gets. there: the kernels have written y to `product.out`."""
     if there and product.out is not None:
         return product.out.source
     assert isinstance(product.x, Input)

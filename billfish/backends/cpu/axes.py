@@ -22,7 +22,10 @@ from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, deco
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
-CHUNK = 256  # k that one run of scales and codes covers, as in layout/problem.h
+CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
+# The largest byte e, a scale of 2^(e - 127), that kernels get as it is. Sums are offset by 1.5 * 2^23 times the scale
+# (SUM_OFFSET of simd/neon.h), which float32 holds up to e = 231; 224, a scale of 2^97, leaves a factor of 2^7.
+LARGEST_E8M0 = 224
 
 
 @dataclass
@@ -112,7 +115,7 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
     elif means in PLAIN and halves and shift and "zero" in planes and planes["zero"].dtype == np.uint8:
         layout.scales = "f16_zero16"
         layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
-    elif means in E8M0 and not ((scale == 0) | (scale > 224)).any():  # no scale times the offset may overflow
+    elif means in E8M0 and not ((scale == 0) | (scale > LARGEST_E8M0)).any():  # 0 would be a zero and not 2^-127
         layout.scales, layout.group_fields = "e8m0", [scale]
         layout.factor *= 0.5 if means in HALVED else 1
     elif means in E4M3 and not (scale >= 0x7F).any():

@@ -79,7 +79,7 @@ def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dic
         "flip": 128 if isinstance(element, Signed) else 0,
         "block": structure.block,
         "block_bytes": structure.block_bytes,
-        "planes": structure.code_fields,
+        "code_fields": structure.code_fields,
         "scales": SCALES_IN_BLOCKS.index(structure.scales),
         "scale_offset": structure.scale_offset,
         "minimum_offset": structure.minimum_offset,

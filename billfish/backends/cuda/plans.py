@@ -1,9 +1,10 @@
-"""Which kernel runs a product, and in which shape: docs/cuda.md has the figures behind these choices.
+"""Which kernel runs a product, and in which shape: docs/cuda.md has the figures, docs/words.md the words.
 
 `gemm_small` reads weights as fast as memory gives them and is right for any M. `gemm_large` is Hopper's, for more rows
 of x. For more than MANY_ROWS rows on another GPU the plan is None: weights are decoded, and x's own library multiplies.
 
-N and K of 4096, 8192, 14336 and 28672 were measured; a threshold lies somewhere between two of these.
+N and K of 4096, 8192, 14336 and 28672 were measured on an H200. SMALL_N, WIDE_N and LONG_K lie between two of these:
+nothing is known of where exactly.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from billfish.backends.cuda.driver import STATIC_BYTES, Device, KernelLaunch, Macros
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.kind import BRICK, COURSE, Kind
 
-MANY_ROWS = 64  # a GPU without wgmma decodes the weights of more rows once, and not once for each 32 rows
-SMALL_N = 6144  # 16 rows: gemm_small is the faster one for N = 4096, gemm_large for N = 8192
-WIDE_N = 12288  # more columns for each CTA: from N = 14336 on, not yet for N = 8192
-LONG_K = 4096  # more slots for each team: from K = 8192 on
+MANY_ROWS = 64  # gemm_small decodes a brick once for each 32 rows: for more rows a library is the better one
+SMALL_N = 6144  # with 9 to 16 rows gemm_small is the faster one for N = 4096, gemm_large for N = 8192
+WIDE_N = 12288  # a CTA has more courses for N = 14336, and not yet for N = 8192
+LONG_K = 4096  # a team has more slots for K = 8192, and not yet for K = 4096
 # Shared memory of a CTA beside its dynamic part: STATIC_BYTES, and 1024 that CUDA takes for itself.
 CTA_BYTES = STATIC_BYTES + 1024
+X_BYTES = 2 * BRICK  # of a row of x, 128 k of 16 bits
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
 
 
@@ -48,10 +50,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch, and the rows of x that one bulk copy takes, for the tensor map."""
+    """A launch, and what its tensor map has to say."""
 
     launch: KernelLaunch
-    box_rows: int
+    box_rows: int  # rows of x in one bulk copy
 
 
 @lru_cache(maxsize=4096)
@@ -72,31 +74,33 @@ def plan(gemm: Gemm, device: Device) -> Plan | None:
 class Small:
     """A shape of gemm_small. Its fields are macros of gemm_small.cu."""
 
-    teams: int
-    courses: int
-    slots: int
-    resident: int = 1
-    sharers: int = 1
+    teams: int  # of a CTA; teams split K
+    courses: int  # of a CTA in one pass
+    slots: int  # of the ring; a slot has 128 k of x and of the courses
+    resident: int = 1  # CTAs with room on one multiprocessor
+    sharers: int = 1  # warps of a team; sharers split the courses
 
-    def rounds(self, courses: int, device: Device) -> int:
-        """Passes of a CTA. Where kernels overlap, a grid has no more CTAs than there is room for."""
+    def passes(self, courses: int, device: Device) -> int:
+        """How often a CTA begins with other courses. Where kernels overlap, all CTAs of a grid have room at once."""
         at_once = self.courses * device.multiprocessors * self.resident
         return -(-courses // at_once) if device.capability >= (9, 0) else 1
 
     def grid(self, courses: int, device: Device) -> int:
-        return -(-courses // (self.courses * self.rounds(courses, device)))
+        """CTAs that make `courses` of y."""
+        return -(-courses // (self.courses * self.passes(courses, device)))
 
     def cost(self, courses: int, device: Device) -> float:
-        """Courses of the busiest multiprocessor, and the time of each further pass in courses (measured on an H200)."""
-        grid, rounds = self.grid(courses, device), self.rounds(courses, device)
-        most = -(-grid // device.multiprocessors) * rounds * self.courses
+        """Courses of the busiest multiprocessor. A further pass costs as much as 0.1, 0.5 or 2 courses on an H200."""
+        grid, passes = self.grid(courses, device), self.passes(courses, device)
+        most = -(-grid // device.multiprocessors) * passes * self.courses
         if self.resident == 1:
-            return most + (rounds - 1) * (0.1 if self.sharers > 1 else 0.5)
-        # Room for two CTAs, but fewer than 1.2 for each multiprocessor: the next kernel's CTAs double up on some
-        # multiprocessors and leave others. On 132, N = 8192 has 128 CTAs and is uneven, N = 14336 has 224 and is not.
+            return most + (passes - 1) * (0.1 if self.sharers > 1 else 0.5)
+        # Where each multiprocessor has room for two CTAs and there is about one, the next kernel's CTAs double up on
+        # some multiprocessors and leave others. Measured on 132: the 128 CTAs of N = 8192 (0.97 for each) are uneven,
+        # the 224 of N = 14336 (1.70 for each) are not. The limit, 1.2, lies between.
         uneven = grid < 1.2 * device.multiprocessors
-        # Two CTAs on one multiprocessor leave bandwidth to CTAs that are alone on theirs.
-        return (most + courses / device.multiprocessors) / 2 + (rounds - 1) * 2 + (courses if uneven else 0)
+        # Two CTAs on one multiprocessor leave bandwidth to CTAs that are alone on theirs: the mean of most and average.
+        return (most + courses / device.multiprocessors) / 2 + (passes - 1) * 2 + (courses if uneven else 0)
 
 
 def rows_at_once(gemm: Gemm) -> int:
@@ -106,7 +110,7 @@ def rows_at_once(gemm: Gemm) -> int:
 
 
 def small_shapes(gemm: Gemm, hopper: bool) -> list[Small]:
-    """Shapes worth weighing, of equal ones the better first.
+    """Shapes worth weighing. The first of equal cost wins.
 
     About 100 KB under way on a multiprocessor are enough: with more than 110 KB, one row of 4096 x 14336 takes 9.4 us
     instead of 8.9.
@@ -125,17 +129,18 @@ def small_shapes(gemm: Gemm, hopper: bool) -> list[Small]:
 
 
 def small(gemm: Gemm, device: Device) -> Plan:
-    courses = -(-gemm.n // 16)
+    courses = -(-gemm.n // COURSE)
     shapes = [fitting(gemm, device, shape) for shape in small_shapes(gemm, device.capability >= (9, 0))]
     return launch_small(gemm, device, min(shapes, key=lambda shape: shape.cost(courses, device)))
 
 
 def small_bytes(gemm: Gemm, device: Device, shape: Small) -> int:
     """Dynamic shared memory, as gemm_small.cu lays it out: the ring, and the teams' sums in its place or behind it."""
-    rows, rounds, alone = rows_at_once(gemm), shape.rounds(-(-gemm.n // 16), device), gemm.m == 1
-    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.courses * gemm.kind.brick_bytes)
-    sums = (shape.teams * (1 if alone else rows) * (16 * shape.courses + 4) + 2 * 16 * shape.courses) * 4
-    return ring + sums if rounds > 1 else max(ring, sums)
+    rows, passes, alone = rows_at_once(gemm), shape.passes(-(-gemm.n // COURSE), device), gemm.m == 1
+    columns = COURSE * shape.courses
+    ring = shape.slots * ((1 if alone else max(8, rows)) * X_BYTES + shape.courses * gemm.kind.brick_bytes)
+    sums = (shape.teams * (1 if alone else rows) * (columns + 4) + 2 * columns) * 4
+    return ring + sums if passes > 1 else max(ring, sums)
 
 
 def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
@@ -150,13 +155,13 @@ def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
 
 
 def launch_small(gemm: Gemm, device: Device, shape: Small) -> Plan:
-    rows, courses = rows_at_once(gemm), -(-gemm.n // 16)
+    rows, courses = rows_at_once(gemm), -(-gemm.n // COURSE)
     named = {name.upper(): value for name, value in vars(shape).items()}
     macros = gemm.macros(ROWS=rows, ALONE=int(gemm.m == 1), **named)
     grid = (shape.grid(courses, device), -(-gemm.m // rows))
     threads, overlap = shape.teams * shape.sharers * 32, device.capability >= (9, 0)
     shared_bytes = small_bytes(gemm, device, shape)
-    if overlap:  # No room for one CTA more. The next kernel's would take it, on some multiprocessors and not on others.
+    if overlap:  # Room for one CTA more would go to the next kernel, on some multiprocessors and not on others.
         shared_bytes = max(shared_bytes, (device.shared_bytes + CTA_BYTES) // (shape.resident + 1))
     launch = KernelLaunch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
     return Plan(launch, min(gemm.m, rows))
@@ -164,11 +169,16 @@ def launch_small(gemm: Gemm, device: Device, shape: Small) -> Plan:
 
 # ---- many rows, on Hopper -------------------------------------------------------------------------------------------
 
-# Nanoseconds that a multiprocessor takes for 128 of K, by height (columns of y) and width (rows of x) of a tile. Paired
-# tiles of 2 and 4 strips have heights of 64 * 2 - 32 = 96 and 64 * 4 - 32 = 224. A call costs CALL_NS besides, a tile
-# TILE_NS, a meeting of partners MEETING_NS. Paired tiles decode their common strip twice: DECODED_TWICE, where decoding
-# takes time. Measured on an H200, roughly: good for weighing shapes against each other.
-BRICK_NS = {
+STRIP, COURSES_IN_STRIP = 64, 4
+LETTER_BYTES = 128 * 16  # from each thread of a warpgroup, float32 sums of eight rows of x and a strip
+OUT_BYTES = 4096  # of a warpgroup, for y on its way out
+
+# Nanoseconds that a multiprocessor takes for one stage, 128 k, of a tile: by height (columns of y), then by width (rows
+# of x). Paired tiles share a strip of 64: 2 strips make a height of 2 * 64 - 32 = 96, and 4 strips one of
+# 4 * 64 - 32 = 224. A call costs CALL_NS besides, a tile TILE_NS, a meeting of partners MEETING_NS. Both tiles of a
+# pair decode the shared strip: times DECODED_TWICE, where decoding takes time. Measured on an H200, roughly: good for
+# weighing shapes against each other.
+STAGE_NS = {
     64: {16: 150, 32: 170, 64: 230, 128: 540},
     96: {64: 360, 128: 490},
     128: {16: 255, 32: 290, 64: 390, 128: 620, 256: 1190},
@@ -182,44 +192,47 @@ CALL_NS, TILE_NS, MEETING_NS, DECODED_TWICE = 1500, 1000, 1000, 1.08
 class Shape:
     """A shape of gemm_large. Its fields are macros of gemm_large.cu."""
 
-    width: int
-    warpgroups: int = 2
-    teams: int = 1
-    tall: int = 1
-    stages: int = 4
-    split: int = 1
-    paired: bool = False
-    buffers: int = 4
-    batch: int = 2
+    width: int  # rows of x in a tile
+    warpgroups: int = 2  # that multiply
+    teams: int = 1  # of warpgroups; teams take turns along K
+    tall: int = 1  # strips of a warpgroup
+    stages: int = 4  # of the ring, at most; a stage has 128 k of x and of the strips
+    split: int = 1  # CTAs of a cluster that share a tile, each with a part of K
+    paired: bool = False  # two tiles share a strip
+    buffers: int = 4  # decoded fragments in registers
+    batch: int = 2  # fragments decoded, then multiplied, at a time
 
     @property
     def strips(self) -> int:
-        """Strips of 64 columns. Two paired tiles share one."""
+        """Strips of a tile, a shared one included."""
         return self.tall * self.warpgroups // self.teams
 
     @property
     def height(self) -> int:
-        return 64 * self.strips - 32 * self.paired
+        """Columns of y in a tile. Half of a shared strip counts."""
+        return STRIP * self.strips - STRIP // 2 * self.paired
 
     @property
     def partners(self) -> int:
+        """Teams of all CTAs that add up their sums of one tile."""
         return self.split * self.teams
 
     def ctas(self, m: int, n: int) -> int:
-        columns = -(-n // 64) * 64  # whole strips
+        """CTAs that y [m, n] takes if each makes one tile, or a part of one."""
+        columns = -(-n // STRIP) * STRIP
         return -(-columns // self.height) * -(-m // self.width) * self.split
 
     def cost(self, m: int, n: int, bricks: int, multiprocessors: int) -> float:
-        """Nanoseconds of a product, roughly."""
+        """Nanoseconds of a product, roughly: `bricks` stages, one round of tiles after the other."""
         # An H200 holds 39 clusters of three CTAs, on 117 of its 132 multiprocessors.
         room = multiprocessors if self.split <= 2 else multiprocessors * 9 // 10
         rounds = -(-self.ctas(m, n) // (room // self.split * self.split))
-        tile = BRICK_NS[self.height][self.width] * bricks / self.split + TILE_NS
+        tile = STAGE_NS[self.height][self.width] * bricks / self.split + TILE_NS
         return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
 
 
 def shapes(m: int, kind: Kind) -> list[Shape]:
-    """Shapes worth weighing, of equal ones the better first.
+    """Shapes worth weighing. The first of equal cost wins.
 
     A warpgroup with two strips, or four, has fewer instructions beside each wgmma.
     """
@@ -256,9 +269,9 @@ def shapes(m: int, kind: Kind) -> list[Shape]:
 
 
 def large(gemm: Gemm, device: Device) -> Plan:
-    m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // 128), gemm.kind
-    # Eight offsets for each row of a brick leave too few registers for wide tiles of several strips. Many bytes of
-    # scales, or a table, leave too few for four strips. tests/test_cuda.py has ptxas count spills.
+    m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // BRICK), gemm.kind
+    # Eight offsets for each row of a brick leave too few registers for wide tiles where a warpgroup has several strips.
+    # Many bytes of scales, or a table, leave too few for four strips. tests/test_cuda.py has ptxas count spills.
     many = kind.groups == 8 and kind.offset != "NONE"
     scale_bytes = kind.brick_bytes - kind.code_bytes
 
@@ -283,10 +296,10 @@ def large(gemm: Gemm, device: Device) -> Plan:
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
     """Stages of the ring, and all dynamic shared memory as gemm_large.cu lays it out: ring, y on its way out, and the
     sums that partners send."""
-    stage = shape.width * 256 + shape.strips * 4 * kind.brick_bytes
-    owned = -(-shape.width // 8 // shape.partners)
-    letters = shape.teams * (shape.partners - 1) * shape.tall * owned * (shape.warpgroups // shape.teams) * 2048
-    rest = shape.warpgroups * 4096 + letters
+    stage = shape.width * X_BYTES + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    owned = -(-shape.width // 8 // shape.partners)  # eights of rows of x that each partner finishes
+    letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
+    rest = shape.warpgroups * OUT_BYTES + letters
     stages = min(shape.stages, (device.shared_bytes - rest) // stage) // shape.teams * shape.teams
     return stages, stages * stage + rest
 

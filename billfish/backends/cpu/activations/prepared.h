@@ -9,28 +9,28 @@
 
 namespace billfish {
 
-// Kernels may read a group of rows, and a vector, past the end. Whoever keeps one of these keeps its memory, which would cost
+// Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory, which would cost
 // more to get afresh than to fill.
 class Prepared {
  public:
-  // For m rows; planes: 0 for exact, 1 for q8, 2 for q16. plain: exact ones are to be kept as they are.
-  void begin(const Level& level, const Weights& w, int64_t m, int planes, bool plain = false) {
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. plain: exact ones are to be kept as they are.
+  void begin(const Level& level, const Weights& w, int64_t m, int digits, bool plain = false) {
     level_ = &level, kind_ = w;
-    planes_ = planes > 0 ? planes : !plain && level.exact_in_planes(w, m) ? EXACT_PLANES : 0;
+    digits_ = digits > 0 ? digits : !plain && level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
-    if (planes_ > 0) {
-      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, planes_, level.lanes(w, m, planes_)};
+    if (digits_ > 0) {
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_)};
       integers.start_stride = level.start_stride(w, integers);
-      const size_t all = size_t(integers.groups() * blocks), rows = all * size_t(integers.lanes);
-      codes_.resize(rows * size_t(planes_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
+      const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
+      codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
       sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
       integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
       integers.sums = sums_.data(), integers.starts = starts_.data();
-      if (planes_ == EXACT_PLANES) values_.resize(size_t(m)), integers.power = values_.data();
+      if (digits_ == EXACT_DIGITS) values_.resize(size_t(m)), integers.power = values_.data();
     } else {
       // Groups a multiple of 16 KiB apart would share the same few sets of a first-level cache, so then they are a chunk further apart.
       exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks};
-      values_.resize(size_t(exact.groups() * 4 * exact.blocks * BLOCK)), exact.x = values_.data();
+      values_.resize(size_t(exact.bundles() * 4 * exact.blocks * BLOCK)), exact.x = values_.data();
     }
   }
 
@@ -44,9 +44,9 @@ class Prepared {
     const int64_t k = kind_.k;
     bool good = true;
     for (int64_t i = 0; i < part.rows; i++)
-      if (planes_ > 0) good = level_->quantize_row(x + i * k, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
+      if (digits_ > 0) good = level_->quantize_row(x + i * k, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
       else level_->lay_out_row(x + i * k, k, exact, part.first_row + i, part.first_block, part.last_block);
-    if (planes_ > 0) finish(part);
+    if (digits_ > 0) finish(part);
     return good;
   }
 
@@ -58,7 +58,7 @@ class Prepared {
 
   // Tiles [first, last) of w, which is of the kind that this was made for.
   void multiply(const Weights& w, const float* bias, float* y, int64_t first, int64_t last) const {
-    if (planes_ > 0) level_->multiply8(w, integers, bias, y, first, last);
+    if (digits_ > 0) level_->multiply8(w, integers, bias, y, first, last);
     else level_->multiply_exact(w, exact, bias, y, first, last);
   }
 
@@ -71,7 +71,7 @@ class Prepared {
  private:
   const Level* level_ = nullptr;
   Weights kind_{};
-  int planes_ = 0;
+  int digits_ = 0;
   std::vector<int8_t> codes_;
   std::vector<float> scale_, totals_, values_;
   std::vector<int32_t> sums_, starts_;
@@ -84,8 +84,8 @@ template <class F> bool for_each_part(int64_t m, int64_t blocks, bool cut, F f) 
   const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
   parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
-      const int64_t row = i / cuts * 8, piece = i % cuts;
-      if (!f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * piece / cuts, blocks * (piece + 1) / cuts})) good = false;
+      const int64_t row = i / cuts * 8, nth = i % cuts;
+      if (!f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts})) good = false;
     }
   });
   return good;

@@ -1,4 +1,4 @@
-// x to integers: per block of 32, one scale and int8 codes, or two planes of them that make 16 bits.
+// x to integers: per block of 32, one scale and integers of one int8 digit, or of two that make 16 bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -26,8 +26,8 @@ inline void add_halves(const int16_t* codes, int32_t (&halves)[2]) {
 // First the largest of each, then the divisions, then the codes, so that no block waits for the one before. Loops that become
 // eight vectors or fewer are unrolled, which the compiler does not do by itself and which spares a tenth of the time.
 constexpr int BATCH = 8;
-template <int PLANES> inline void quantize_blocks(const float* x, const RowOfX& out, int64_t b, int count) {
-  constexpr float top = PLANES == 2 ? 32639.0f : 127.0f;
+template <int DIGITS> inline void quantize_blocks(const float* x, const RowOfX& out, int64_t b, int count) {
+  constexpr float top = DIGITS == 2 ? 32639.0f : 127.0f;
   // Magnitudes compare as their bits do, and integers are something a compiler takes the largest of in vectors.
   uint32_t bits[BATCH] = {};
   for (int block = 0; block < count; block++) {
@@ -49,11 +49,11 @@ template <int PLANES> inline void quantize_blocks(const float* x, const RowOfX& 
       std::fill(whole, whole + 32, int16_t(0));
       factor = bits[block] < 0x7f800000 ? 0.0f : std::nanf("");
     }
-    int8_t* codes = out.codes(b + block, PLANES - 1);
+    int8_t* codes = out.codes(b + block, DIGITS - 1);
 #pragma GCC unroll 8
     for (int i = 0; i < 32; i++) codes[i] = int8_t(whole[i]);  // of 16 bits, the digit with the same last 8
-    int32_t halves[PLANES][2];
-    if constexpr (PLANES == 1) {
+    int32_t halves[DIGITS][2];
+    if constexpr (DIGITS == 1) {
       add_halves(whole, halves[0]);
     } else {
       int16_t low[32], high[32];
@@ -80,7 +80,7 @@ inline int largest_exponent(const float* x, int64_t count) {
   return largest >= 0x7f800000 ? 128 : largest >= 1 << 23 ? int(largest >> 23) - 127 : largest ? std::ilogb(bits_to_float(largest)) : -149;
 }
 
-// A block of 32 values of x, which `once` and `again` bring below 2 in magnitude, in four planes: digits to the base of 256, 30 bits
+// A block of 32 values of x, which `once` and `again` bring below 2 in magnitude, in four digits to the base of 256, 30 bits
 // of fixed point below the largest of them. Values of at least 1/64 of it are exact, and what others lose is 1/256 of what a
 // float32 sum with the largest among its terms loses; the sums of products with codes are exact.
 inline void quantize_exactly(const float* x, float once, float again, const RowOfX& out, int64_t b) {
@@ -93,9 +93,9 @@ inline void quantize_exactly(const float* x, float once, float again, const RowO
   uint32_t whole[32];
 #pragma GCC unroll 8
   for (int i = 0; i < 32; i++) whole[i] = uint32_t(int32_t(std::nearbyint(divided[i] * inverse))) + 0x80808080u;
-  unroll<4>([&](auto plane) INLINED {
-    int8_t* digits = out.codes(b, plane);
-    for (int i = 0; i < 32; i++) digits[i] = int8_t(uint8_t(whole[i] >> (24 - 8 * plane)) ^ 0x80);
+  unroll<4>([&](auto digit) INLINED {
+    int8_t* digits = out.codes(b, digit);
+    for (int i = 0; i < 32; i++) digits[i] = int8_t(uint8_t(whole[i] >> (24 - 8 * digit)) ^ 0x80);
   });
   int32_t halves[2][2];
   for (int half = 0; half < 2; half++) {
@@ -121,7 +121,7 @@ template <class F> inline void each_batch(const float* x, int64_t k, int64_t fir
 // Blocks [first, last) of row `row`. False: it was to be exact, and is not finite.
 inline bool quantize_row(const float* x, int64_t k, const Activations8& all, int64_t row, int64_t first, int64_t last) {
   const RowOfX out(all, row);
-  if (all.planes == billfish::EXACT_PLANES) {
+  if (all.digits == billfish::EXACT_DIGITS) {
     const int exponent = largest_exponent(x, k);
     if (exponent == 128) return false;
     if (first == 0) all.power[row] = power_of_two(exponent);
@@ -131,7 +131,7 @@ inline bool quantize_row(const float* x, int64_t k, const Activations8& all, int
     });
   } else {
     each_batch(x, k, first, last, [&](const float* blocks, int64_t b, int count) {
-      all.planes == 2 ? quantize_blocks<2>(blocks, out, b, count) : quantize_blocks<1>(blocks, out, b, count);
+      all.digits == 2 ? quantize_blocks<2>(blocks, out, b, count) : quantize_blocks<1>(blocks, out, b, count);
     });
   }
   return true;

@@ -19,10 +19,10 @@ struct LinearInto {
 class Rows {
  public:
   Rows() = default;
-  Rows(const Level& level, int64_t m, int64_t k, int planes) { begin(level, m, k, planes); }
+  Rows(const Level& level, int64_t m, int64_t k, int digits) { begin(level, m, k, digits); }
 
-  // For m rows of x; planes: 0 for exact, 1 for q8, 2 for q16.
-  void begin(const Level& level, int64_t m, int64_t k, int planes) { level_ = &level, m_ = m, k_ = k, planes_ = planes, used_ = 0; }
+  // For m rows of x; digits: 0 for exact, 1 for q8, 2 for q16.
+  void begin(const Level& level, int64_t m, int64_t k, int digits) { level_ = &level, m_ = m, k_ = k, digits_ = digits, used_ = 0; }
 
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
@@ -67,7 +67,7 @@ class Rows {
     }
     auto fill = [&](const Prepared::Part& part) { return fill_part(wanted, part); };
     if (for_each_part(m_, blocks_of(k_), cut, fill)) return;
-    for (Prepared* prepared : wanted) prepared->begin(*level_, prepared->kind(), m_, planes_, true);
+    for (Prepared* prepared : wanted) prepared->begin(*level_, prepared->kind(), m_, digits_, true);
     for_each_part(m_, blocks_of(k_), cut, fill);
   }
 
@@ -75,7 +75,7 @@ class Rows {
     if (const Prepared* found = find(w)) return const_cast<Prepared&>(*found);
     if (used_ == prepared_.size()) prepared_.emplace_back();
     Prepared& p = prepared_[used_++];
-    p.begin(*level_, w, m_, planes_);
+    p.begin(*level_, w, m_, digits_);
     return p;
   }
 
@@ -89,7 +89,7 @@ class Rows {
 
   const Level* level_ = nullptr;
   int64_t m_ = 0, k_ = 0;
-  int planes_ = 0;
+  int digits_ = 0;
   std::deque<Prepared> prepared_;  // one for each kind, mostly a single one
   size_t used_ = 0;                // of them
 };

@@ -87,8 +87,8 @@ Storage billfish::storage_of(const uint8_t* bytes, nb::dict about) {
   s.bytes = bytes;
   s.n = number("n"), s.k = number("k"), s.row_bytes = number("row_bytes");
   s.block = int32_t(number("block")), s.block_bytes = int32_t(number("block_bytes")), s.group = int32_t(number("group"));
-  int planes = 0;
-  for (const auto& plane : nb::cast<std::vector<std::vector<int>>>(about["planes"])) s.plane[planes++] = {plane[0], plane[1], plane[2]};
+  int fields = 0;
+  for (const auto& field : nb::cast<std::vector<std::vector<int>>>(about["code_fields"])) s.code_field[fields++] = {field[0], field[1], field[2]};
   const auto table = nb::cast<std::vector<float>>(about["table"]);
   std::copy_n(table.begin(), std::min<size_t>(table.size(), 16), s.table);
   s.bias = int32_t(number("bias")), s.flip = uint8_t(number("flip"));
@@ -205,7 +205,7 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, nullptr, y.data(), first, last); });
 }
 
-// A product: level, weights and their stream, x [m, k], planes (0 for exact, 1 for q8, 2 for q16), bias [n] and y [m, n].
+// A product: level, weights and their stream, x [m, k], digits (0 for exact, 1 for q8, 2 for q16), bias [n] and y [m, n].
 using Bias = std::optional<Contiguous<const float>>;
 using ProductArrays = std::tuple<std::string, const Description*, Contiguous<const uint8_t>, Contiguous<const float>, int, Bias, Contiguous<float>>;
 
@@ -213,27 +213,27 @@ using ProductArrays = std::tuple<std::string, const Description*, Contiguous<con
 size_t multiply_one_x(const ProductArrays* all, size_t count) {
   static thread_local Rows kept;  // room for x
   Rows& rows = kept;
-  const auto& [name, description, stream, x, planes, bias, y] = all[0];
+  const auto& [name, description, stream, x, digits, bias, y] = all[0];
   const Level& level = find_level(name);
   std::vector<Weights> weights;
   std::vector<const Weights*> kinds;
   std::vector<LinearInto> products;
   weights.reserve(count);
   for (size_t i = 0; i < count; i++) {
-    const auto& [other_name, d, bytes, other, other_planes, added, out] = all[i];
-    if (other.data() != x.data() || other.shape(0) != x.shape(0) || other.shape(1) != x.shape(1) || other_planes != planes || other_name != name) break;
+    const auto& [other_name, d, bytes, other, other_digits, added, out] = all[i];
+    if (other.data() != x.data() || other.shape(0) != x.shape(0) || other.shape(1) != x.shape(1) || other_digits != digits || other_name != name) break;
     kinds.push_back(&weights.emplace_back(d->weights(level, bytes.data())));
     products.push_back({weights.back(), added ? added->data() : nullptr, out.data()});
   }
-  rows.begin(level, int64_t(x.shape(0)), int64_t(x.shape(1)), planes);
+  rows.begin(level, int64_t(x.shape(0)), int64_t(x.shape(1)), digits);
   rows.take(kinds, x.data());
   rows.multiply(products);
   return products.size();
 }
 
-void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes, Bias bias,
+void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int digits, Bias bias,
               Contiguous<float> y) {
-  const ProductArrays product{name, &d, std::move(stream), std::move(x), planes, std::move(bias), std::move(y)};
+  const ProductArrays product{name, &d, std::move(stream), std::move(x), digits, std::move(bias), std::move(y)};
   const Computing computing;
   multiply_one_x(&product, 1);
 }

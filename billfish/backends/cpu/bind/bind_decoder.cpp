@@ -62,14 +62,14 @@ class PythonDecoder {
 
   void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
 
-  // Each span is (keys, values, start, count).
-  void run(Contiguous<float> x, const std::vector<std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>>& rows, int planes) const {
-    std::vector<Span> spans;
+  // Each passage is (keys, values, start, count).
+  void run(Contiguous<float> x, const std::vector<std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>>& rows, int digits) const {
+    std::vector<Passage> passages;
     for (const auto& [keys, values, start, count] : rows)
-      spans.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+      passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
     float* data = x.data();
     const Computing computing;
-    decoder_.run(data, spans, planes);
+    decoder_.run(data, passages, digits);
   }
 
   // By name of the part.
@@ -79,11 +79,11 @@ class PythonDecoder {
     return parts;
   }
 
-  void finish(Numbers x, int planes, Contiguous<float> out) const {
+  void finish(Numbers x, int digits, Contiguous<float> out) const {
     const float* data = x.data();
     const int64_t m = int64_t(x.shape(0));
     const Computing computing;
-    decoder_.finish(data, m, norm_, head_, planes, out.data());
+    decoder_.finish(data, m, norm_, head_, digits, out.data());
   }
 
  private:

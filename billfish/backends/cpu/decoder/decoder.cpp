@@ -14,7 +14,7 @@ struct Place {
   int64_t position;
 };
 
-// What attends together: up to four rows of one span, or for a single row up to four heads that share their keys and values.
+// What attends together: up to four rows of one passage, or for a single row up to four heads that share their keys and values.
 struct QueryBlock {
   int64_t row, rows, head, heads;
 };
@@ -22,18 +22,18 @@ struct QueryBlock {
 constexpr int64_t QUERY_BLOCK = 4;
 
 // All of them, those with the same keys one after the other. Heads go together only as far as each thread gets two.
-std::vector<QueryBlock> query_blocks(const std::vector<Span>& spans, const DecoderShape& s) {
+std::vector<QueryBlock> query_blocks(const std::vector<Passage>& passages, const DecoderShape& s) {
   const int64_t sharing = s.heads / s.kv_heads;
-  const int64_t together = std::clamp<int64_t>(s.heads * int64_t(spans.size()) / (2 * threads()), 1, std::min(QUERY_BLOCK, sharing));
+  const int64_t together = std::clamp<int64_t>(s.heads * int64_t(passages.size()) / (2 * threads()), 1, std::min(QUERY_BLOCK, sharing));
   std::vector<QueryBlock> blocks;
   for (int64_t kv_head = 0; kv_head < s.kv_heads; kv_head++) {
     int64_t row = 0;
-    for (const Span& span : spans) {
-      const int64_t heads = span.count == 1 ? together : 1;
+    for (const Passage& passage : passages) {
+      const int64_t heads = passage.count == 1 ? together : 1;
       for (int64_t i = 0; i < sharing; i += heads)
-        for (int64_t j = 0; j < span.count; j += QUERY_BLOCK)
-          blocks.push_back({row + j, std::min(QUERY_BLOCK, span.count - j), kv_head * sharing + i, std::min(heads, sharing - i)});
-      row += span.count;
+        for (int64_t j = 0; j < passage.count; j += QUERY_BLOCK)
+          blocks.push_back({row + j, std::min(QUERY_BLOCK, passage.count - j), kv_head * sharing + i, std::min(heads, sharing - i)});
+      row += passage.count;
     }
   }
   return blocks;
@@ -60,12 +60,12 @@ void add_to(float* x, const float* more, int64_t count) {
 
 }  // namespace
 
-void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
+void Decoder::run(float* x, const std::vector<Passage>& passages, int digits) const {
   const DecoderShape& s = shape_;
   std::vector<Place> places;
-  for (const Span& span : spans)
-    for (int64_t i = 0; i < span.count; i++) places.push_back({&span.cache, span.start + i});
-  const std::vector<QueryBlock> blocks = query_blocks(spans, s);
+  for (const Passage& passage : passages)
+    for (int64_t i = 0; i < passage.count; i++) places.push_back({&passage.cache, passage.start + i});
+  const std::vector<QueryBlock> blocks = query_blocks(passages, s);
   const int64_t m = int64_t(places.size()), pairs = int64_t(frequencies_.size());
   const int64_t q_size = s.heads * s.head_size, kv_size = s.kv_heads * s.head_size;
   std::vector<float> cosine(size_t(m * pairs)), sine(cosine.size());
@@ -75,7 +75,7 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
   }
   const float q_scale = float(1.0 / std::sqrt(double(s.head_size)));
 
-  Rows hidden(level_, m, s.hidden, planes), attended(level_, m, q_size, planes), opened(level_, m, s.feed_forward, planes);
+  Rows hidden(level_, m, s.hidden, digits), attended(level_, m, q_size, digits), opened(level_, m, s.feed_forward, digits);
   std::vector<float> q(size_t(m * q_size)), k(size_t(m * kv_size)), v(k.size()), out(q.size());
   std::vector<float> gate(size_t(m * s.feed_forward)), up(gate.size()), added(size_t(m * s.hidden));
 
@@ -149,9 +149,9 @@ void Decoder::run(float* x, const std::vector<Span>& spans, int planes) const {
   add_to(x, added.data(), m * s.hidden);
 }
 
-void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const {
+void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const {
   Stopwatch watch(seconds_);
-  Rows rows(level_, m, shape_.hidden, planes);
+  Rows rows(level_, m, shape_.hidden, digits);
   rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
   rows.multiply({{head.weights, head.bias, out}});
   watch.lap(HEAD);

@@ -17,7 +17,7 @@ struct Cache {
 };
 
 // Consecutive tokens of one text: they come at positions start, start + 1, ... and see all before them.
-struct Span {
+struct Passage {
   Cache cache;
   int64_t start, count;
 };
@@ -61,10 +61,10 @@ class Decoder {
   void add_layer(const Layer& layer) { layers_.push_back(layer); }
   const DecoderShape& shape() const { return shape_; }
 
-  // x [rows of all spans, hidden] goes through all layers, in place. planes: 0 for exact, 1 for q8, 2 for q16.
-  void run(float* x, const std::vector<Span>& spans, int planes) const;
+  // x [rows of all passages, hidden] goes through all layers, in place. digits: 0 for exact, 1 for q8, 2 for q16.
+  void run(float* x, const std::vector<Passage>& passages, int digits) const;
   // The last norm and product: x [m, hidden] -> out [m, n].
-  void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int planes, float* out) const;
+  void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const;
   // Seconds since the decoder was made, by Part.
   const double* seconds() const { return seconds_; }
 

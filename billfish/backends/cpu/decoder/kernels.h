@@ -61,23 +61,23 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-// out [T][GROUPS][16] += coefficients [T][count] rows [count][GROUPS][16]: the inner loop of both halves of attention. Every sum is
-// added up in the order of the rows, so it does not depend on T and GROUPS.
-template <int T, int GROUPS>
+// out [T][SIXTEENS][16] += coefficients [T][count] rows [count][SIXTEENS][16]: the inner loop of both halves of attention. Every sum is
+// added up in the order of the rows, so it does not depend on T and SIXTEENS.
+template <int T, int SIXTEENS>
 __attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const float* rows, int64_t row_stride,
                                              int64_t count, float* out, int64_t out_stride) {
   constexpr int VECTORS16 = COLUMNS / LANES;
-  Floats total[T][GROUPS][VECTORS16];
-  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<GROUPS>([&](auto g) { unroll<VECTORS16>([&](auto c) { f(t, g, c); }); }); }); };
+  Floats total[T][SIXTEENS][VECTORS16];
+  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<SIXTEENS>([&](auto g) { unroll<VECTORS16>([&](auto c) { f(t, g, c); }); }); }); };
   each([&](auto t, auto g, auto c) { total[t][g][c] = load_floats(out + t * out_stride + g * COLUMNS + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
-    FloatActivations piece[T];
-    unroll<T>([&](auto t) { piece[t] = load_x(coefficients + t * coefficient_stride + i); });
+    FloatActivations coefficients_now[T];
+    unroll<T>([&](auto t) { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });
     unroll<4>([&](auto j) {
-      unroll<GROUPS>([&](auto g) {
+      unroll<SIXTEENS>([&](auto g) {
         unroll<VECTORS16>([&](auto c) {
           const Floats row = load_floats(rows + (i + j) * row_stride + g * COLUMNS + c * LANES);
-          unroll<T>([&](auto t) { total[t][g][c] = multiply_add_x<decltype(j)::value>(total[t][g][c], row, piece[t]); });
+          unroll<T>([&](auto t) { total[t][g][c] = multiply_add_x<decltype(j)::value>(total[t][g][c], row, coefficients_now[t]); });
         });
       });
     });

@@ -34,7 +34,7 @@ struct Run {
   template <class Codes, Rest REST, class ElementOf, class GroupOf>
   INLINED void decode_blocks(const uint8_t* p, int64_t count, ElementOf element, GroupOf group, float* __restrict out) const {
     constexpr int SIXTEENS = Codes::count / 16;
-    const int64_t low = s.plane[0].offset, high = s.plane[1].offset, last = count / Codes::count - 1;
+    const int64_t low = s.code_field[0].offset, high = s.code_field[1].offset, last = count / Codes::count - 1;
     const int64_t stride = s.block_bytes, run_bytes = RUN_GROUPS * s.group / s.block * s.block_bytes;
     const Sixteen flip = Sixteen{} + s.flip;
     auto codes = [&](const uint8_t* block, auto v) INLINED {
@@ -201,7 +201,7 @@ struct Run {
     alignas(64) float values[SHORT_RUN];
     alignas(64) uint8_t copy[SHORT_RUN];
     if (padded > count) {  // rows of bytes or nibbles may end with less than a block
-      std::memcpy(copy, p, size_t(count * s.plane[0].bits / 8));
+      std::memcpy(copy, p, size_t(count * s.code_field[0].bits / 8));
       p = copy;
     }
     float* target = type == 0 && padded == count ? static_cast<float*>(out) + at : values;
@@ -236,20 +236,20 @@ void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64
 
 namespace {
 
-// A strip of columns of words, turned: each of them a row of bytes or nibbles, as long as possible, because its values are one
+// A band of columns of words, turned: each of them a row of bytes or nibbles, as long as possible, because its values are one
 // stream of stores; and their scales and zero points likewise. Columns are further apart than a power of two, or they would
 // share lines of the cache.
-constexpr int64_t STRIP = 32, STRIP_BYTES = 2048, STRIP_GROUPS = 128;
-using TurnedField = uint8_t[STRIP][STRIP_GROUPS * 4 + 64];
-struct Strip {
-  alignas(64) uint8_t codes[STRIP][STRIP_BYTES + 64];
+constexpr int64_t BAND = 32, BAND_BYTES = 2048, BAND_GROUPS = 128;
+using TurnedField = uint8_t[BAND][BAND_GROUPS * 4 + 64];
+struct Band {
+  alignas(64) uint8_t codes[BAND][BAND_BYTES + 64];
   alignas(64) TurnedField scale, zero;
 };
 constexpr int64_t ROWS_AHEAD = 6;  // rows are far apart, so the next are asked for: not more, as all would go to one set of the cache
 
 // Words [rows, columns], `stride` from one row to the next.
-void turn_words(const uint32_t* words, int64_t stride, int64_t rows, int64_t columns, Strip& strip) {
-  auto word = [&](int64_t r, int64_t c) INLINED { std::memcpy(strip.codes[c] + 4 * r, words + r * stride + c, 4); };
+void turn_words(const uint32_t* words, int64_t stride, int64_t rows, int64_t columns, Band& band) {
+  auto word = [&](int64_t r, int64_t c) INLINED { std::memcpy(band.codes[c] + 4 * r, words + r * stride + c, 4); };
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) {
     for (int64_t i = 0; i < 4; i++)
@@ -259,7 +259,7 @@ void turn_words(const uint32_t* words, int64_t stride, int64_t rows, int64_t col
       Sixteen line[4];
       unroll<4>([&](auto i) INLINED { line[i] = load_sixteen(reinterpret_cast<const uint8_t*>(words + (r + i) * stride + c)); });
       turn_four(line);
-      unroll<4>([&](auto i) INLINED { std::memcpy(strip.codes[c + i] + 4 * r, &line[i], 16); });
+      unroll<4>([&](auto i) INLINED { std::memcpy(band.codes[c + i] + 4 * r, &line[i], 16); });
     }
     for (; c < columns; c++) unroll<4>([&](auto i) INLINED { word(r + i, c); });
   }
@@ -290,20 +290,20 @@ GroupField turn_field(const GroupField& field, int64_t n, int64_t columns, int64
 
 void dequantize_words(const Storage& s, void* out, int type, int64_t first, int64_t last) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(s.bytes);
-  const int64_t bits = s.plane[0].bits, per = 32 / bits;
+  const int64_t bits = s.code_field[0].bits, per = 32 / bits;
   Storage turned = s;
   Run run(turned);
-  const int64_t step = std::min({run.longest(type), STRIP_BYTES * 8 / bits, STRIP_GROUPS * s.group});
-  Strip strip;
-  for (int64_t n = first; n < last; n += STRIP) {
-    const int64_t columns = std::min(STRIP, last - n);
+  const int64_t step = std::min({run.longest(type), BAND_BYTES * 8 / bits, BAND_GROUPS * s.group});
+  Band band;
+  for (int64_t n = first; n < last; n += BAND) {
+    const int64_t columns = std::min(BAND, last - n);
     for (int64_t k = 0; k < s.k; k += step) {
       const int64_t count = std::min(step, s.k - k), group = k / s.group, groups = (k + count - 1) / s.group - group + 1;
-      turn_words(words + k / per * s.n + n, s.n, count / per, columns, strip);
-      turned.scale = turn_field(s.scale, n, columns, group, groups, strip.scale);
-      turned.zero = turn_field(s.zero, n, columns, group, groups, strip.zero);
+      turn_words(words + k / per * s.n + n, s.n, count / per, columns, band);
+      turned.scale = turn_field(s.scale, n, columns, group, groups, band.scale);
+      turned.zero = turn_field(s.zero, n, columns, group, groups, band.zero);
       uint8_t* target = static_cast<uint8_t*>(out) + (n * s.k + k) * (type == 0 ? 4 : 2);
-      for (int64_t c = 0; c < columns; c++) run.decode_run(c, 0, count, strip.codes[c], target, type);
+      for (int64_t c = 0; c < columns; c++) run.decode_run(c, 0, count, band.codes[c], target, type);
     }
   }
 }
@@ -312,7 +312,7 @@ void read_codes(const Storage& s, int64_t row, int64_t block, uint8_t* codes) {
   const uint8_t* p = s.bytes + row * s.row_bytes + block * s.block_bytes;
   with_codes(s, [&](auto type) {
     unroll<decltype(type)::count / 16>([&](auto v) {
-      const Sixteen sixteen = decltype(type)::template get<v>(p + s.plane[0].offset, p + s.plane[1].offset);
+      const Sixteen sixteen = decltype(type)::template get<v>(p + s.code_field[0].offset, p + s.code_field[1].offset);
       std::memcpy(codes + 16 * v, &sixteen, 16);
     });
   });

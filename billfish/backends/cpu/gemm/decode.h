@@ -1,6 +1,6 @@
 // Packed codes to one byte each: the only place that knows how many bits a code has.
 //
-// A *block* is TILE_ROWS rows by 32 k. Unpacked it is VECTORS byte vectors; vector v holds the k-quad v / ROW_VECTORS of
+// A *block* of a tile is TILE_ROWS rows by 32 k. Unpacked it is VECTORS byte vectors; vector v holds the k-quad v / ROW_VECTORS of
 // LANES rows, byte 4*lane + j being k = 4*quad + j of that row, which is the order in which dot() wants them.
 // Packed, several vectors share the bytes of one, lane by lane: nibbles of 2i and 2i+1, 2-bit fields of 4i..4i+3, and codes of
 // 3, 5 and 6 bits as below, so that most come by a mask alone. Decoding is shifts and masks, no shuffles.
@@ -17,17 +17,17 @@ constexpr int ROW_VECTORS = TILE_ROWS / LANES;
 constexpr int VECTORS = 8 * ROW_VECTORS;
 
 // Field v % (8 / BITS) of the packed vector that holds vector v, alone in the low bits. The topmost is so after the shift.
-template <int BITS, int V> inline Bytes field(const uint8_t* plane) {
+template <int BITS, int V> inline Bytes field(const uint8_t* bytes) {
   constexpr int per_byte = 8 / BITS, shift = BITS * (V % per_byte);
-  const Bytes bits = shift_right<shift>(load_bytes(plane + V / per_byte * VECTOR_BYTES));
+  const Bytes bits = shift_right<shift>(load_bytes(bytes + V / per_byte * VECTOR_BYTES));
   if constexpr (shift + BITS == 8) return bits;
   else return bit_and(bits, splat_byte((1 << BITS) - 1));
 }
 
 // The same field, moved to bit TO of each byte, with other bits around it: for merge().
-template <int BITS, int V, int TO> inline Bytes field_at(const uint8_t* plane) {
+template <int BITS, int V, int TO> inline Bytes field_at(const uint8_t* bytes) {
   constexpr int per_byte = 8 / BITS, from = BITS * (V % per_byte);
-  const Bytes bits = load_bytes(plane + V / per_byte * VECTOR_BYTES);
+  const Bytes bits = load_bytes(bytes + V / per_byte * VECTOR_BYTES);
   if constexpr (from >= TO) return shift_right<from - TO>(bits);
   else return shift_left<TO - from>(bits);
 }
@@ -54,12 +54,12 @@ template <class Decoder, int BITS> struct Plain {
   static constexpr int code_bias(int bias) { return bias; }
 };
 
-// Two bits: fields of a plane.
+// Two bits: fields of a byte, four vectors in one.
 struct Twos : Plain<Twos, 2> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return field<2, V>(block); }
 };
 
-// Five bits: vector 2i at the bottom of a byte, and above it the low three bits of 2i+1. Its other two bits are fields of a plane behind.
+// Five bits: vector 2i at the bottom of a byte, and above it the low three bits of 2i+1. Its other two bits are fields of bytes behind.
 struct Fives : Plain<Fives, 5> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     const Bytes both = load_bytes(block + V / 2 * VECTOR_BYTES);

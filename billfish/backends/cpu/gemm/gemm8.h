@@ -8,7 +8,7 @@
 
 namespace BILLFISH_ISA {
 
-using billfish::EXACT_PLANES;
+using billfish::EXACT_DIGITS;
 
 // Scales in a buffer, as a source for add_blocks8; a Reader gets them from the stream.
 template <bool MINIMUMS> struct Buffered {
@@ -16,13 +16,16 @@ template <bool MINIMUMS> struct Buffered {
   const GroupScales* group;
 };
 
-// The memory is to work while products are made, not only while codes are read: so many lines are asked for with each block.
+// Lines of 64 bytes that each block asks for ahead, so that memory works while products are made, not only while codes are read.
+// From the stream: half the lines of a block's codes and one for scales, since NEON passes over a tile twice, with two of its four
+// row vectors at a time. From a buffer: two for every four rows of x. So nine rows, from which on NEON has a buffer, ask for 384 bytes
+// with each block; a tile of 16 rows with nibbles and float16 scales has 288.
 template <class Decoder, class Source> constexpr int LINES = Source::direct ? Decoder::block_bytes / 128 + 1 : 2;
 
 // Adds blocks of row vectors FIRST .. FIRST + COUNT - 1 of a tile, times T rows of x from `row` on, to sums [T][TILE_ROWS].
 // Source: Reader for scales in the stream, or Buffered for `scales`. HALVES: 2 where a group of weights is half a block. MAGIC:
 // whether sums start at SUM_START. The order of statements is that of the instructions, and was chosen by measurement.
-template <class Decoder, class Source, int T, int PLANES, int HALVES, bool MAGIC, int FIRST, int COUNT>
+template <class Decoder, class Source, int T, int DIGITS, int HALVES, bool MAGIC, int FIRST, int COUNT>
 __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   // By level: sums are multiplied by their small integers, and once for a chunk by what these have in common.
   constexpr bool direct = Source::direct, by_level = T == 1 && Source::two_levels;
@@ -30,9 +33,9 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
   if constexpr (!direct) source.group = scales;
   Floats total[T][COUNT];
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); }); });
-  constexpr int lanes = T == 1 ? 1 : X_ROWS;  // of x; T may be less where there are two planes
+  constexpr int lanes = T == 1 ? 1 : X_ROWS;  // of x; T may be less where there are two digits
   const int64_t at = row / lanes * x.blocks + run.first, lane = row % lanes;  // a constant, and not x.lanes: divisions are slow
-  const int8_t* x_codes = x.codes + (at * PLANES * lanes + lane) * 32;
+  const int8_t* x_codes = x.codes + (at * DIGITS * lanes + lane) * 32;
   const float* x_scale = x.scale + at * 2 * lanes + lane;
   const float* x_totals = x.totals + at * 3 * lanes + lane;
   const int32_t* starts = x.starts + at * x.start_stride + lane * START_INTS;
@@ -60,14 +63,14 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
     }
     const uint8_t* codes = p;
     unroll<HALVES>([&](auto half) INLINED {
-      constexpr int quads = 8 / HALVES, together = T * COUNT * PLANES <= 8 ? QUADS_TOGETHER : 1;
-      Ints sum[T][PLANES][COUNT];
-      Activations piece[T][PLANES];
+      constexpr int quads = 8 / HALVES, together = T * COUNT * DIGITS <= 8 ? QUADS_TOGETHER : 1;
+      Ints sum[T][DIGITS][COUNT];
+      Activations x_now[T][DIGITS];
       unroll<quads / together>([&](auto step) INLINED {
         constexpr int quad = decltype(half)::value * quads + decltype(step)::value * together;
         if constexpr (quad % 4 == 0)
           unroll<T>([&](auto t) INLINED {
-            unroll<PLANES>([&](auto p) INLINED { piece[t][p] = load_activations(x_codes + (p * lanes + t) * 32 + quad * 4); });
+            unroll<DIGITS>([&](auto p) INLINED { x_now[t][p] = load_activations(x_codes + (p * lanes + t) * 32 + quad * 4); });
           });
         Bytes bytes[together][COUNT];
         unroll<together>([&](auto i) INLINED {
@@ -75,18 +78,18 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
         });
         unroll<COUNT>([&](auto r) INLINED {
           unroll<T>([&](auto t) INLINED {
-            unroll<PLANES>([&](auto p) INLINED {
+            unroll<DIGITS>([&](auto p) INLINED {
               if constexpr (decltype(step)::value == 0) {
-                constexpr int parts = PLANES == 1 ? 1 : 2, each = PLANES / parts, part = decltype(p)::value / each;
+                constexpr int parts = DIGITS == 1 ? 1 : 2, each = DIGITS / parts, part = decltype(p)::value / each;
                 constexpr bool last_of_part = decltype(p)::value % each == each - 1;
                 sum[t][p][r] = last_of_part ? load_start(starts + (((half * 2 + (FIRST + r) % 2) * parts + part) * lanes + t) * START_INTS) : splat_int(0);
               }
-              unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::operand>(sum[t][p][r], bytes[i][r], piece[t][p]); });
+              unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
             });
           });
         });
       });
-      if constexpr (PLANES == 4)
+      if constexpr (DIGITS == 4)
         unroll<T>([&](auto t) INLINED {
           unroll<COUNT>([&](auto r) INLINED {
             unroll<2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
@@ -109,14 +112,14 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           scale[half][r] = load_floats(source.group[half].scale + row_at);
           if constexpr (Source::minimums) minimum[half][r] = load_floats(source.group[half].minimum + row_at);
         }
-        auto value = [&](auto t, auto plane) INLINED {
-          if constexpr (in_place) return difference_to_floats<MAGIC>(sum[t][plane][r], sum[t][plane][r - 1]);
-          else return sum_to_floats<MAGIC>(sum[t][plane][r]);
+        auto value = [&](auto t, auto digit) INLINED {
+          if constexpr (in_place) return difference_to_floats<MAGIC>(sum[t][digit][r], sum[t][digit][r - 1]);
+          else return sum_to_floats<MAGIC>(sum[t][digit][r]);
         };
         auto whole = [&](auto t) INLINED {
-          const Floats last = value(t, std::integral_constant<int, PLANES - 1>{});
-          if constexpr (PLANES == 1) return last;
-          else return multiply_add(last, value(t, std::integral_constant<int, PLANES / 2 - 1>{}), splat(PLANES == 2 ? 256 : 65536));
+          const Floats last = value(t, std::integral_constant<int, DIGITS - 1>{});
+          if constexpr (DIGITS == 1) return last;
+          else return multiply_add(last, value(t, std::integral_constant<int, DIGITS / 2 - 1>{}), splat(DIGITS == 2 ? 256 : 65536));
         };
         if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
           Floats& to = by_level ? chunk_total[r] : total[0][r];
@@ -124,7 +127,7 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
         } else {
           Floats scaled[T];
           unroll<T>([&](auto t) INLINED {
-            if constexpr (direct || PLANES > 1) scaled[t] = multiply(whole(t), scale[half][r]);
+            if constexpr (direct || DIGITS > 1) scaled[t] = multiply(whole(t), scale[half][r]);
             else scaled[t] = scale_sum<MAGIC>(sum[t][0][r], scale[half][r], source.group[half].offset + row_at);
           });
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
@@ -144,7 +147,7 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           if constexpr (Source::minimums) total[0][r] = multiply_add(total[0][r], chunk_minimum[r], Source::template upper_minimum<row_at>(chunk));
         });
     p += Decoder::block_bytes;
-    x_codes += PLANES * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
+    x_codes += DIGITS * lanes * 32, x_scale += 2 * lanes, x_totals += 3 * lanes, starts += x.start_stride;
   }
   unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); }); });
 }
@@ -160,9 +163,9 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
       add_blocks8<Decoder, Source, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>(w, run, nullptr, x, row, sums);
       run.ahead += run.count * LINES<Decoder, Source> * 64;
     });
-  else if (x.planes == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
-  else if (x.planes == EXACT_PLANES) {
-    if constexpr (EXACT_IN_PLANES) add_blocks8<Decoder, Source, 1, EXACT_PLANES, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
+  else if (x.digits == 1) add_blocks8<Decoder, Source, 1, 1, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
+  else if (x.digits == EXACT_DIGITS) {
+    if constexpr (EXACT_IN_DIGITS) add_blocks8<Decoder, Source, 1, EXACT_DIGITS, HALVES, false, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
   } else add_blocks8<Decoder, Source, 1, 2, HALVES, true, 0, ROW_VECTORS>(w, run, nullptr, x, row, sums);
 }
 
@@ -205,22 +208,22 @@ inline FewKernel few_kernel(const Weights& w) {
   return nullptr;
 }
 
-// Up to so many rows, one at a time is quicker than several. With two planes there is as much to multiply as to decode, and nibbles
+// Up to so many rows, one at a time is quicker than several. With two digits there is as much to multiply as to decode, and nibbles
 // and bytes, which hardly need decoding, may be decoded again for every row.
-inline int64_t one_by_one(const Weights& w, int32_t planes) {
-  return planes == 1 ? 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
+inline int64_t one_by_one(const Weights& w, int32_t digits) {
+  return digits == 1 ? 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
 }
 
-inline bool buffered(const Weights& w, int64_t m, int32_t planes) {
-  return m >= (planes == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (planes == 2 && m > one_by_one(w, planes));
+inline bool buffered(const Weights& w, int64_t m, int32_t digits) {
+  return m >= (digits == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (digits == 2 && m > one_by_one(w, digits));
 }
 
-// Whether exact products of few rows are made here, in four planes.
-inline bool exact_in_planes(const Weights& w, int64_t m) { return EXACT_IN_PLANES && !buffered(w, m, EXACT_PLANES); }
+// Whether exact products of few rows are made here, in four digits.
+inline bool exact_in_digits(const Weights& w, int64_t m) { return EXACT_IN_DIGITS && !buffered(w, m, EXACT_DIGITS); }
 
 // How many rows of x go together, for this many of them.
-inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
-  return planes == EXACT_PLANES || (m <= one_by_one(w, planes) && !buffered(w, m, planes)) ? 1 : X_ROWS;
+inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t digits) {
+  return digits == EXACT_DIGITS || (m <= one_by_one(w, digits) && !buffered(w, m, digits)) ? 1 : X_ROWS;
 }
 
 // ---- many rows, from the buffer -------------------------------------------------------------------------------------------------------
@@ -228,14 +231,14 @@ inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t planes) {
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   using Source = Buffered<MINIMUMS>;
-  auto call = [&](auto rows, auto planes, auto halves, auto magic) {
+  auto call = [&](auto rows, auto digits, auto halves, auto magic) {
     constexpr int T = decltype(rows)::value;
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
         else run.ahead += run.count * LINES<Buffer, Source> * 64;
-        add_blocks8<Buffer, Source, T, decltype(planes)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
+        add_blocks8<Buffer, Source, T, decltype(digits)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>(
             w, now, scales, x, row + part, sums + part * TILE_ROWS);
       });
   };
@@ -244,24 +247,24 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   constexpr std::integral_constant<int, X_ROWS> four;
   constexpr std::true_type yes;
   constexpr std::false_type no;
-  if (x.planes == 2) w.group == 16 ? call(two, two, two, yes) : call(two, two, one, yes);
+  if (x.digits == 2) w.group == 16 ? call(two, two, two, yes) : call(two, two, one, yes);
   else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
   else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
 }
 
 // Whether dot() gets codes that have more than the weights' values, unsigned ones.
 inline bool unsigned_codes(const Weights& w, const Activations8& x) {
-  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.planes));
+  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits));
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
-// have more than the weights' values, times the sum of x. [groups, blocks, halves, even or odd row vector, parts, lanes,
+// have more than the weights' values, times the sum of x. [bundles, blocks, halves, even or odd row vector, parts, lanes,
 // START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
 inline int64_t start_stride(const Weights& w, const Activations8& x) {
   return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.parts() * x.lanes * START_INTS;
 }
 
-// For groups of rows [first, last) and blocks [begin, end).
+// For bundles of rows [first, last) and blocks [begin, end).
 inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
   if (x.start_stride == 0) {
     if (first > 0 || begin > 0) return;
@@ -269,9 +272,9 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
   }
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = x.parts();
   const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
-  const int32_t zero = magic_sums(w, x.planes) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
-  for (int64_t group = first; group < last; group++)
-    for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++) {
+  const int32_t zero = magic_sums(w, x.digits) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
+  for (int64_t bundle = first; bundle < last; bundle++)
+    for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
       int32_t* out = x.starts + at * x.start_stride;
       for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
         for (int part = 0; part < parts; part++)
@@ -306,7 +309,7 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
     return;
   }
   // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
-  const int64_t each = x.groups() * x.lanes * TILE_ROWS;
+  const int64_t each = x.bundles() * x.lanes * TILE_ROWS;
   Room room;
   float* sums = room.take((last - first) * each);
   std::fill_n(sums, (last - first) * each, 0.0f);
@@ -356,7 +359,7 @@ void multiply_many8(const Weights& w, const Activations8& x, const float* bias, 
 }
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (!buffered(w, x.m, x.planes)) return multiply_few8(w, x, bias, y, first, last);
+  if (!buffered(w, x.m, x.digits)) return multiply_few8(w, x, bias, y, first, last);
   with_decoder(w.codes, [&](auto decoder) { multiply_many8<decltype(decoder)>(w, x, bias, y, first, last); });
 }
 

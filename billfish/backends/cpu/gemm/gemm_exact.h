@@ -13,14 +13,14 @@ using billfish::CHUNK;
 
 // ---- few rows -------------------------------------------------------------------------------------------------------
 
-// sums [GROUPS * X_ROWS][TILE_ROWS] += x W^T for one row vector and a chunk, whose codes are a byte each. x [chunk][X_ROWS] is that of the
-// first group, others are x_stride behind. Each chunk is added up on its own first, which loses less than one long sum.
-template <int GROUPS, bool MINIMUMS>
+// sums [BUNDLES * X_ROWS][TILE_ROWS] += x W^T for one row vector and a chunk, whose codes are a byte each. x [chunk][X_ROWS] is that of the
+// first bundle, others are x_stride behind. Each chunk is added up on its own first, which loses less than one long sum.
+template <int BUNDLES, bool MINIMUMS>
 __attribute__((flatten, noinline)) void add_codes(const uint8_t* codes, const GroupScales* scales, const Blocks& run, bool halves, int row_vector, const float* x, int64_t x_stride, float* sums) {
   const int64_t quads = run.count * 8;
   const int quads_to_groups = halves ? 2 : 3 + __builtin_ctz(unsigned(run.span));  // shifts
-  Floats total[GROUPS * X_ROWS], now[2], next[2];
-  unroll<GROUPS * X_ROWS>([&](auto t) INLINED { total[t] = splat(0); });
+  Floats total[BUNDLES * X_ROWS], now[2], next[2];
+  unroll<BUNDLES * X_ROWS>([&](auto t) INLINED { total[t] = splat(0); });
   const GroupScales* group;
   Bytes bytes;
   Floats scale;
@@ -43,14 +43,14 @@ __attribute__((flatten, noinline)) void add_codes(const uint8_t* codes, const Gr
       if constexpr (decltype(pair)::value == 1) begin(std::min(quad + 1, quads - 1));
       make_next(std::integral_constant<int, 1 - decltype(pair)::value>{});
       unroll<2>([&](auto i) INLINED {
-        unroll<GROUPS>([&](auto g) INLINED {
-          const FloatActivations piece = load_x(x + g * x_stride);
-          unroll<X_ROWS>([&](auto t) INLINED { total[g * X_ROWS + t] = multiply_add_x<decltype(t)::value>(total[g * X_ROWS + t], now[i], piece); });
+        unroll<BUNDLES>([&](auto b) INLINED {
+          const FloatActivations x_now = load_x(x + b * x_stride);
+          unroll<X_ROWS>([&](auto t) INLINED { total[b * X_ROWS + t] = multiply_add_x<decltype(t)::value>(total[b * X_ROWS + t], now[i], x_now); });
         });
         x += X_ROWS;
       });
     });
-  unroll<GROUPS * X_ROWS>([&](auto t) INLINED {
+  unroll<BUNDLES * X_ROWS>([&](auto t) INLINED {
     float* to = sums + t * TILE_ROWS + row_vector * LANES;
     store_floats(to, add(load_floats(to), total[t]));
   });
@@ -58,14 +58,14 @@ __attribute__((flatten, noinline)) void add_codes(const uint8_t* codes, const Gr
 
 using CodesKernel = void (*)(const uint8_t*, const GroupScales*, const Blocks&, bool, int, const float*, int64_t, float*);
 
-// The kernel for these weights and so many groups of rows, or null: where registers do not hold their sums, or a scale times
+// The kernel for these weights and so many bundles of rows, or null: where registers do not hold their sums, or a scale times
 // what times_byte adds is not exact, as for float32 and for the 19 bits of a two-level scale without minimum.
-inline CodesKernel codes_kernel(const Weights& w, int64_t groups) {
+inline CodesKernel codes_kernel(const Weights& w, int64_t bundles) {
   CodesKernel found = nullptr;
   if (w.scales == Scales::f32 || w.scales == Scales::f32_minimum || w.scales == Scales::sub) return found;
   unroll<REGISTER_ROWS / X_ROWS>([&](auto less) {
     constexpr int count = decltype(less)::value + 1;
-    if (groups == count) found = has_minimum(w.scales) ? add_codes<count, true> : add_codes<count, false>;
+    if (bundles == count) found = has_minimum(w.scales) ? add_codes<count, true> : add_codes<count, false>;
   });
   return found;
 }
@@ -128,10 +128,10 @@ template <int FIRST> __attribute__((flatten, noinline)) void add_values(const fl
   Floats total[X_ROWS][SUM_VECTORS];
   unroll<X_ROWS>([&](auto t) { unroll<SUM_VECTORS>([&](auto r) { total[t][r] = splat(0); }); });
   for (int64_t k = 0; k < count; k++, values += TILE_ROWS, x += X_ROWS) {
-    const FloatActivations piece = load_x(x);
+    const FloatActivations x_now = load_x(x);
     unroll<SUM_VECTORS>([&](auto r) {
       const Floats value = load_floats(values + (FIRST + r) * LANES);
-      unroll<X_ROWS>([&](auto t) { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], value, piece); });
+      unroll<X_ROWS>([&](auto t) { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], value, x_now); });
     });
   }
   unroll<X_ROWS>([&](auto t) {
@@ -144,8 +144,8 @@ template <int FIRST> __attribute__((flatten, noinline)) void add_values(const fl
 
 template <class Decoder>
 void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  // Rows of x, of which a chunk stays in the second-level cache while all tiles pass over it.
-  const int64_t padded = x.groups() * X_ROWS, panel = std::min<int64_t>(128, padded);
+  // Rows of x go in panels of 128. A chunk of a panel, 128 KiB, stays in the second-level cache while all tiles pass over it.
+  const int64_t padded = x.bundles() * X_ROWS, panel = std::min<int64_t>(128, padded);
   const TileShape shape(w, TILE_ROWS);
   alignas(64) float values[CHUNK * TILE_ROWS];
   GroupScales scales[16];
@@ -175,7 +175,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
 }
 
 inline void multiply_exact(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  const CodesKernel few = codes_kernel(w, x.groups());
+  const CodesKernel few = codes_kernel(w, x.bundles());
   with_decoder(w.codes, [&](auto decoder) {
     if (few) multiply_codes<decltype(decoder)>(w, x, bias, y, first, last, few);
     else multiply_values<decltype(decoder)>(w, x, bias, y, first, last);

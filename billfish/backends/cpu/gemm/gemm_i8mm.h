@@ -21,16 +21,16 @@ inline void store_each_twice(float* p, Floats v) { store_floats(p, vzip1q_f32(v,
 
 // ---- x --------------------------------------------------------------------------------------------------------------
 
-// Whether products with x are made here. Where there are two planes, rows go together by four exactly where gemm8.h has a buffer.
-inline bool in_pairs(const Activations8& x) { return x.lanes == X_ROWS && (x.planes == 2 || x.m >= MANY_ROWS); }
+// Whether products with x are made here. Where there are two digits, rows go together by four exactly where gemm8.h has a buffer.
+inline bool in_pairs(const Activations8& x) { return x.lanes == X_ROWS && (x.digits == 2 || x.m >= MANY_ROWS); }
 
-// Of groups of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
+// Of bundles of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
 // rows][16], and the scales [2, 4], of which the latter four are not needed here, those of each pair twice.
 inline void pair_rows(const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  for (int64_t group = first; group < last; group++)
-    for (int64_t at = group * x.blocks + begin; at < group * x.blocks + end; at++) {
-      for (int plane = 0; plane < x.planes; plane++) {
-        int8_t* codes = x.codes + (at * x.planes + plane) * X_ROWS * 32;
+  for (int64_t bundle = first; bundle < last; bundle++)
+    for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
+      for (int digit = 0; digit < x.digits; digit++) {
+        int8_t* codes = x.codes + (at * x.digits + digit) * X_ROWS * 32;
         int64x2_t rows[X_ROWS][2];
         unroll<X_ROWS>([&](auto row) {
           unroll<2>([&](auto half) { rows[row][half] = vreinterpretq_s64_s8(vld1q_s8(codes + row * 32 + half * 16)); });
@@ -85,11 +85,11 @@ struct alignas(64) PairScales {
   float scale[2 * TILE_ROWS], offset[2 * TILE_ROWS], minimum[2 * TILE_ROWS];
 };
 
-// Adds blocks of 8 rows of W, from row `first` of the tile on, times 4 rows of x from `row` on, or 2 where there are two planes, to
+// Adds blocks of 8 rows of W, from row `first` of the tile on, times 4 rows of x from `row` on, or 2 where there are two digits, to
 // sums [rows of x][TILE_ROWS]; `run` and `sums` are at the first of these rows of W.
-template <int PLANES, int HALVES, bool MAGIC, bool MINIMUMS>
+template <int DIGITS, int HALVES, bool MAGIC, bool MINIMUMS>
 __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* scales, int first, const Activations8& x, int64_t row, float* sums) {
-  constexpr int X_PAIRS = X_ROWS / 2 / PLANES, STEPS = 4 / HALVES;
+  constexpr int X_PAIRS = X_ROWS / 2 / DIGITS, STEPS = 4 / HALVES;
   Floats total[X_PAIRS][ROW_PAIRS];
   unroll<X_PAIRS>([&](auto t) INLINED {
     unroll<ROW_PAIRS / 2>([&](auto r) INLINED {
@@ -98,29 +98,29 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
     });
   });
   const int64_t at = x.block_of(row, run.first), lane = row % X_ROWS;
-  const int8_t* x_codes = x.codes + at * PLANES * X_ROWS * 32 + lane / 2 * 16;
+  const int8_t* x_codes = x.codes + at * DIGITS * X_ROWS * 32 + lane / 2 * 16;
   const float *x_scale = x.scale + at * 2 * X_ROWS + lane * 2, *x_totals = x.totals + at * 3 * X_ROWS + lane;
   const uint8_t *codes = run.stream, *ahead = run.ahead;
   const int shift = __builtin_ctz(unsigned(run.span));
   for (int64_t b = 0; b < run.count; b++) {
     unroll<2>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
     unroll<HALVES>([&](auto half) INLINED {
-      Ints sum[X_PAIRS][PLANES][ROW_PAIRS];
+      Ints sum[X_PAIRS][DIGITS][ROW_PAIRS];
       unroll<X_PAIRS>([&](auto t) INLINED {
-        unroll<PLANES>([&](auto p) INLINED {
+        unroll<DIGITS>([&](auto p) INLINED {
           unroll<ROW_PAIRS>([&](auto r) INLINED { sum[t][p][r] = load_alone<Ints>(MAGIC ? FROM_OFFSET : FROM_ZERO); });
         });
       });
       unroll<STEPS>([&](auto step) INLINED {
         constexpr int k8 = decltype(half)::value * STEPS + decltype(step)::value;
-        Bytes piece[X_PAIRS][PLANES];
+        Bytes x_now[X_PAIRS][DIGITS];
         unroll<X_PAIRS>([&](auto t) INLINED {
-          unroll<PLANES>([&](auto p) INLINED { piece[t][p] = operand_at(x_codes + p * X_ROWS * 32 + (k8 * 2 + t) * 16); });
+          unroll<DIGITS>([&](auto p) INLINED { x_now[t][p] = operand_at(x_codes + p * X_ROWS * 32 + (k8 * 2 + t) * 16); });
         });
         unroll<ROW_PAIRS>([&](auto r) INLINED {
           const Bytes bytes = load_bytes(codes + (k8 * 2 * ROW_PAIRS + r) * VECTOR_BYTES);
           unroll<X_PAIRS>([&](auto t) INLINED {
-            unroll<PLANES>([&](auto p) INLINED { sum[t][p][r] = matrix_dot(sum[t][p][r], bytes, piece[t][p]); });
+            unroll<DIGITS>([&](auto p) INLINED { sum[t][p][r] = matrix_dot(sum[t][p][r], bytes, x_now[t][p]); });
           });
         });
       });
@@ -129,8 +129,8 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
         const int at = 2 * first + r * LANES;
         const Floats scale = load_floats(group.scale + at);
         unroll<X_PAIRS>([&](auto t) INLINED {
-          Ints whole = sum[t][PLANES - 1][r];
-          if constexpr (PLANES == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
+          Ints whole = sum[t][DIGITS - 1][r];
+          if constexpr (DIGITS == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
           const Floats scaled = scale_sum<MAGIC>(whole, scale, group.offset + at);
           total[t][r] = multiply_add(total[t][r], scaled, load_floats(x_scale + t * X_ROWS));
           if constexpr (MINIMUMS) {
@@ -141,7 +141,7 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
       });
     });
     codes += Whole::block_bytes, ahead += 128;
-    x_codes += PLANES * X_ROWS * 32, x_scale += 2 * X_ROWS, x_totals += 3 * X_ROWS;
+    x_codes += DIGITS * X_ROWS * 32, x_scale += 2 * X_ROWS, x_totals += 3 * X_ROWS;
   }
   unroll<X_PAIRS>([&](auto t) INLINED {
     unroll<ROW_PAIRS / 2>([&](auto r) INLINED {
@@ -152,9 +152,9 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
 }
 
 using PairKernel = void (*)(Blocks, const PairScales*, int first, const Activations8&, int64_t row, float*);
-template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int planes) {
+template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int digits) {
   const bool halves = w.group == 16;
-  if (planes == 2) return halves ? add_pairs<2, 2, false, MINIMUMS> : add_pairs<2, 1, false, MINIMUMS>;
+  if (digits == 2) return halves ? add_pairs<2, 2, false, MINIMUMS> : add_pairs<2, 1, false, MINIMUMS>;
   if (magic_sums(w, 1)) return halves ? add_pairs<1, 2, true, MINIMUMS> : add_pairs<1, 1, true, MINIMUMS>;
   return halves ? add_pairs<1, 2, false, MINIMUMS> : add_pairs<1, 1, false, MINIMUMS>;
 }
@@ -163,7 +163,7 @@ template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int planes) {
 inline void multiply_pairs(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const bool minimums = has_minimum(w.scales);
   const DecodePairs decode_slice = pair_decoder(w);
-  const PairKernel add_slice = minimums ? pair_kernel<true>(w, x.planes) : pair_kernel<false>(w, x.planes);
+  const PairKernel add_slice = minimums ? pair_kernel<true>(w, x.digits) : pair_kernel<false>(w, x.digits);
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
   GroupScales once[SLICE * 16];
   PairScales twice[SLICE * 16];
@@ -179,7 +179,7 @@ inline void multiply_pairs(const Weights& w, const Activations8& x, const float*
     run.stream = bytes;
   };
   multiply_panels(w, x, bias, y, first, last, decode, [&](Blocks& run, int64_t row, float* sums) {
-    for (int part = 0; part < X_ROWS; part += X_ROWS / x.planes)
+    for (int part = 0; part < X_ROWS; part += X_ROWS / x.digits)
       for (int rows = 0; rows < TILE_ROWS; rows += 2 * ROW_PAIRS) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         now.stream += rows / 2 * VECTOR_BYTES;

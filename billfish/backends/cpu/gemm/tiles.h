@@ -25,9 +25,9 @@ struct Blocks {
   const uint8_t* ahead = nullptr;
 };
 
-// Whether sums start at SUM_START. Float32 scales may be anything, infinite too; the offset of scale_sum, which is for one plane, is
-// exact and finite for all others. Sums of two planes together are too large.
-inline bool magic_sums(const Weights& w, int planes) { return planes == 2 || (planes == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum); }
+// Whether sums start at SUM_START. Float32 scales may be anything, infinite too; the offset of scale_sum, which is for one digit, is
+// exact and finite for all others. Sums of two digits together are too large.
+inline bool magic_sums(const Weights& w, int digits) { return digits == 2 || (digits == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum); }
 
 // power: what rows of x were divided by, or null.
 inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
@@ -56,8 +56,10 @@ inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t
 // sums) adds them times the rows of x [row, row + X_ROWS) to sums [X_ROWS][TILE_ROWS], for which there is always room.
 template <class Decode, class Add>
 void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
-  // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
-  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
+  // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
+  // 1 MiB of a Neoverse-N1. At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32
+  // sums of 256 rows take 16 KiB for a tile of 16, as much of the first-level cache as a decoded slice.
+  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.digits) / X_ROWS * X_ROWS, 32, 256);
   const TileShape shape(w, TILE_ROWS);
   Room room;
   float* sums = room.take(panel * TILE_ROWS);

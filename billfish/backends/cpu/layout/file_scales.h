@@ -61,7 +61,7 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
   const int64_t stride = s.block_bytes, groups = s.block / s.group;
   const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;
   // A half of 2^e or more, times an integer of so many bits, and times 2^up, might not be finite; its exponent is stored as e + 15.
-  const int up = 133 - room(s.plane[0].bits, s.plane[1].bits), bits = s.scales == Storage::nibble_pairs ? 4 : 6;
+  const int up = 133 - room(s.code_field[0].bits, s.code_field[1].bits), bits = s.scales == Storage::nibble_pairs ? 4 : 6;
   const int least = (15 + 128 - up - bits) << 10;
   out.raised = SUBNORMALS_PAY && (s.scales == Storage::nibble_pairs || s.scales == Storage::six_bit_pairs);
   for (int64_t i = 0; i < count && out.raised; i++) out.raised = (read<uint16_t>(block + i * stride + at) & 0x7fff) < least;

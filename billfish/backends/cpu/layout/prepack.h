@@ -39,7 +39,7 @@ struct BlockPacker {
     return out;
   }
   // Bits [from, from + WIDTH) of every STEPth code, FIRST of all, 8 / WIDTH in a byte; `flip` inverts bits of the result.
-  template <int WIDTH, int FIRST = 0, int STEP = 1> uint8_t* put_plane(int from, uint32_t flip, uint8_t* out) const {
+  template <int WIDTH, int FIRST = 0, int STEP = 1> uint8_t* put_fields(int from, uint32_t flip, uint8_t* out) const {
     return put(8 / WIDTH * STEP, 1, out, [&](int v, int, int lane) {
       uint32_t stacked = flip;
       for (int i = 0; i < 8 / WIDTH; i++) stacked ^= (word(v + FIRST + i * STEP, lane) >> from & 0x01010101u * ((1u << WIDTH) - 1)) << (WIDTH * i);
@@ -48,7 +48,7 @@ struct BlockPacker {
   }
   void put_fives(uint8_t* out) const {
     out = put(2, 1, out, [&](int v, int, int lane) { return word(v, lane) | (word(v + 1, lane) & 0x07070707u) << 5; });
-    put_plane<2, 1, 2>(3, 0, out);
+    put_fields<2, 1, 2>(3, 0, out);
   }
   // Six bits, of one code or (PAIR = 2) of two codes of three bits.
   template <int PAIR> void put_sixes(uint8_t* out) const {
@@ -59,20 +59,20 @@ struct BlockPacker {
   }
   void pack(Codes kind, uint32_t high_flip, uint8_t* out) const {
     switch (kind) {
-      case Codes::u2: put_plane<2>(0, 0, out); break;
+      case Codes::u2: put_fields<2>(0, 0, out); break;
       case Codes::u3: put_sixes<2>(out); break;
-      case Codes::u4: put_plane<4>(0, 0x10101010u * high_flip, out); break;  // every other vector's codes
-      case Codes::table: put_plane<4>(0, 0, out); break;
+      case Codes::u4: put_fields<4>(0, 0x10101010u * high_flip, out); break;  // every other vector's codes
+      case Codes::table: put_fields<4>(0, 0, out); break;
       case Codes::u5: put_fives(out); break;
       case Codes::u6: put_sixes<1>(out); break;
-      case Codes::s8: put_plane<8>(0, 0, out); break;
+      case Codes::s8: put_fields<8>(0, 0, out); break;
     }
   }
 };
 
 // `count` codes from k = first on of a row of words, as billfish/formats/words.py has them: [K * bits / 32, N].
 inline void read_words(const Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* out) {
-  const int bits = s.plane[0].bits, per_word = 32 / bits;
+  const int bits = s.code_field[0].bits, per_word = 32 / bits;
   for (int64_t i = 0; i < count; i += per_word) {
     uint32_t word;
     std::memcpy(&word, s.bytes + ((first + i) / per_word * s.n + row) * 4, 4);
@@ -117,7 +117,7 @@ struct CodeReader {
     uint8_t bytes[BLOCK] = {}, codes[BLOCK];
     Storage alone = storage;
     alone.bytes = bytes;
-    std::copy_n(storage.bytes + row * storage.row_bytes + first / storage.block * storage.block_bytes, count * storage.plane[0].bits / 8, bytes);
+    std::copy_n(storage.bytes + row * storage.row_bytes + first / storage.block * storage.block_bytes, count * storage.code_field[0].bits / 8, bytes);
     level.read_codes(alone, 0, 0, codes);
     std::copy_n(codes, count, to);
   }

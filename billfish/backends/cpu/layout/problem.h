@@ -5,8 +5,8 @@
 
 namespace billfish {
 
-constexpr int CHUNK = 256;  // k covered by one run of scales and codes in the stream
-constexpr int BLOCK = 32;   // k that share a scale of x
+constexpr int CHUNK = 256;  // k of the stream, with the upper scales of all rows before them
+constexpr int BLOCK = 32;   // k of x that share a scale, and k of the stream
 constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
 // How the bits of a code are stored; see gemm/decode.h.
@@ -29,24 +29,24 @@ struct Weights {
   uint8_t table[16];      // for Codes::table
 };
 
-// How many planes of int8 make x exact; see quantize_exactly.
-constexpr int EXACT_PLANES = 4;
+// How many int8 digits make x exact; see quantize_exactly.
+constexpr int EXACT_DIGITS = 4;
 
-// x in integers: int8 codes in one plane, in two for q16 (256 * first + second), or in four for exact products with few rows,
-// with a scale for each block. Rows go side by side in groups of `lanes`, as many as a kernel takes at a time:
-// [groups, blocks, ..., lanes]. Sums are in two parts where there are several planes: one for each of two, or for each pair of four.
+// x in integers of one int8 digit, of two for q16 (256 * digit 0 + digit 1), or of four for exact products with few rows,
+// with a scale for each block. Rows go side by side in bundles of `lanes`, as many as a kernel takes at a time:
+// [bundles, blocks, ..., lanes]. Sums are in two parts where there are several digits: one for each of two, or for each pair of four.
 struct Activations8 {
-  int8_t* codes;    // [groups, blocks, planes, lanes, 32]
-  float* scale;     // [groups, blocks, 2, lanes]: the scale, and a sixteenth of it
-  int32_t* sums;    // [groups, blocks, parts, 3, lanes]: of the codes of each half of a block, and of all 32
-  float* totals;    // [groups, blocks, 3, lanes]: the same times the scale
+  int8_t* codes;    // [bundles, blocks, digits, lanes, 32]
+  float* scale;     // [bundles, blocks, 2, lanes]: the scale, and a sixteenth of it
+  int32_t* sums;    // [bundles, blocks, parts, 3, lanes]: of the codes of each half of a block, and of all 32
+  float* totals;    // [bundles, blocks, 3, lanes]: the same times the scale
   float* power;     // [m], for exact products: what each row was divided by beforehand, a power of two
   int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
   int64_t start_stride, m, blocks;
-  int32_t planes, lanes;
+  int32_t digits, lanes;
 
-  int parts() const { return planes == 1 ? 1 : 2; }
-  int64_t groups() const { return (m + lanes - 1) / lanes; }
+  int parts() const { return digits == 1 ? 1 : 2; }
+  int64_t bundles() const { return (m + lanes - 1) / lanes; }
   int64_t block_of(int64_t row, int64_t block) const { return row / lanes * blocks + block; }
 };
 
@@ -55,7 +55,7 @@ class RowOfX {
  public:
   RowOfX(const Activations8& x, int64_t row) : x_(x), first_(x.block_of(row, 0)), lane_(row % x.lanes) {}
 
-  int8_t* codes(int64_t block, int plane) const { return x_.codes + (((first_ + block) * x_.planes + plane) * x_.lanes + lane_) * 32; }
+  int8_t* codes(int64_t block, int digit) const { return x_.codes + (((first_ + block) * x_.digits + digit) * x_.lanes + lane_) * 32; }
 
   // The scale of a block, and what its codes, part[0] or part[0] * base + part[1], add up to in each half of it.
   template <int PARTS> void finish(int64_t block, float scale, const int32_t (&halves)[PARTS][2], float base) const {
@@ -82,15 +82,15 @@ class RowOfX {
 
 // x as it is, rows side by side in fours: for exact products with many rows.
 struct ActivationsExact {
-  float* x;  // [groups, blocks * 32, 4]; there may be room for more blocks than x has
+  float* x;  // [bundles, blocks * 32, 4]; there may be room for more blocks than x has
   int64_t m, blocks;
 
-  int64_t groups() const { return (m + 3) / 4; }
+  int64_t bundles() const { return (m + 3) / 4; }
 };
 
 // Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
-// billfish.formats.ggml.unfold. A second plane holds the next higher bits.
-struct CodePlane {
+// billfish.formats.ggml.unfold. A second field holds the next higher bits.
+struct CodeField {
   int32_t offset, width, bits;
 };
 
@@ -109,7 +109,7 @@ struct Storage {
   const uint8_t* bytes;
   int64_t n, k, row_bytes;
   int32_t block, block_bytes, group;
-  CodePlane plane[2];
+  CodeField code_field[2];
   float table[16];  // values of codes of up to 4 bits
   int32_t bias;     // wider codes have this more than their values, when bits have been flipped by
   uint8_t flip;
@@ -127,12 +127,12 @@ struct Level {
   int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
   // Blocks [first, last) of a row of x. False: it was to be exact, and is not finite.
   bool (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
-  // Of x for these weights, with so many rows and planes: how many rows go together, and the stride of the starts.
-  int32_t (*lanes)(const Weights&, int64_t m, int32_t planes);
+  // Of x for these weights, with so many rows and digits: how many rows go together, and the stride of the starts.
+  int32_t (*lanes)(const Weights&, int64_t m, int32_t digits);
   int64_t (*start_stride)(const Weights&, const Activations8&);
-  // What is left to do for x when its codes are there: for groups of rows [first, last) and blocks [begin, end), once.
+  // What is left to do for x when its codes are there: for bundles of rows [first, last) and blocks [begin, end), once.
   void (*finish_x)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
-  bool (*exact_in_planes)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
+  bool (*exact_in_digits)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);

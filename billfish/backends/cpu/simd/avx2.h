@@ -105,7 +105,7 @@ constexpr float BYTE_START = 0;
 template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) { return multiply_add(load_floats(offset), byte_to_floats<K>(v, splat(0)), scale); }
 
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
-constexpr bool EXACT_IN_PLANES = true;
+constexpr bool EXACT_IN_DIGITS = true;
 constexpr int SUM_VECTORS = 2;
 constexpr int REGISTER_ROWS = 8;
 

@@ -61,7 +61,7 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
 }
 // From so many rows of x on, it pays to decode weights into a buffer first.
 constexpr int BUFFER_ROWS = 9;
-// With x in two planes, rows go one by one up to here, and then through the buffer.
+// With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.
 constexpr int ONE_ROW_AHEAD = 0;
@@ -124,7 +124,7 @@ template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) {
 }
 
 // For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
-constexpr bool EXACT_IN_PLANES = true;
+constexpr bool EXACT_IN_DIGITS = true;
 constexpr int SUM_VECTORS = 4;
 constexpr int REGISTER_ROWS = 16;
 

@@ -50,9 +50,9 @@ void leave_core(int) {}
 
 class Pool {
  public:
-  // Where the system gives fewer threads (a limit of a container, no memory for a stack), those that there are do the work of all: lanes,
+  // Where the system gives fewer threads (a limit of a container, no memory for a stack), those that there are do the work of all: queues,
   // and with them the pieces, are the same. It is not asked again before another number is wanted.
-  explicit Pool(int helpers) : lanes_(size_t(helpers) + 1) {
+  explicit Pool(int helpers) : queues_(size_t(helpers) + 1) {
     workers_.reserve(size_t(helpers));
     try {
       for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
@@ -68,13 +68,13 @@ class Pool {
 
   // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
   void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-    const int64_t all = int64_t(lanes_.size());
+    const int64_t all = int64_t(queues_.size());
     const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
     count_ = count, pieces_ = pieces;
     body_ = &body;
     done_.store(0, std::memory_order_relaxed);
     for (int64_t i = 0; i < all; i++)
-      lanes_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
+      queues_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
     announce();
     work(0);
     while (done_.load(std::memory_order_acquire) != pieces) pause();
@@ -93,18 +93,18 @@ class Pool {
     }
   }
 
-  // Each thread has a lane of pieces that lie one after the other, and when it is through with it, takes from the others'.
-  // A ticket holds the number of the lane's next piece and its end: (next << 32) | end. Whoever draws a valid one knows from
+  // Each thread has a queue of pieces that lie one after the other, and when it is through with it, takes from the others'.
+  // A ticket holds the number of the queue's next piece and its end: (next << 32) | end. Whoever draws a valid one knows from
   // it alone that its round is not over, so that count_, pieces_ and body_ are still that round's.
-  struct alignas(64) Lane {
+  struct alignas(64) Queue {
     std::atomic<uint64_t> ticket{0};
   };
 
   void work(size_t own) {
-    for (size_t i = 0; i < lanes_.size(); i++) {
-      Lane& lane = lanes_[(own + i) % lanes_.size()];
+    for (size_t i = 0; i < queues_.size(); i++) {
+      Queue& queue = queues_[(own + i) % queues_.size()];
       for (;;) {
-        const uint64_t ticket = lane.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
+        const uint64_t ticket = queue.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
         const int64_t piece = int64_t(ticket >> 32), end = int64_t(ticket & 0xffffffff);
         if (piece >= end) break;
         (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
@@ -141,7 +141,7 @@ class Pool {
     return round_.load();
   }
 
-  std::vector<Lane> lanes_;
+  std::vector<Queue> queues_;
   std::vector<std::thread> workers_;
   std::atomic<uint64_t> round_{0};
   std::atomic<int64_t> done_{0};

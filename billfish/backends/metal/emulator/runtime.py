@@ -73,7 +73,7 @@ class Counters(ctypes.Structure):
     ]
 
 
-class _Launch(ctypes.Structure):
+class _Request(ctypes.Structure):
     _fields_ = [
         ("kernel", ctypes.c_void_p),
         ("arguments", ctypes.c_void_p),
@@ -173,7 +173,7 @@ def launch(
     for i, variable in enumerate(shared, len(buffers)):
         ranges[i] = _Range(variable.address, variable.size, _REDZONE if check else 0, 1, False, True)
     pointers = (ctypes.c_void_p * max(len(buffers), 1))(*(buffer.address for buffer in buffers))
-    request = _Launch(
+    request = _Request(
         ctypes.cast(library.emulator_kernel, ctypes.c_void_p),
         ctypes.addressof(pointers),
         ctypes.addressof(ranges),

@@ -32,7 +32,7 @@ void set_detail(const char* text, long number) {
 
 namespace {
 
-struct Launch {
+struct Request {
   Kernel kernel;
   void** arguments;
   Range* ranges;
@@ -67,15 +67,15 @@ constexpr FloatControl flush_bits = 1u << 15 | 1u << 6;
 
 unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
 
-void run_grid(const Launch& launch) {
-  Uint3 grid = launch.grid, most = launch.threadgroup;
+void run_grid(const Request& request) {
+  Uint3 grid = request.grid, most = request.threadgroup;
   Uint3 groups{(grid.x + most.x - 1) / most.x, (grid.y + most.y - 1) / most.y, (grid.z + most.z - 1) / most.z};
   dispatch.grid = grid;
   dispatch.threadgroups = groups;
   unsigned total = groups.x * groups.y * groups.z;
   unsigned* sequence = (unsigned*)malloc((total + 1) * sizeof(unsigned));
-  for (unsigned i = 0; i < total; i++) sequence[i] = launch.order == reverse ? total - 1 - i : i;
-  for (unsigned i = total; launch.order == random_order && i > 1; i--) {
+  for (unsigned i = 0; i < total; i++) sequence[i] = request.order == reverse ? total - 1 - i : i;
+  for (unsigned i = total; request.order == random_order && i > 1; i--) {
     unsigned j = random_below(i), item = sequence[i - 1];
     sequence[i - 1] = sequence[j];
     sequence[j] = item;
@@ -90,7 +90,7 @@ void run_grid(const Launch& launch) {
     dispatch.threads = size.x * size.y * size.z;
     dispatch.simdgroups = (dispatch.threads + simd_width - 1) / simd_width;
     begin_threadgroup();
-    run_threadgroup(launch.kernel, launch.arguments, first, (Order)launch.order);
+    run_threadgroup(request.kernel, request.arguments, first, (Order)request.order);
   }
   free(sequence);
 }
@@ -98,17 +98,17 @@ void run_grid(const Launch& launch) {
 }  // namespace
 }  // namespace emulator
 
-extern "C" int emulator_launch(const emulator::Launch* launch) {
+extern "C" int emulator_launch(const emulator::Request* request) {
   using namespace emulator;
   fault = Fault{};
   fault.range = -1;
   counters = Counters{};
   if (!allocate_stacks()) return -1;
-  seed(launch->seed);
-  bool room = begin_memory(launch->ranges, launch->range_count, launch->checked, (void*)launch->kernel);
+  seed(request->seed);
+  bool room = begin_memory(request->ranges, request->range_count, request->checked, (void*)request->kernel);
   FloatControl control = get_control();
-  if (launch->flush) set_control(control | flush_bits);
-  if (room) run_grid(*launch);
+  if (request->flush) set_control(control | flush_bits);
+  if (room) run_grid(*request);
   set_control(control);
   end_memory();
   return room ? fault.kind : -1;
