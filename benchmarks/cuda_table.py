@@ -50,7 +50,7 @@ KINDS = {
 OTHERS_SHAPE = (4096, 14336)
 ROUNDS = 7
 # What says which shape of a kernel ran.
-SHAPE_MACROS = ("TEAMS", "SHARERS", "TILES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
+SHAPE_MACROS = ("TEAMS", "SHARERS", "COURSES", "ROWS", "SLOTS", "RESIDENT")  # gemm_small
 SHAPE_MACROS += ("WARPGROUPS", "TEAMS", "TALL", "WIDTH", "STAGES", "SPLIT", "PAIRED", "BUFFERS", "BATCH")
 
 

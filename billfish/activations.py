@@ -1,7 +1,7 @@
 """x in integers: what `activations="q8"` and `"q16"` mean, in NumPy. Every backend computes the same codes.
 
 Each block of 32 values of a row shares one float32 scale. q8 rounds to int8; q16 to 16 bits, which kernels keep as two
-int8 planes, 256 * high + low, so that the same dot-product instructions serve.
+int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructions serve.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from billfish.errors import FormatError, complaint
 
-# How many int8 planes hold x: the number by which kernels know a kind of activations.
-PLANES = {"exact": 0, "q8": 1, "q16": 2}
-ACTIVATIONS = tuple(PLANES)
+# How many int8 digits hold x: the number by which kernels know a kind of activations.
+DIGITS = {"exact": 0, "q8": 1, "q16": 2}
+ACTIVATIONS = tuple(DIGITS)
 BLOCK = 32
 # The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
 LARGEST = {"q8": 127, "q16": 32639}

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.machine import with_known_floats
 from billfish.parallel import map_rows
 from billfish.storage import Array, ArraySpec, Part, Storage, check_array
 
@@ -178,6 +179,7 @@ class Format(ABC):
                 raise FormatError(complaint(call, name, repr(value), f"{takes} for {self.name}"))
         return {name: options.get(name, allowed[0]) for name, allowed in self.options.items()}
 
+    @with_known_floats
     def quantize(self, w: NDArray[np.float32], group_size: int, method: str, **options: str) -> Planes:
         """Quantize W [N, K], float32 and finite, to planes. Rows go in slices, several at a time on several cores."""
         n, k = w.shape
@@ -236,6 +238,7 @@ class Format(ABC):
                 w += spread(group.minimum)
         return w
 
+    @with_known_floats
     def dequantize_into(self, planes: Planes, group_size: int, out: Array) -> None:
         """Decode planes into `out` [N, K], rounding once to its type. Rows go in slices, as in :meth:`quantize`."""
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TypeVar
+
+from billfish.machine import available_cores
 
 Result = TypeVar("Result")
 
 # Small enough that a slice and its temporaries stay in the second-level cache, large enough that NumPy's and the
 # GIL's overhead per call does not show.
 SLICE_ELEMENTS = 1 << 16
-
-
-def available_cores() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def map_rows(function: Callable[[int, int], Result], rows: int, row_elements: int) -> list[Result]:

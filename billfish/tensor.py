@@ -94,6 +94,18 @@ class QuantizedTensor:
         return tensor
 
     @classmethod
+    def packed_only(
+        cls, format: Format, shape: tuple[int, int], group_size: int, made: dict[Any, Any]
+    ) -> QuantizedTensor:
+        """Of weights whose storage is gone: what `made` has is all there is, by the keys of :meth:`made`."""
+        tensor = cls.__new__(cls)
+        fields = {"format": format, "shape": shape, "group_size": group_size, "_made": made}
+        for name, value in fields.items():
+            object.__setattr__(tensor, name, value)
+        tensor._hold({}, None)
+        return tensor
+
+    @classmethod
     def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
         """Pack planes. What the format cannot hold, such as a code too large, is an error: all must come back."""
         call = "from_planes"

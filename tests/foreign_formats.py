@@ -28,13 +28,13 @@ class TwoBitWords(ScaledWordFormat):
 class ThreeBitBlocks(ScaledBlock):
     name, element = "three_bit_blocks", U3B4
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 8)])
-    code_planes = (("qs", 8, 2), ("qh", 1, 1))
+    code_fields = (("qs", 8, 2), ("qh", 1, 1))
 
 
 class SixBitBlocks(ScaledBlock):
     name, element = "six_bit_blocks", U6B32
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 8), ("qs", "u1", 16)])
-    code_planes = (("qs", 16, 4), ("qh", 8, 2))
+    code_fields = (("qs", 16, 4), ("qh", 8, 2))
 
 
 class ScaledU4(ScaledWordFormat):

@@ -16,6 +16,7 @@ from support import gaussian
 import billfish.nn.mlx
 import billfish.nn.torch
 from billfish.arrays import MlxArrays, TorchArrays
+from billfish.backends import BACKENDS
 
 
 @dataclass
@@ -49,6 +50,19 @@ class Framework:
 
     def parameters(self, layer: Any) -> dict[str, Any]:
         return dict(layer.state_dict()) if self.core is torch else dict(tree_flatten(layer.parameters()))
+
+
+def count_packs(monkeypatch: Any) -> list[Any]:
+    """The matrices that the CPU packs from now on."""
+    cpu, packs = BACKENDS["cpu"], []
+    pack = cpu.pack
+
+    def counting(tensor: Any, place: str = "cpu") -> Any:
+        packs.append(tensor)
+        return pack(tensor, place)
+
+    monkeypatch.setattr(cpu, "pack", counting)
+    return packs
 
 
 TORCH = Framework("torch", billfish.nn.torch, torch, torch.nn.Linear, TorchArrays())

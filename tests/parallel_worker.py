@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import billfish as bf
 from billfish.nn.parallel import Share, cut, parallel_layer
-from billfish.nn.torch import MarlinLinear, to_torch
+from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_watch import to_torch
 from billfish.nn.transformers import load_model
 
 # format, group size, act-order. Some cut unevenly: five groups of 64, or five blocks of a k-quant.
@@ -60,8 +61,7 @@ def write_pair(path: Path, format: str, group_size: int, act_order: bool) -> Non
 def whole_layer(weights: bf.Checkpoint, path: str) -> MarlinLinear:
     tensor = weights[f"{path}.weight"]
     assert isinstance(tensor, bf.QuantizedTensor)
-    order = weights.permutation(f"{path}.weight")
-    return MarlinLinear.from_quantized(tensor, to_torch(np.array(weights[f"{path}.bias"])), permutation=order)
+    return MarlinLinear.from_quantized(tensor, to_torch(np.array(weights[f"{path}.bias"])))
 
 
 def layers(mesh: DeviceMesh, folder: Path) -> None:
@@ -101,7 +101,9 @@ def within_contract(y: torch.Tensor, x: torch.Tensor, whole: MarlinLinear) -> No
     plain = whole.to_linear()
     exact = x.double() @ plain.weight.double().T + plain.bias.double()
     dense = torch.nn.functional.linear(x, plain.weight.to(x.dtype), plain.bias.to(x.dtype))
-    allowed = 2 * (dense.double() - exact).abs().max()
+    # The dense product may be lucky: float32 sums of another order are off by about eps times the sum of magnitudes.
+    lucky = torch.finfo(torch.float32).eps * (x.double().abs() @ plain.weight.double().abs().T).max() / 4
+    allowed = 2 * max((dense.double() - exact).abs().max(), lucky)
     assert (y.double() - exact).abs().max() <= allowed, (float((y - exact).abs().max()), float(allowed))
     assert y.dtype == x.dtype
 

@@ -197,7 +197,10 @@ def test_the_progress_bar_is_for_terminals():
 
 
 def test_a_wrong_result_is_no_result(monkeypatch):
-    monkeypatch.setattr(type(bf.BACKENDS["cpu"]), "multiply_all", lambda self, products, a: products[-1][-1].fill(0))
+    def zeros(self, products, activations):
+        products[-1].out.source.fill(0)
+
+    monkeypatch.setattr(type(bf.BACKENDS["cpu"]), "linears", zeros)
     with pytest.raises(bf.BillfishError, match=r"\[bench\] billfish computes something else for q4_0"):
         bench.run(settings(), FAKE, io.StringIO())
 

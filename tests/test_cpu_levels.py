@@ -1,10 +1,11 @@
-"""The level avx512_vnni on any machine: its header compiled against instructions that are emulated, lane by lane."""
+"""ISA levels: no two share a function, and avx512_vnni runs on any machine, compiled against emulated instructions."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import billfish.backends.cpu
 from billfish.backends.cpu import _cpu
 
 SOURCES = Path(billfish.backends.cpu.__file__).parent
+BUILD = Path(__file__).parents[1] / "build"
 EMULATED = Path(__file__).parent / "emulated"
 FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{SOURCES}"]
 
@@ -47,6 +49,7 @@ def test_avx512_emulated_multiplies_like_portable(tmp_path):
             lambda: level("avx512_vnni", "simd/avx512.h", f"-I{EMULATED}"),
             lambda: compile_to("compare.o", EMULATED / "compare_levels.cpp"),
             lambda: compile_to("threads.o", SOURCES / "threads/threads.cpp"),
+            lambda: compile_to("cores.o", SOURCES / "threads/cores.cpp"),
         ]
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(lambda job: job(), jobs))
@@ -56,3 +59,35 @@ def test_avx512_emulated_multiplies_like_portable(tmp_path):
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert result.stdout.endswith("products, 0 differ\n")
+
+
+def when_linked(objects: Path) -> float:
+    return max((module.stat().st_mtime for module in objects.parent.glob("_cpu*")), default=0)
+
+
+def exported(program: str, objects: list[str]) -> list[str]:
+    """The weak symbols of object files. Functions, templates and variables that are `inline` become such."""
+    listing = subprocess.run(
+        [program, "--demangle", "--defined-only", *objects], capture_output=True, text=True, check=True
+    )
+    symbols = (line.split(maxsplit=2) for line in listing.stdout.splitlines())
+    return [symbol[2] for symbol in symbols if len(symbol) == 3 and symbol[1] in "uVvWw"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="weak symbols as ELF has them")
+def test_levels_share_no_weak_symbols():
+    """The linker keeps one of all weak symbols of a name. Were it that of avx512_vnni, other levels would run it on
+    machines that cannot. So what a level exports is in its namespace; see simd/room.h."""
+    if not BUILD.exists():
+        pytest.skip("not compiled in this folder")
+    builds = sorted(BUILD.glob("*/level_objects.txt"), key=when_linked)
+    assert builds, "these were compiled before CMake wrote that list: compile again"
+    levels = [line.split(":") for line in builds[-1].read_text().splitlines()]  # others may be of older sources
+    assert {name for name, *_ in levels} >= set(_cpu.levels())
+    program = shutil.which("nm")
+    assert program is not None, "nm comes with the compiler that compiled the objects"
+    for name, *objects in levels:
+        symbols = exported(program, objects)
+        outside = [symbol for symbol in symbols if f"{name}::" not in symbol]
+        assert not outside, f"level {name}: {outside}"
+        assert symbols, "templates of kernels are such"

@@ -254,11 +254,11 @@ def test_plans_fit_the_device(kind, device):
                 assert launch.grid[0] % launch.cluster == 0
                 macros = dict(launch.macros)
                 if launch.source == "gemm_small.cu":
-                    names = ("TEAMS", "SHARERS", "TILES", "SLOTS", "RESIDENT")
-                    teams, sharers, tiles, slots, resident = (int(macros[name]) for name in names)
+                    names = ("TEAMS", "SHARERS", "COURSES", "SLOTS", "RESIDENT")
+                    teams, sharers, courses, slots, resident = (int(macros[name]) for name in names)
                     assert (launch.shared_bytes + 2048) * resident <= device.shared_bytes + 2048
-                    assert slots % teams == 8 % tiles == tiles % sharers == 0
-                    assert 16 * tiles <= launch.threads  # a thread has the scale and the bias of a column
+                    assert slots % teams == 8 % courses == courses % sharers == 0
+                    assert 16 * courses <= launch.threads  # a thread has the scale and the bias of a column
                     assert sharers == 1 or (teams < 16 and device is H200)  # a team meets at a barrier of its own
                     assert launch.grid[0] <= device.multiprocessors * resident or device is ADA
                 if launch.source == "gemm_large.cu":

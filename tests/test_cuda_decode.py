@@ -55,7 +55,7 @@ def constants(library: ctypes.CDLL, element: str, type: str) -> Constants:
 
 
 def decoded(library: ctypes.CDLL, name: str, type: str, words: np.ndarray, *arguments: Any) -> np.ndarray:
-    """The eight numbers of each tile that `name` makes of words [tiles, words]: float64 [tiles, 8]."""
+    """The eight numbers of each fragment that `name` makes of words [fragments, words]: float64 [fragments, 8]."""
     pairs = np.empty((len(words), 4), np.uint32)
     call(library, name, np.ascontiguousarray(words), *arguments, pairs, len(words))
     return pairs.view(TYPES[type]).astype(np.float64)
@@ -64,14 +64,14 @@ def decoded(library: ctypes.CDLL, name: str, type: str, words: np.ndarray, *argu
 def words_of(element: str, codes: np.ndarray) -> np.ndarray:
     """Codes [count, 8], in the order of registers, as the layout packs them: words [count, words of the element].
 
-    Each eight are what a lane has in one step of a brick, where PTX's description of m16n8k16 finds them as A operand.
+    Each eight are what a lane has in one fragment, where PTX's description of m16n8k16 finds them as A operand.
     """
     kind = Kind(element, "ScaleF16", "NONE", 1)
     bricks = -(-len(codes) // 256)
     matrix = np.zeros((bricks, 16, 128), np.uint8)
-    lane, step, i = np.ogrid[:32, :8, :8]
+    lane, fragment, i = np.ogrid[:32, :8, :8]
     row = lane // 4 + i // 2 % 2 * 8  # rows g + 8 in every second pair
-    column = step * 16 + lane % 4 * 2 + i % 2 + i // 4 * 8  # and 8 columns further in the last two
+    column = fragment * 16 + lane % 4 * 2 + i % 2 + i // 4 * 8  # and 8 columns further in the last two
     matrix[:, row, column] = np.resize(codes, (bricks, 32, 8, 8))
     packed = pack_codes(kind, matrix.reshape(-1, 128)).view("<u4").reshape(bricks, -1, 32, 4)
     return np.ascontiguousarray(packed.transpose(0, 2, 1, 3)).reshape(-1, kind.words)[: len(codes)]
@@ -100,7 +100,7 @@ def all_codes(element: str) -> np.ndarray:
 
 
 def by_row(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """What the rows g and g + 8 have, one for each tile or four, in the order of registers: [..., 8]."""
+    """What the rows g and g + 8 have, one for each fragment or four, in the order of registers: [..., 8]."""
     low, high = (np.broadcast_to(some, (4, *some.shape[-1:])) for some in (low, high))
     return np.stack([low[0], low[1], high[0], high[1], low[2], low[3], high[2], high[3]], axis=-1)
 
@@ -198,12 +198,12 @@ def test_scales_of_one_byte_are_exact_in_products(library, name, type):
     dense /= about.row_scale[:, None]
     raised = constants(library, "E2M1", type).raw * 2.0**7 * (1 if type == "F16" else 2.0**110)
     lane, i = np.ogrid[:32, :8]
-    for step in range(8):
-        group = step // (8 // kind.groups)
-        words = np.ascontiguousarray(codes[:, :, step]).reshape(-1, 1)
+    for fragment in range(8):
+        group = fragment // (8 // kind.groups)
+        words = np.ascontiguousarray(codes[:, :, fragment]).reshape(-1, 1)
         stored = np.repeat(scales[:, :, group // 2], 4, axis=1).ravel()  # lanes 4g to 4g + 3
         numbers = decoded(library, f"decode_prescaled_{kind.scale}_{type}", type, words, stored, group)
-        columns = step * 16 + lane % 4 * 2 + i % 2 + i // 4 * 8
+        columns = fragment * 16 + lane % 4 * 2 + i % 2 + i // 4 * 8
         exact = dense.reshape(16, bricks, 128)[lane // 4 + i // 2 % 2 * 8, :, columns] * raised  # [32, 8, bricks]
         exact = exact.transpose(2, 0, 1).reshape(-1, 8)
         rounded = exact.astype(TYPES[type]).astype(np.float64)

@@ -211,7 +211,7 @@ SMALL_SHAPES += [Small(8, 4, 24, sharers=2), Small(4, 8, 16, sharers=4), Small(8
 @pytest.mark.parametrize("multiprocessors", [GPU.multiprocessors, 3])
 @pytest.mark.parametrize(("name", "size"), [("u4b8", 128), ("u8b128", 64), ("fp4", 32), ("nvfp4", 16), ("q4_1", 32)])
 def test_every_shape_of_the_small_kernel(shape, multiprocessors, name, size):
-    """On three multiprocessors CTAs start over, up to eleven times; the last tiles are few, the last brick is short."""
+    """On three multiprocessors CTAs start over, up to eleven times; last courses are few, the last brick is short."""
     n, k, few = 520, 1024 + 64, replace(GPU, multiprocessors=multiprocessors)
     q = random_tensor(name, n, k, size, {})
     held = packed(q)
@@ -234,9 +234,9 @@ def test_strided_broadcast_empty_and_misaligned_x():
     base = torch.randn((6, 2, 140), device="cuda").half()
     xs = [base[..., 1:133], base[:, :1, 4:136].expand(6, 5, 132), base[:0, :, :132], base[0, 0, :132]]
     xs += [base[0, :1, :132].expand(m, 132) for m in (1, 3, 40)]
-    xs += [
-        base.flatten().as_strided((m, 132), (stride, 1)) for m in (3, 40) for stride in (0, 1, 8, 128)
-    ]  # overlapping
+    long = torch.randn(40 * 132, device="cuda").half()
+    overlapping = [(m, stride) for m in (3, 40) for stride in (0, 1, 8, 128)]
+    xs += [long.as_strided((m, 132), (stride, 1)) for m, stride in overlapping]
     for x in xs:
         torch.testing.assert_close(bf.quantized_linear(x, q), x @ dense.T, rtol=2e-2, atol=2e-2)
 

@@ -6,26 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign_formats import FOREIGN
 from support import assert_same_bits, gaussian, random_storage
 
 import billfish as bf
 from billfish.backends.cpu.structure import CODE_LAYOUTS, structure_of
-from billfish.elements import E2M1, U2, U3B4, U4, U6B32, Element, Integer, Table
+from billfish.elements import E2M1, U2, U4, Element, Table
 from billfish.format import FORMATS, GroupValues, Planes
 from billfish.formats.fp4 import Mxfp4
 from billfish.formats.ggml import MinimumBlock, ScaledBlock
-from billfish.formats.kquants import Q3_K, Q4_K, Q6_K
+from billfish.formats.kquants import Q3_K, Q4_K
 from billfish.formats.words import ScaledWordFormat
-
-
-class OtherQ4K(Q4_K):
-    """The same bytes under another name."""
-
-    name = "other_q4_k"
-
-
-class OtherQ6K(Q6_K):
-    name = "other_q6_k"
 
 
 class ReorderedQ4K(Q4_K):
@@ -56,55 +47,11 @@ class SwappedQ3K(Q3_K):
         return {**planes, "sub_scale": planes["sub_scale"][..., ::-1]}
 
 
-class W2(ScaledWordFormat):
-    """Two bits in 32-bit words."""
-
-    name = "w2"
-    element = Integer("u2b2", 2, bias=2)
-    block_size = 16
-    layout = "u32 [K/16, N], f16 [K/g, N]"
-
-
-class W4Unsigned(ScaledWordFormat):
-    """Codes 0..15 with a scale and nothing to subtract."""
-
-    name = "w4_unsigned"
-    element = U4
-    block_size = 8
-    layout = "u32 [K/8, N], f16 [K/g, N]"
-
-
-class B3(ScaledBlock):
-    """Three bits in blocks of 32: two planes in an order that no kernel knows."""
-
-    name = "b3"
-    element = U3B4
-    struct = np.dtype([("d", "<f2"), ("qs", "u1", 8), ("qh", "u1", 4)])
-    code_planes = (("qs", 8, 2), ("qh", 4, 1))
-
-
-class B6(ScaledBlock):
-    """Six bits in blocks of 32."""
-
-    name = "b6"
-    element = U6B32
-    struct = np.dtype([("d", "<f2"), ("ql", "u1", 16), ("qh", "u1", 8)])
-    code_planes = (("ql", 16, 4), ("qh", 8, 2))
-
-
 class B2Minimum(MinimumBlock):
     name = "b2_minimum"
     element = U2
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 8)])
-    code_planes = (("qs", 8, 2),)
-
-
-class Levels(ScaledBlock):
-    """Sixteen levels of its own."""
-
-    name = "levels"
-    element = Table("levels", 4, [-120, -90, -60, -40, -25, -12, -5, -1, 0, 2, 7, 15, 30, 50, 80, 110])
-    struct = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+    code_fields = (("qs", 8, 2),)
 
 
 class LevelsTimesPowers(Mxfp4):
@@ -139,26 +86,13 @@ class Squared(ScaledWordFormat):
         return super().decode(planes, group_size) ** 2
 
 
-# Whether the CPU multiplies with it, and whether it decodes it from its storage.
-FOREIGN: dict[type[bf.Format], tuple[bool, bool]] = {
-    OtherQ4K: (True, True),
-    OtherQ6K: (True, True),
-    ReorderedQ4K: (True, True),
-    LargerQ4K: (True, False),
-    SwappedQ3K: (True, False),
-    W2: (True, False),
-    W4Unsigned: (True, True),
-    B3: (True, False),
-    B6: (True, False),
-    B2Minimum: (True, False),
-    Levels: (True, True),
-    LevelsTimesPowers: (True, True),
-    Thirds: (False, True),
-    Squared: (False, False),
-}
+OWN = [ReorderedQ4K, LargerQ4K, SwappedQ3K, B2Minimum, LevelsTimesPowers, Thirds, Squared]
+NOT_MULTIPLIED = {"thirds", "squared"}  # by the CPU's kernels: the reference does
+READ_AS_STORED = {"another_q4_k", "another_q6_k", "reordered_q4_k", "scaled_u4", "halved_e2m1", "fp4_with_zeros"}
+READ_AS_STORED |= {"table_with_minimum", "biased_with_minimum", "signed_with_minimum", "levels_times_powers", "thirds"}
 
 
-@pytest.fixture(params=FOREIGN, ids=lambda cls: cls.name)
+@pytest.fixture(params=[*FOREIGN, *OWN], ids=lambda cls: cls.name)
 def foreign(request, monkeypatch):
     format = request.param()
     monkeypatch.setitem(FORMATS, format.name, format)
@@ -168,26 +102,25 @@ def foreign(request, monkeypatch):
 def tensor_of(format: bf.Format, n: int, k: int, seed: int = 0) -> bf.QuantizedTensor:
     """Random storage with scales that are ordinary numbers."""
     storage = dict(random_storage(format, n, k, np.random.default_rng(seed)))
+    fields = {"scales": storage.get("scales"), "biases": storage.get("biases")}
     if hasattr(format, "struct"):
         blocks = storage["blocks"].view(format.struct)
-        for field in ("d", "dmin", "m"):
-            if field in format.struct.names:
-                blocks[field] = gaussian(blocks[field].shape, seed).astype(np.float16)
-    elif storage["scales"].dtype == np.float16:
-        storage["scales"] = gaussian(storage["scales"].shape, seed).astype(np.float16)
-    else:
-        storage["scales"] = np.random.default_rng(seed).integers(110, 140, storage["scales"].shape, np.uint8)
+        fields = {name: blocks[name] for name in ("d", "dmin", "m", "e") if name in format.struct.names}
+    for field in fields.values():
+        if field is not None and field.dtype == np.uint8:
+            field[...] = np.random.default_rng(seed).integers(110, 140, field.shape, np.uint8)
+        elif field is not None:
+            field[...] = gaussian(field.shape, seed)
     return bf.QuantizedTensor.from_storage(format, storage)
 
 
 @pytest.mark.parametrize("n", [1, 37])
 def test_products_and_values_are_the_references(foreign, n):
-    multiplies, decodes = FOREIGN[type(foreign)]
     tensor = tensor_of(foreign, n, 5 * max(32, foreign.block_size) + (foreign.block_size % 32))
     k = tensor.shape[1]
     reference = bf.dequantize(tensor, backend="reference")
     assert_same_bits(bf.dequantize(tensor), reference)
-    assert (structure_of(foreign) is not None) == decodes
+    assert (structure_of(foreign) is not None) == (foreign.name in READ_AS_STORED)
     for m in (1, 3, 20):
         x = gaussian((m, k), m)
         exact = x.astype(np.float64) @ reference.T.astype(np.float64)
@@ -195,7 +128,7 @@ def test_products_and_values_are_the_references(foreign, n):
         for activations, tolerance in (("exact", 1e-6), ("q16", 1e-4), ("q8", 2e-2)):
             y = bf.quantized_linear(x, tensor, activations=activations)
             assert (np.abs(y - exact) <= tolerance * size + 1e-30).all()
-    if multiplies:
+    if foreign.name not in NOT_MULTIPLIED:
         bf.quantized_linear(x, tensor, backend="cpu")
     else:
         with pytest.raises(bf.BackendUnavailable, match=r"no kernels for|way of its own"):
@@ -234,7 +167,7 @@ def test_rounding_follows_the_element(base):
 
 
 def test_storage_spec_tells_all_about_storage(foreign):
-    n, k = 6, 2 * max(32, foreign.block_size)
+    n, k = 6, 2 * max(foreign.default_group_size, foreign.block_size)
     tensor = tensor_of(foreign, n, k)
     specs = foreign.storage_spec(n, k, tensor.group_size)
     assert list(specs) == list(tensor.storage)
@@ -254,8 +187,8 @@ def test_layouts_of_codes_are_those_of_the_kernels():
         pytest.skip("an installed wheel has no sources")
     text = source.read_text()
     found = {}
-    for planes, codes in re.findall(r"case layout_of\(([\d, ]+)\): return f\(([^)]+)\(\)\)", text):
-        numbers = [int(number) for number in planes.split(",")]
+    for fields, codes in re.findall(r"case layout_of\(([\d, ]+)\): return f\(([^)]+)\(\)\)", text):
+        numbers = [int(number) for number in fields.split(",")]
         key = tuple(zip(numbers[::2], numbers[1::2], strict=True))
         template = re.match(r"FileCodes<(\d+), (\d+), Minimums::(\w+)", codes)
         count, group, minimums = template.groups() if template else ("32", "32", "perhaps")  # RowNibbles, RowBytes

@@ -242,7 +242,7 @@ def test_stripes(name, slices, threadgroups, monkeypatch):
         return choose.Dispatch("striped", {"TILE_M": 32, "SLICES": slices}, (threadgroups * 128, 1, 1), (128, 1, 1))
 
     monkeypatch.setattr(bridge, "launch", forced)
-    q = quantized(name, 70, 352)  # 11 tiles of K: of 8 slices, two are empty
+    q = quantized(name, 70, 352)  # 11 slabs of K: of 8 slices, two are empty
     x, bias = gaussian((33, 352), 3).astype(np.float16), gaussian((70,), 4).astype(np.float16)
     y, *others = (multiply("striped", x, q, bias, check=True, order=order) for order in ORDERS)
     assert_within_contract(y, x, q, bias)

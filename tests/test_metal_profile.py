@@ -73,11 +73,11 @@ def test_mlx_kernels_compute_the_same_product(name, m):
 # ---- threadgroup memory, barriers, products ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kernel", "tiles"), [("gemm", 16384), ("striped", 16384), ("fused", 4608)])
+@pytest.mark.parametrize(("kernel", "slabs"), [("gemm", 16384), ("striped", 16384), ("fused", 4608)])
 @pytest.mark.parametrize("name", ["fp4", "u4", "q8_0"])
-def test_threadgroup_memory_is_as_designed(kernel, tiles, name):
+def test_threadgroup_memory_is_as_designed(kernel, slabs, name):
     count = count_ours(KERNELS, quantized(name, 64, 64), half(64, 64), kernel)[0]
-    assert count.threadgroup_memory - count.padding == tiles
+    assert count.threadgroup_memory - count.padding == slabs
     assert count.padding == (1024 if kernel == "fused" else 4096)
 
 

@@ -7,14 +7,13 @@ import mlx.nn
 import numpy as np
 import pytest
 import torch
-from nn_frameworks import MLX, TORCH
+from nn_frameworks import MLX, TORCH, count_packs
 from support import assert_same_bits, gaussian, random_storage
 from torch.utils.flop_counter import FlopCounterMode
 
 import billfish as bf
 import billfish.nn.mlx
 import billfish.nn.torch
-from billfish.nn.base import storage_names
 from billfish.nn.mlx_decode import decode, round_activations
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
@@ -24,14 +23,14 @@ FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f
 
 
 @pytest.mark.parametrize(("format", "act_order"), [("u4", True), ("nvfp4", False), ("q4_k", False)])
-def test_torch_compile_takes_the_whole_graph(format, act_order):
+def test_torch_compile_takes_the_whole_graph(format, act_order, monkeypatch):
     torch.compiler.reset()
     order = np.random.default_rng(0).permutation(256) if act_order else None
     bias = torch.nn.Parameter(torch.from_numpy(gaussian((16,))))
     layer = TORCH.ours.MarlinLinear.from_quantized(bf.quantize(gaussian((16, 256)), format), bias, permutation=order)
     model = torch.nn.Sequential(layer, torch.nn.ReLU())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    packed = len(TORCH.ours.WEIGHTS)
+    packs = count_packs(monkeypatch)
     results = []
     for call in (model, compiled):
         x = torch.from_numpy(gaussian((2, 3, 256), 1)).requires_grad_()
@@ -42,7 +41,7 @@ def test_torch_compile_takes_the_whole_graph(format, act_order):
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager, traced)
     assert compiled(torch.zeros(7, 256)).shape == (7, 16)
-    assert len(TORCH.ours.WEIGHTS) == packed + 1  # prepacked once, in eager mode and in the compiled graph
+    assert len(packs) == 1  # in eager mode and in the compiled graph
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about itself
@@ -56,9 +55,9 @@ def test_torch_inductor_compiles_it():
 def test_torch_operator_is_sound():
     layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "u4")
     x = torch.from_numpy(gaussian((3, 64))).requires_grad_()
-    arguments = (x, layer.storage, layer.bias, layer.format, layer.group_size, 16, "exact")
+    arguments = (x, layer.storage, layer.bias, layer.format, layer.group_size, 16, "exact", "")
     torch.library.opcheck(torch.ops.billfish.linear.default, arguments)
-    torch.library.opcheck(torch.ops.billfish.dequantize.default, (layer.storage, "u4", 32, 16, 64))
+    torch.library.opcheck(torch.ops.billfish.dequantize.default, (layer.storage, "u4", 32, 16, 64, ""))
 
 
 def test_torch_vmap():
@@ -67,9 +66,9 @@ def test_torch_vmap():
     y = torch.func.vmap(lambda column: layer(column.T), in_dims=0)(x)
     assert torch.equal(y, layer(x.transpose(1, 2)))
     with pytest.raises(bf.DTypeError, match="a batch of x, and of nothing else"):
-        torch.func.vmap(lambda bias: torch.ops.billfish.linear(x[0].T, layer.storage, bias, "q4_0", 32, 16, "exact"))(
-            torch.zeros(2, 16)
-        )
+        torch.func.vmap(
+            lambda bias: torch.ops.billfish.linear(x[0].T, layer.storage, bias, "q4_0", 32, 16, "exact", "")
+        )(torch.zeros(2, 16))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -130,6 +129,33 @@ def test_torch_conversions_leave_storage_alone():
     assert layer.to("meta").scales.is_meta
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16])
+def test_torch_autocast_is_followed_as_linear_does(dtype, wanted):
+    """y has autocast's type, and is that of x rounded to it; inside enabled=False all is as without."""
+    torch.compiler.reset()
+    layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "nvfp4")
+    plain = layer.to_linear()
+    x = torch.from_numpy(gaussian((3, 64))).to(dtype)
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=wanted):
+            ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+            y = module(ours)
+            assert y.dtype == plain(theirs).dtype == wanted
+            with torch.no_grad():
+                assert torch.equal(module(x), y)
+            with torch.autocast("cpu", enabled=False):
+                assert module(x).dtype == dtype
+            with pytest.raises(bf.DTypeError, match="x: got dtype float64"):
+                layer(x.double())
+        assert torch.equal(y, layer(x.to(wanted)))
+        y.float().sum().backward()
+        plain(theirs.to(wanted).float()).sum().backward()
+        assert ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-7, atol=0)
+        assert module(x).dtype == dtype
+
+
 def test_torch_layer_under_inference_mode():
     with torch.inference_mode():
         layer = bf.MarlinLinear.from_linear(TORCH.make_linear(16, 64), "q4_0")
@@ -145,7 +171,7 @@ def test_mlx_operations_decode_every_byte_as_dequantize_does(format):
     for group_size in format.group_sizes:
         k = 3 * np.lcm(format.block_size, group_size)
         tensor = bf.QuantizedTensor.from_storage(format, random_storage(format, 16, k, rng, group_size), group_size)
-        arrays = [MLX.arrays.from_numpy(tensor.storage[name]) for name in storage_names(format.name)]
+        arrays = [MLX.arrays.from_numpy(tensor.storage[name]) for name in format.storage_names]
         assert_same_bits(np.array(decode(format, arrays, group_size)), bf.dequantize(tensor))
 
 
@@ -153,7 +179,7 @@ def test_mlx_operations_decode_every_byte_as_dequantize_does(format):
 def test_mlx_operations_decode_partial_and_whole_row_groups(group_size):
     for format in ("u4", "u4b8", "fp4"):
         tensor = bf.quantize(gaussian((8, 72)), format, group_size=group_size)
-        arrays = [mx.array(tensor.storage[name]) for name in storage_names(format)]
+        arrays = [mx.array(tensor.storage[name]) for name in tensor.format.storage_names]
         assert_same_bits(np.array(decode(tensor.format, arrays, tensor.group_size)), bf.dequantize(tensor))
 
 
@@ -204,8 +230,10 @@ def test_mlx_compiles_what_metal_computes_lazily(monkeypatch):
     """A backend that only builds MLX's graph is part of what mx.compile traces, and brings its own gradient."""
     metal = bf.BACKENDS["metal"]
     monkeypatch.setattr(metal, "can_run", lambda problem: (problem.kind == "mlx", "it takes MLX arrays"))
-    monkeypatch.setattr(metal, "prepack", lambda tensor: mx.array(bf.dequantize(tensor)))
-    monkeypatch.setattr(metal, "linear", lambda x, w, n, bias, activations: x.source @ w.T + bias.source)
+    monkeypatch.setattr(metal, "pack", lambda tensor, place: mx.array(bf.dequantize(tensor)))
+    monkeypatch.setattr(
+        metal, "linears", lambda products, _: [p.x.source @ p.weights.T + p.bias.source for p in products]
+    )
     layer = bf.MarlinLinear.from_linear(MLX.make_linear(16, 64), "q4_0")
     monkeypatch.setattr(billfish.nn.mlx, "decode", None)  # not needed
     x, plain = mx.array(gaussian((3, 64))), layer.to_linear()

@@ -62,20 +62,6 @@ def test_values_and_gradients(format, dtype):
     assert (x.grad.double() - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
 
 
-def test_compiled_and_captured():
-    torch.compiler.reset()
-    layer = make_layer("fp4").to("cuda")
-    x = torch.from_numpy(gaussian((4, 256), 2)).to("cuda", torch.float16)
-    with torch.no_grad():
-        eager = layer(x)
-        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), eager)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = layer(x)
-        graph.replay()
-        assert torch.equal(captured, eager)
-
-
 @FORMATS
 def test_the_gpu_has_the_weights_once(format):
     """Bricks in the place of storage, and the storage's bits when a state dict asks for them."""
@@ -110,3 +96,17 @@ def test_memory_is_free_when_the_layer_is_gone():
     del layer, twin, third, x
     gc.collect()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_compiled_and_captured():
+    torch.compiler.reset()
+    layer = make_layer("fp4").to("cuda")
+    x = torch.from_numpy(gaussian((4, 256), 2)).to("cuda", torch.float16)
+    with torch.no_grad():
+        eager = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), eager)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(x)
+        graph.replay()
+        assert torch.equal(captured, eager)

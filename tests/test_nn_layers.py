@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from typing import Any
 
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import safetensors.torch
+import torch
 from nn_frameworks import MLX, TORCH
 from support import assert_same_bits, gaussian, random_storage
 
 import billfish as bf
 import billfish.nn.mlx
 import billfish.nn.torch
-from billfish.nn.base import storage_names
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -80,7 +79,7 @@ def test_parameters_go_through_safetensors(framework, format, tmp_path):
     tensor = bf.QuantizedTensor.from_storage(format, random_storage(format, 8, k, np.random.default_rng(0)))
     layer = framework.ours.MarlinLinear.from_quantized(tensor, framework.array(gaussian((8,))))
     parameters = framework.parameters(layer)
-    assert set(parameters) == {*storage_names(format.name), "bias"}
+    assert set(parameters) == {*format.storage_names, "bias"}
     path = str(tmp_path / "layer.safetensors")
     if framework is TORCH:
         safetensors.torch.save_file(parameters, path)
@@ -111,27 +110,6 @@ def test_copies_are_equal_and_independent(framework, clone, format):
     assert repr(twin) == repr(layer)
     assert_same_bits(framework.numpy(twin(x)), framework.numpy(y))
     assert not any(a is b for a, b in zip(layer.storage, twin.storage, strict=True))
-
-
-@BOTH
-def test_prepacked_weights_live_as_long_as_the_layer_and_follow_its_arrays(framework):
-    weights = framework.ours.WEIGHTS
-    gc.collect()
-    before = len(weights)
-    layer = bf.MarlinLinear.from_linear(framework.make_linear(8, 64), "q4_0")
-    other = bf.MarlinLinear.from_linear(framework.linear(64, 8), "q4_0")
-    x = framework.array(gaussian((2, 64)))
-    layer(x)
-    layer(x)
-    assert len(weights) == before + 1
-    if framework is TORCH:
-        layer.load_state_dict(other.state_dict())  # writes into the same tensors
-    else:
-        layer.update(other.parameters())
-    assert_same_bits(framework.numpy(layer(x)), framework.numpy(other(x)))
-    del layer, other
-    gc.collect()
-    assert len(weights) == before
 
 
 @BOTH
@@ -189,11 +167,11 @@ def test_act_order(framework):
     w = gaussian((16, 64))
     layer = framework.ours.MarlinLinear.from_quantized(bf.quantize(w[:, order], "q8_0"), permutation=order)
     x = gaussian((3, 64), 1)
-    stored = bf.dequantize(layer.quantized())
-    np.testing.assert_allclose(framework.numpy(layer(framework.array(x))), x[:, order] @ stored.T, atol=1e-4)
+    assert np.array_equal(layer.quantized().permutation, order)
     plain = framework.numpy(layer.to_linear().weight)
-    assert_same_bits(plain[:, order], stored)
+    assert_same_bits(plain, bf.dequantize(layer.quantized()))
     assert np.abs(plain - w).max() < 0.05
+    np.testing.assert_allclose(framework.numpy(layer(framework.array(x))), x @ plain.T, atol=1e-4)
     assert "permutation" in framework.parameters(layer)
     fresh = framework.ours.MarlinLinear(64, 16, False, format="q8_0", act_order=True)
     if framework is TORCH:
@@ -201,6 +179,78 @@ def test_act_order(framework):
     else:
         fresh.load_weights(list(framework.parameters(layer).items()))
     assert_same_bits(framework.numpy(fresh(framework.array(x))), framework.numpy(layer(framework.array(x))))
+
+
+@BOTH
+def test_a_tensor_brings_its_own_order(framework):
+    order = np.random.default_rng(0).permutation(64)
+    stored = bf.quantize(gaussian((16, 64)), "q8_0")
+    tensor = bf.QuantizedTensor.from_storage("q8_0", stored.storage, permutation=order)
+    layer = framework.ours.MarlinLinear.from_quantized(tensor)
+    x = gaussian((3, 64), 1)
+    assert_same_bits(framework.numpy(layer(framework.array(x))), bf.quantized_linear(x, tensor))
+    assert_same_bits(framework.numpy(layer.to_linear().weight), bf.dequantize(tensor))
+    assert_same_bits(bf.dequantize(layer.quantized()), bf.dequantize(tensor))
+    with pytest.raises(bf.FormatError, match="permutation: got a value; takes none beside a tensor that has its own"):
+        framework.ours.MarlinLinear.from_quantized(tensor, permutation=order)
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [64, -1, 5], ids=["too large", "negative", "twice"])
+def test_an_order_that_is_none_is_refused(framework, wrong):
+    """When it is loaded into a layer, or at the first call after that."""
+    order = np.arange(64, dtype=np.int32)
+    layer = framework.ours.MarlinLinear(64, 16, False, format="q4_0", act_order=True)
+    x = framework.array(gaussian((3, 64)))
+    layer(x)
+    order[9] = wrong
+    if framework is TORCH:
+        with pytest.raises(RuntimeError, match=r"permutation: got int32 .*not each index once; takes each of 0\.\.63"):
+            layer.load_state_dict({**layer.state_dict(), "permutation": torch.from_numpy(order)})
+        layer(x)
+        layer.permutation.copy_(torch.from_numpy(order))
+    else:
+        layer.load_weights([("permutation", mx.array(order))], strict=False)
+    with pytest.raises(bf.ShapeError, match=r"permutation: got int32 .*not each index once; takes each of 0\.\.63"):
+        layer(x)
+
+
+WRONG_STATES = {
+    "one array of another shape": lambda state: state.update(scales=state["scales"][:, :-1]),
+    "all of another shape": lambda state: state.update(MAKERS["larger"].state_dict()),
+    "another type": lambda state: state.update(scales=state["scales"].to(torch.int64)),
+    "a type that NumPy does not have": lambda state: state.update(scales=state["scales"].to(torch.float8_e4m3fn)),
+    "no array": lambda state: state.update(scales=None),
+    "a bias of another shape": lambda state: state.update(bias=state["bias"][:-1]),
+}
+MAKERS = {"larger": billfish.nn.torch.MarlinLinear(128, 16, format="u4")}
+
+
+@pytest.mark.parametrize("way", WRONG_STATES)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_that_is_refused_changes_nothing(way, assign):
+    """u4 has scales and zeros, which are of one type."""
+    layer, other = (bf.MarlinLinear.from_linear(torch.nn.Linear(64, 16), "u4") for _ in range(2))
+    model = torch.nn.Sequential(layer)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    x = torch.from_numpy(gaussian((3, 64)))
+    y = layer(x)
+    state = dict(other.state_dict())
+    WRONG_STATES[way](state)
+    with pytest.raises(RuntimeError, match="loading state_dict"):
+        model.load_state_dict({f"0.{name}": tensor for name, tensor in state.items()}, assign=assign)
+    assert layer.state_dict().keys() == before.keys()
+    for name, tensor in layer.state_dict().items():
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor, before[name]), name
+    assert torch.equal(layer(x), y)
+
+
+def test_a_part_of_a_state_dict_is_loaded_if_that_is_wanted():
+    layer, other = (bf.MarlinLinear.from_linear(torch.nn.Linear(64, 16), "u4") for _ in range(2))
+    state = {"scales": other.state_dict()["scales"]}
+    layer.load_state_dict(state, strict=False)
+    assert torch.equal(layer.scales, other.scales)
 
 
 @BOTH

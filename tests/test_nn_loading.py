@@ -14,6 +14,7 @@ import safetensors.numpy
 import torch
 from checkpoint_folders import CONFIG, matrices, write_folder
 from mlx_lm.models import llama
+from nn_frameworks import MLX, TORCH
 from support import assert_same_bits, gaussian
 
 import billfish as bf
@@ -124,6 +125,40 @@ def test_names_that_do_not_fit_are_an_error_and_change_nothing(tmp_path):
     path, _ = write_block(tmp_path / "c", **{"norm.bias": gaussian((1,))})
     with pytest.raises(bf.CheckpointError, match=r"norm\.bias: got shape \(1,\); takes \(96,\)"):
         bf.load_into(Block(), path)
+
+
+@pytest.mark.parametrize("framework", [TORCH, MLX], ids=lambda f: f.name)
+def test_a_bias_that_the_checkpoint_lacks(framework, tmp_path):
+    """An error that names it, and nothing is changed; the model's own bias stays where that is wanted."""
+    path, tensor = write_block(tmp_path, **{"up.bias": None, "norm.weight": None, "norm.bias": None})
+    container = torch.nn.Module if framework is TORCH else mlx.nn.Module
+
+    class Model(container):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = framework.make_linear(96, 64), framework.make_linear(64, 96, bias=False)
+
+    model = Model()
+    weight = framework.numpy(model.down.weight)
+    with pytest.raises(bf.CheckpointError, match=r"source: got no 'up\.bias'; takes 'up\.bias' beside 'up\.weight'"):
+        bf.load_into(model, path)
+    assert type(model.up) is framework.linear
+    assert_same_bits(framework.numpy(model.down.weight), weight)
+    assert [layer.path for layer in bf.load_into(model, path, strict=False).replaced] == ["up"]
+    assert_same_bits(framework.numpy(model.up.bias), gaussian((96,), 1))
+    x = gaussian((3, 64))
+    expected = bf.quantized_linear(x, tensor, bias=gaussian((96,), 1))
+    assert_same_bits(framework.numpy(model.up(framework.array(x))), expected)
+
+
+def test_shapes_are_checked_before_anything_changes(tmp_path):
+    path, _ = write_block(tmp_path, **{"down.weight": gaussian((64, 95))})
+    model = Block()
+    bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(bf.CheckpointError, match=r"down\.weight: got shape \(64, 95\); takes \(64, 96\)"):
+        bf.load_into(model, path)
+    assert type(model.up) is torch.nn.Linear
+    assert all(torch.equal(tensor, bits[name]) for name, tensor in model.state_dict().items())
 
 
 def test_tied_arrays_need_one_name(tmp_path):

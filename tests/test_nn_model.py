@@ -123,6 +123,68 @@ def test_nothing_changes_where_the_settings_are_wrong(make):
 
 
 @BOTH
+def test_settings_belong_to_the_format_that_they_are_given_with(make):
+    """The docstring's own predicate, beside a group size and an option that q8_0 does not have."""
+    model = make()
+    report = bf.quantize_model(
+        model,
+        "u4",
+        group_size=64,
+        zero_point="fractional",
+        method="mse",
+        predicate=lambda path, _: (
+            {"format": "q8_0"} if "down" in path else {"group_size": 32} if "up" in path else True
+        ),
+    )
+    assert {(layer.path.rpartition(".")[2], layer.format, layer.group_size) for layer in report.replaced} == {
+        ("down", "q8_0", 32),
+        ("up", "u4", 32),
+        ("head", "u4", 64),
+    }
+    assert bf.dequantize(model.head.quantized()).shape == (40, 64)
+    fractional = bf.quantize(gaussian((8, 64)), "u4", zero_point="fractional").storage["zeros"].dtype
+    assert model.head.quantized().storage["zeros"].dtype == fractional
+    report = bf.quantize_model(
+        make(), "q8_0", predicate=lambda *_: {"format": "u4", "group_size": 128, "zero_point": "fractional"}
+    )
+    assert {(layer.format, layer.group_size) for layer in report.replaced} == {("u4", 128)}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "best"},
+        {"activations": "int8"},
+        {"format": "q4_0", "zero_point": "fractional"},
+        {"format": "u4", "zero_point": "odd"},
+        {"predicate": lambda path, _: {"method": "best"} if path == "head" else True},
+        {"predicate": lambda path, _: {"activations": "int8"} if path == "head" else True},
+        {"predicate": lambda path, _: {"group_size": 7} if path == "head" else True},
+        {"predicate": lambda path, _: {"format": "q8_0", "zero_point": "integer"} if path == "head" else True},
+        {"predicate": lambda path, _: {"colour": "red"} if path == "head" else True},
+    ],
+    ids=str,
+)
+def test_everything_is_checked_before_the_first_layer_is_replaced(make, settings):
+    model = make()
+    with pytest.raises(bf.FormatError, match="quantize_model"):
+        bf.quantize_model(model, **settings)
+    assert type(model.blocks[0].up).__name__ == type(model.head).__name__ == "Linear"
+
+
+@BOTH
+def test_weights_that_cannot_be_quantized_leave_the_model_as_it_was(make):
+    model = make()
+    model.head.weight = (
+        model.head.weight * float("nan") if make is MlxModel else torch.nn.Parameter(model.head.weight * float("nan"))
+    )
+    with pytest.raises(bf.DataError, match="w: got nan at row 0, k 0"):
+        bf.quantize_model(model, "q4_0")
+    assert type(model.blocks[0].up).__name__ == "Linear"
+
+
+@BOTH
 def test_tied_linears_share_one_quantized_weight(make):
     model = make()
     model.blocks[1].up.weight = model.blocks[0].up.weight

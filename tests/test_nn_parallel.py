@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import parallel_worker
 import pytest
+import torch
 import torch.multiprocessing
 from checkpoint_folders import matrices, write_folder
 from support import gaussian
 
 import billfish as bf
-from billfish.nn.parallel import Share, bias_share, cut, llama_plan, read_share
+from billfish.nn.parallel import RowParallelLinear, Share, bias_share, cut, llama_plan, place, read_share
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -60,8 +61,8 @@ def test_the_shares_of_a_plan_are_the_whole(ranks, act_order, tmp_path):
             tensor, order = read_share(weights, path, share)
             values = bf.dequantize(tensor)
             if style == "column":
-                columns = np.arange(k) if order is None else order
-                restored[np.ix_(np.arange(*share.span), columns)] = values
+                assert order is None
+                restored[slice(*share.span)] = values
             else:
                 restored[:, np.arange(*share.span) if order is None else order] = values
         assert np.array_equal(restored, truth[f"{path}.weight"])
@@ -70,6 +71,24 @@ def test_the_shares_of_a_plan_are_the_whole(ranks, act_order, tmp_path):
         attention = plan["model.layers.0.self_attn.q_proj"], plan["model.layers.0.self_attn.k_proj"]
         heads = [tuple(bound // 16 for bound in share.span) for share in attention]
         assert heads[0] == tuple(2 * bound for bound in heads[1])  # two queries for each key
+
+
+def test_an_order_that_x_has_no_features_for_is_refused():
+    """Some columns of W take any features of x, but each once, and none that x does not have."""
+    tensor = bf.quantize(gaussian((8, 32)), "q4_0")
+    order = np.arange(64)[::2]
+    layer = RowParallelLinear.from_quantized(tensor, permutation=order)
+    place(layer, Share("row", (0, 32), (40, 24)), None)
+    x = torch.from_numpy(gaussian((3, 64), 1))
+    expected = bf.quantized_linear(x[:, torch.from_numpy(order.copy())], tensor)
+    assert torch.equal(layer._product(x), expected)
+    assert layer.quantized().permutation is None
+    place(layer, Share("row", (0, 32), (30, 24)), None)
+    layer.repack()
+    with pytest.raises(bf.ShapeError, match=r"permutation: .*, up to 62; takes 32 different ones of 0\.\.53"):
+        layer._product(x)
+    with pytest.raises(bf.ShapeError, match=r"permutation: .* takes 32 different ones of"):
+        RowParallelLinear.from_quantized(tensor, permutation=np.zeros(32, np.int64))
 
 
 def test_more_processes_than_heads(tmp_path):

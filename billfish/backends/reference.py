@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from billfish.activations import IntegerActivations, quantize_activations
 from billfish.arrays import Input, round_once
 from billfish.backends.base import NumpyBackend, Problem
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 
@@ -28,6 +29,7 @@ class ReferenceBackend(NumpyBackend):
         tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)
         return out
 
+    @with_known_floats
     def multiply(
         self, x: NDArray[Any] | IntegerActivations, weights: Any, bias: NDArray[Any] | None, activations: str = "exact"
     ) -> NDArray[Any]:

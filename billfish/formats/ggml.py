@@ -50,7 +50,7 @@ class BlockFormat(Format):
     struct: np.dtype[Any]
     fields = {"d": "scale"}  # which field of the struct is which plane
     # The fields that hold the bits of the codes, lowest first: (field, run of bytes, bits); see unfold().
-    code_planes: tuple[tuple[str, int, int], ...] = (("qs", 16, 4),)
+    code_fields: tuple[tuple[str, int, int], ...] = (("qs", 16, 4),)
 
     def __init_subclass__(cls) -> None:
         if "struct" in cls.__dict__:
@@ -62,7 +62,7 @@ class BlockFormat(Format):
     def read_codes(self, blocks: Array) -> Array:
         """Struct blocks [N, B] to codes [N, B, block_size]."""
         codes, at = np.zeros((*blocks.shape, self.block_size), np.uint8), 0
-        for field, width, bits in self.code_planes:
+        for field, width, bits in self.code_fields:
             codes |= unfold(blocks[field], width, bits) << np.uint8(at)
             at += bits
         return codes
@@ -70,7 +70,7 @@ class BlockFormat(Format):
     def write_codes(self, codes: Array, blocks: Array) -> None:
         """The inverse: codes [N, B, block_size] into the fields of struct blocks [N, B]."""
         at = 0
-        for field, width, bits in self.code_planes:
+        for field, width, bits in self.code_fields:
             blocks[field] = fold(codes >> np.uint8(at), width, bits)
             at += bits
 
@@ -204,7 +204,7 @@ class Q5_0(ScaledBlock):
     gguf = "Q5_0"
     element = U5B16
     struct = np.dtype([("d", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
-    code_planes = (("qs", 16, 4), ("qh", 1, 1))
+    code_fields = (("qs", 16, 4), ("qh", 1, 1))
 
 
 @register
@@ -213,7 +213,7 @@ class Q5_1(MinimumBlock):
     gguf = "Q5_1"
     element = U5
     struct = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", 4), ("qs", "u1", 16)])
-    code_planes = (("qs", 16, 4), ("qh", 1, 1))
+    code_fields = (("qs", 16, 4), ("qh", 1, 1))
 
 
 @register
@@ -222,7 +222,7 @@ class Q8_0(ScaledBlock):
     gguf = "Q8_0"
     element = S8
     struct = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
-    code_planes = (("qs", 1, 8),)
+    code_fields = (("qs", 1, 8),)
 
     def _scale(self, w: Floats) -> Floats:
         return np.abs(w).max(axis=1) / np.float32(127)
@@ -300,7 +300,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     group_sizes = (16,)
     block_size = 64
     struct = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
-    code_planes = (("qs", 8, 4),)
+    code_fields = (("qs", 8, 4),)
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_ue4m3_half(planes["scale"]) * planes["global_scale"])

@@ -199,7 +199,7 @@ class Q4_K(SixBitPairs):
     gguf = "Q4_K"
     element = U4
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
-    code_planes = (("qs", 32, 4),)
+    code_fields = (("qs", 32, 4),)
 
 
 @register
@@ -208,7 +208,7 @@ class Q5_K(SixBitPairs):
     gguf = "Q5_K"
     element = U5
     struct = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
-    code_planes = (("qs", 32, 4), ("qh", 32, 1))
+    code_fields = (("qs", 32, 4), ("qh", 32, 1))
 
 
 @register
@@ -220,7 +220,7 @@ class Q6_K(TwoLevelScaled):
     sub_range = (-128, 127)
     struct = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
     fields = {"d": "scale", "scales": "sub_scale"}
-    code_planes = (("ql", 64, 4), ("qh", 32, 2))
+    code_fields = (("ql", 64, 4), ("qh", 32, 2))
 
 
 @register
@@ -233,7 +233,7 @@ class Q2_K(TwoLevelMinimum):
     group_sizes = (16,)
     sub_limit = 15
     struct = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
-    code_planes = (("qs", 32, 2),)
+    code_fields = (("qs", 32, 2),)
 
     def read_scales(self, blocks: Array) -> Planes:
         both = blocks["scales"]
@@ -253,7 +253,7 @@ class Q3_K(TwoLevelScaled):
     sub_range = (-32, 31)
     sub_bias = 32
     struct = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
-    code_planes = (("qs", 32, 2), ("hmask", 32, 1))
+    code_fields = (("qs", 32, 2), ("hmask", 32, 1))
 
     def read_scales(self, blocks: Array) -> Planes:
         low, high = np.split(blocks["scales"], [8], axis=-1)

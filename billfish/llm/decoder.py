@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from billfish.activations import PLANES, check_activations
+from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.source import codes_of
@@ -167,7 +167,7 @@ class Decoder:
         Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS rows.
         A cache takes its tokens when all their keys are in it, so that whatever is raised leaves it as it was.
         """
-        planes = PLANES[check_activations("llm.run", activations)]
+        digits = DIGITS[check_activations("llm.run", activations)]
         caches = {id(cache): cache for cache, _ in spans}
         if len(caches) < len(spans):
             raise ModelError(complaint("llm.run", "spans", "a cache twice", "a cache for each text"))
@@ -182,7 +182,7 @@ class Decoder:
                 start = len(cache.tokens)
                 cache.reserve(start + len(tokens))
                 rows.append((cache.keys, cache.values, start, len(tokens)))
-            self._native.run(x, rows, planes)
+            self._native.run(x, rows, digits)
             for cache, tokens in spans:
                 cache.tokens.extend(tokens)
         return x
@@ -193,8 +193,8 @@ class Decoder:
         The head is the largest matrix and waits for memory, so that x in 16 bits instead of 8 costs nothing there.
         """
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
-        planes = PLANES["q16" if check_activations("llm.logits", activations) == "q8" else activations]
-        self._native.finish(np.ascontiguousarray(hidden), planes, out)
+        digits = DIGITS["q16" if check_activations("llm.logits", activations) == "q8" else activations]
+        self._native.finish(np.ascontiguousarray(hidden), digits, out)
         return out
 
     def check_tokens(self, call: str, argument: str, tokens: list[int]) -> None:

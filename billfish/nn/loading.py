@@ -34,7 +34,9 @@ def load_into(
     becomes a MarlinLinear; everything else is loaded as numbers, quantized embeddings too.
     source: what bf.load takes, or returned. GGUF names are translated to those of transformers and mlx-lm.
     rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
-    strict: whether tensors of the checkpoint that the model has no place for are an error.
+    strict: whether it is an error if the model has no place for a tensor of the checkpoint, or the checkpoint has a
+    quantized matrix without the bias that the model's layer has. If not, such a layer keeps its own bias.
+    An error leaves the model as it was, unless the file itself turns out to be damaged.
     """
     weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
     rename = rename or (lambda name: name)
@@ -49,6 +51,10 @@ def load_into(
     if spare and strict:
         got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
         raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
+    for own, linear, _ in linears:
+        _check_linear(weights, rename, own, linear, strict)
+    for own, theirs in numbers.items():
+        _check_shape(theirs, weights.describe(theirs).shape, own, arrays[own].shape)
     report = ModelReport()
     with Progress(len(linears) + len(numbers), "tensors", enabled=progress) as bar:
         for path, linear, put in linears:
@@ -56,10 +62,10 @@ def load_into(
             name, bias_name = (rename(f"{path}.{part}") for part in ("weight", "bias"))
             tensor = weights[name]
             assert isinstance(tensor, QuantizedTensor)
-            _check_shape(name, tensor.shape, path, linear.weight)
-            bias = adapter.from_numpy(np.array(weights[bias_name])) if bias_name in weights else None
-            order = weights.permutation(name)
-            layer = layer_type.from_quantized(tensor, bias, permutation=order, activations=activations)
+            bias = getattr(linear, "bias", None)
+            if bias_name in weights:
+                bias = adapter.from_numpy(np.array(weights[bias_name]))
+            layer = layer_type.from_quantized(tensor, bias, activations=activations)
             layer.train(model.training)
             put(layer)
             report.replaced.append(Replaced(path, layer.format, layer.group_size, linear.weight.nbytes, tensor.nbytes))
@@ -67,15 +73,24 @@ def load_into(
             bar.advance(1, own)
             tensor = weights[theirs]
             array = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.array(tensor)
-            _check_shape(theirs, array.shape, own, arrays[own])
             layer_type.set_parameter(model, own, adapter.from_numpy(array))
     return report
 
 
-def _check_shape(name: str, shape: tuple[int, ...], own: str, array: Any) -> None:
-    if shape != tuple(array.shape):
-        takes = f"{tuple(array.shape)} for {own}"
-        raise CheckpointError(complaint("load_into", name, f"shape {shape}", takes))
+def _check_linear(weights: Checkpoint, rename: Callable[[str], str], path: str, linear: Any, strict: bool) -> None:
+    """Raises unless the checkpoint has this layer's matrix, and its bias."""
+    name, bias_name = (rename(f"{path}.{part}") for part in ("weight", "bias"))
+    _check_shape(name, weights.describe(name).shape, path, linear.weight.shape)
+    if bias_name in weights:
+        _check_shape(bias_name, weights.describe(bias_name).shape, path, linear.weight.shape[:1])
+    elif strict and getattr(linear, "bias", None) is not None:
+        takes = f"{bias_name!r} beside {name!r}, or strict=False, which keeps the bias of {path}"
+        raise CheckpointError(complaint("load_into", "source", f"no {bias_name!r}", takes))
+
+
+def _check_shape(name: str, shape: tuple[int, ...], own: str, wanted: Any) -> None:
+    if shape != tuple(wanted):
+        raise CheckpointError(complaint("load_into", name, f"shape {shape}", f"{tuple(wanted)} for {own}"))
 
 
 def _is_matrix(weights: Checkpoint, name: str) -> bool:

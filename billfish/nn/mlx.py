@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Sequence
+from ctypes import addressof, c_char
 from functools import partial
 from typing import Any
 
@@ -11,20 +14,69 @@ import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
-from billfish.arrays import FLOATS, MlxArrays
+from billfish.activations import check_activations
+from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
 from billfish.errors import DTypeError, complaint
 from billfish.format import Format, get_format
 from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
 from billfish.ops import dequantize, quantize, quantized_linear
-from billfish.tensor import QuantizedTensor
+from billfish.tensor import QuantizedTensor, check_permutation
 
 ARRAYS = MlxArrays()
 
-# An MLX array is never written to by MLX itself: an update puts another one in its place.
-WEIGHTS = base.WeightCache(ARRAYS.to_numpy, stamp=lambda array: 0)
+
+class Made:
+    """The matrix of a layer's storage arrays, and in it what backends made of it, as long as the arrays are the same.
+
+    An MLX array is a handle on memory. Writing to it, as in `a[0] = 1` or `a *= 2`, gives it other memory, unless
+    nobody else has a handle on the old: MLX then reuses that. So `handles` are kept here, and addresses tell.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[object] = []
+        self.handles: list[mx.array] = []
+        self.matrix: QuantizedTensor | None = None
+
+    def current(self, format: Format, group_size: int, arrays: Sequence[mx.array], order: mx.array | None) -> Any:
+        """The matrix of these storage arrays. Raises unless `order` is one of its columns."""
+        everything = [*arrays, *([] if order is None else [order])]
+        addresses = [address_of(array) for array in everything]
+        if self.matrix is None or addresses != self.addresses:
+            handles = [copy.copy(array) for array in everything]
+            views = [view_of(handle) for handle in handles]
+            storage = dict(zip(format.storage_names, views, strict=False))
+            matrix = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+            if order is not None:
+                check_permutation("MarlinLinear", views[-1], matrix.shape[1])
+            # Handles first: without them an address might be that of memory which was reused.
+            self.handles, self.addresses, self.matrix = handles, [address_of(handle) for handle in handles], matrix
+        return self.matrix
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a layer have nothing of this."""
+        return Made, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Made:
+        return Made()
+
+
+def address_of(array: mx.array) -> object:
+    """Where an array's memory is. An array with gaps has none that could be compared."""
+    try:
+        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]  # it has one
+    except TypeError:
+        return object()
+
+
+def view_of(array: mx.array) -> NDArray[Any]:
+    """The memory of an array."""
+    if array.dtype == mx.bfloat16:
+        return np.asarray(array.view(mx.uint16)).view(bfloat16)
+    return np.asarray(array)
 
 
 def _product(tensor: QuantizedTensor, activations: str) -> Any:
@@ -46,6 +98,7 @@ def _product(tensor: QuantizedTensor, activations: str) -> Any:
     return linear
 
 
+@base.register_layer
 class MarlinLinear(base.MarlinLinear, Module):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
@@ -69,15 +122,15 @@ class MarlinLinear(base.MarlinLinear, Module):
         **options: str,
     ) -> None:
         """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
-        name, group, template = base.empty_weights(format, out_features, in_features, group_size, options)
-        storage = {part: ARRAYS.from_numpy(np.array(array)) for part, array in template.items()}
+        known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
+        storage = {name: ARRAYS.from_numpy(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
         permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
         zeros = mx.zeros((out_features,), dtype) if bias else None
-        self._set_up(name, (out_features, in_features), group, storage, zeros, permutation, activations)
+        self._set_up(known, (out_features, in_features), group, storage, zeros, permutation, activations)
 
     def _set_up(
         self,
-        format: str,
+        format: Format,
         shape: tuple[int, int],
         group_size: int,
         storage: dict[str, mx.array],
@@ -86,10 +139,11 @@ class MarlinLinear(base.MarlinLinear, Module):
         activations: str,
     ) -> None:
         Module.__init__(self)  # type: ignore[no-untyped-call]
-        self.format, self.group_size = format, group_size
+        self.format, self.group_size = format.name, group_size
         self.out_features, self.in_features = shape
-        self.activations = base.check_activations("MarlinLinear", activations)
-        for name in base.storage_names(format):
+        self.activations = check_activations("MarlinLinear", activations)
+        self._made = Made()
+        for name in format.storage_names:
             self[name] = storage[name]
         if permutation is not None:
             self.permutation = permutation
@@ -125,21 +179,27 @@ class MarlinLinear(base.MarlinLinear, Module):
         permutation: Any = None,
         activations: str = "exact",
     ) -> MarlinLinear:
-        """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
-        checked = base.check_weights("from_quantized", tensor, bias, permutation)
-        order = None if checked is None else mx.array(checked)
+        """A layer with a copy of these weights.
+
+        permutation [K]: stored column j takes x[..., permutation[j]]; a tensor with act-order has its own.
+        """
+        base.check_weights("from_quantized", tensor, bias)
+        taken = base.order_of("from_quantized", tensor, permutation)
+        order = None if taken is None else mx.array(taken)
         storage = {name: ARRAYS.from_numpy(array) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
+        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations)
         return layer
 
     def with_bias(self, bias: mx.array | None) -> MarlinLinear:
         """Another layer with the very same weight arrays: tied weights."""
-        storage = dict(zip(base.storage_names(self.format), self.storage, strict=True))
+        format = get_format(self.format)
+        storage = dict(zip(format.storage_names, self.storage, strict=True))
         shape = (self.out_features, self.in_features)
         layer = type(self).__new__(type(self))
         order = self.get("permutation")
-        layer._set_up(self.format, shape, self.group_size, storage, bias, order, self.activations)
+        layer._set_up(format, shape, self.group_size, storage, bias, order, self.activations)
+        layer._made = self._made
         layer.train(self.training)
         return layer
 
@@ -174,20 +234,28 @@ class MarlinLinear(base.MarlinLinear, Module):
 
     @property
     def storage(self) -> list[mx.array]:
-        """The storage arrays, in the order of their names in billfish.nn.base.storage_names."""
-        return [self[name] for name in base.storage_names(self.format)]
+        """The storage arrays, in the order of the format's `storage_names`."""
+        return [self[name] for name in get_format(self.format).storage_names]
+
+    def _matrix(self) -> QuantizedTensor:
+        """The weights [N, K] in stored order, as the arrays are now."""
+        arrays, order = self.storage, self.get("permutation")
+        return self._made.current(get_format(self.format), self.group_size, arrays, order)
 
     def quantized(self) -> QuantizedTensor:
-        """The weights [N, K] in stored order."""
-        return WEIGHTS.get(self.storage, self.format, self.group_size)
+        """A copy of the weights [N, K] with their permutation."""
+        matrix = self._matrix()
+        order = np.array(self.permutation) if "permutation" in self else None
+        storage = {name: np.array(array) for name, array in matrix.storage.items()}
+        return QuantizedTensor.owning(matrix.format, matrix.shape, matrix.group_size, storage, order)
+
+    def repack(self) -> None:
+        """Pack the weights anew at the next call, whatever they were: for writes that no layer can notice."""
+        self._made = Made()
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A plain layer with the decoded weights, columns in their original order."""
         weight = dequantize(self.quantized(), str(dtype).rsplit(".", 1)[-1])
-        if "permutation" in self:
-            original = np.empty_like(weight)
-            original[:, np.array(self.permutation)] = weight
-            weight = original
         linear = Linear(1, 1, bias=False)
         linear.weight = ARRAYS.from_numpy(weight)
         if "bias" in self:
@@ -197,18 +265,21 @@ class MarlinLinear(base.MarlinLinear, Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.get("bias")
-        if "permutation" in self:
-            x = mx.take(x, self.permutation, axis=-1)
         try:
-            tensor = self.quantized()
-            if self._runs_on_metal(x):  # as part of MLX's graph, with a gradient of its own
-                return quantized_linear(x, tensor, bias=bias, activations=self.activations)
-            return _product(tensor, self.activations)(x, bias)
-        except ValueError as error:
+            matrix = self._matrix()
+            ordered = self._ordered(x)
+            if self._runs_on_metal(ordered):  # as part of MLX's graph, with a gradient of its own
+                return quantized_linear(ordered, matrix, bias=bias, activations=self.activations)
+            return _product(matrix, self.activations)(ordered, bias)
+        except (ValueError, RuntimeError) as error:
             # mx.compile or mx.vmap is tracing: arrays are placeholders, and MLX refuses to show their values.
             if not str(error).startswith("[eval]"):
                 raise
-            return self._by_operations(x, bias)
+            return self._by_operations(self._ordered(x), bias)
+
+    def _ordered(self, x: mx.array) -> mx.array:
+        """x in the order of the stored columns."""
+        return mx.take(x, self.permutation, axis=-1) if "permutation" in self else x
 
     def _runs_on_metal(self, x: mx.array) -> bool:
         rows, dtype = math.prod(x.shape[:-1]), FLOATS.get(str(x.dtype).rsplit(".", 1)[-1], np.dtype(np.float32))
@@ -231,10 +302,13 @@ class MarlinLinear(base.MarlinLinear, Module):
     def __setitem__(self, name: str, value: Any) -> None:
         """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights."""
         held = self.get(name)
-        if held is not None and name in base.storage_names(self.format) and value.dtype != held.dtype:
-            if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
-                value = value.view(mx.uint32)
-            else:
-                takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
-                raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+        if held is not None and name in get_format(self.format).storage_names:
+            if value is not held:
+                self._made = Made()
+            if value.dtype != held.dtype:
+                if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
+                    value = value.view(mx.uint32)
+                else:
+                    takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
+                    raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
         super().__setitem__(name, value)

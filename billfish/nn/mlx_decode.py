@@ -19,14 +19,13 @@ from billfish.formats.fp4 import MicroscaledFp4
 from billfish.formats.ggml import BlockFormat, MinimumBlock
 from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs, TwoLevelMinimum, TwoLevelScaled
 from billfish.formats.words import WordFormat
-from billfish.nn.base import storage_names
 
 Arrays = dict[str, mx.array]
 
 
 def decode(format: Format, arrays: Sequence[mx.array], group_size: int) -> mx.array:
     """W [N, K] in float32 from storage arrays in the order of their names."""
-    storage = dict(zip(storage_names(format.name), arrays, strict=True))
+    storage = dict(zip(format.storage_names, arrays, strict=True))
     if isinstance(format, WordFormat):
         codes, groups = _words(format, storage)
     elif isinstance(format, BlockFormat):
@@ -98,7 +97,7 @@ def _blocks(format: BlockFormat, storage: Arrays) -> tuple[mx.array, Arrays]:
         field[name] = mx.contiguous(run).view(mx.float16) if kind.base == np.float16 else run
     codes = mx.zeros((n, blocks.shape[1], format.block_size), mx.uint8)
     at = 0
-    for name, width, bits in format.code_planes:
+    for name, width, bits in format.code_fields:
         codes = codes | unfold(field[name], width, bits) << at
         at += bits
     groups = _block_groups(format, field, storage)

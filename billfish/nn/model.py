@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from billfish.activations import check_activations
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import Format, get_format
 from billfish.nn.base import Walk, layer_class
+from billfish.ops import check_method
 from billfish.progress import Progress
 
 Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
@@ -70,11 +72,12 @@ def quantize_model(
     """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
 
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
-    settings of its own, such as {"format": "q8_0"}. Without one, all are taken.
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
+    format that they are given with: a dict that names another one has its own, or the defaults.
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
-    that share a weight share the quantized one. All of that is in the report.
+    that share a weight share the quantized one. All of that is in the report. An error leaves the model as it was.
     """
     layer_type = layer_class("quantize_model", model)
     walk: Walk = layer_type.walk(model)
@@ -82,15 +85,14 @@ def quantize_model(
         takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
         raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
+    get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
     report = ModelReport(left=left)
-    layers: dict[int, Any] = {}  # what became of a Linear
+    layers: dict[int, Any] = {}  # what becomes of a Linear, which may be in several places
     twins: dict[int, Any] = {}  # the first layer that was made of a weight
     with Progress(len(chosen), "layers", enabled=progress) as bar:
-        for path, linear, put in walk.linears:
-            if id(linear) in layers:  # one module in several places
-                put(layers[id(linear)])
-            elif path in chosen:
+        for path, linear, _ in walk.linears:
+            if id(linear) not in layers and path in chosen:
                 bar.advance(1, path)
                 twin = twins.get(id(linear.weight))
                 before = after = 0
@@ -100,9 +102,26 @@ def quantize_model(
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
                 layers[id(linear)] = twins[id(linear.weight)] = layer
-                put(layer)
                 report.replaced.append(Replaced(path, layer.format, layer.group_size, before, after))
+    for _, linear, put in walk.linears:
+        if id(linear) in layers:
+            put(layers[id(linear)])
     return report
+
+
+def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[str, Any]:
+    """A layer's settings, where it has some of its own; raises unless from_linear will take them for rows of k."""
+    call = "quantize_model"
+    format = get_format(own.get("format", settings["format"]), call)
+    if format is not get_format(settings["format"]):
+        settings = {"group_size": None, **{name: settings[name] for name in ("method", "activations")}}
+    chosen = {**settings, **own, "format": format}
+    check_method(call, chosen["method"])
+    check_activations(call, chosen["activations"])
+    format.check_group_size(call, chosen["group_size"], k)
+    named = ("format", "group_size", "method", "activations")
+    format.check_options(call, {name: value for name, value in chosen.items() if name not in named})
+    return chosen
 
 
 def _choose(
@@ -123,11 +142,10 @@ def _choose(
         elif verdict is False:
             left[path] = "the predicate says so"
         else:
-            chosen[path] = {**settings, **(verdict if isinstance(verdict, dict) else {})}
-            format, k = get_format(chosen[path]["format"], call), linear.weight.shape[1]
-            format.check_group_size(call, chosen[path]["group_size"], k)
+            k = linear.weight.shape[1]
+            chosen[path] = _settings_of(settings, verdict if isinstance(verdict, dict) else {}, k)
             try:
-                format.check_k(call, k)
+                get_format(chosen[path]["format"]).check_k(call, k)
             except ShapeError as error:
                 left[path] = str(error)
                 del chosen[path]

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
 from billfish.errors import CheckpointError, ShapeError, complaint
-from billfish.nn.torch import ARRAYS, MarlinLinear
+from billfish.nn.torch import MarlinLinear, autocast
+from billfish.nn.torch_watch import ARRAYS
 from billfish.tensor import QuantizedTensor
 
 Span = tuple[int, int]
@@ -52,13 +53,15 @@ class RowParallelLinear(MarlinLinear):
     a GPU, whose kernels give x's type, are rounded to it before they are summed, too.
     """
 
+    all_features = 2**31 - 1  # as many as an index can say, until `place` knows how many there are
     mesh: DeviceMesh
     sizes: tuple[int, ...]  # features of x that each process has
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.permutation is not None:
+        x = autocast(x)
+        if self.has_order:
             x = replicated(gathered(x, self.sizes, self.mesh), self.mesh)
-        partial = super().forward(x if x.is_cuda else x.float()).float()
+        partial = self._product(x.float() if x.is_cpu else x).float()
         total = DTensor.from_local(partial, self.mesh, [Partial()], run_check=False)
         return total.redistribute(self.mesh, [Replicate()]).to_local().to(x.dtype)
 
@@ -174,16 +177,21 @@ def place(layer: ColumnParallelLinear | RowParallelLinear, share: Share, mesh: D
     layer.mesh, layer.sizes = mesh, share.sizes
     if isinstance(layer, ColumnParallelLinear):
         layer.gather_output = share.gather_output
+    else:
+        layer._weights.features = sum(share.sizes)
 
 
 def read_share(weights: Checkpoint, path: str, share: Share) -> tuple[QuantizedTensor, NDArray[np.int64] | None]:
-    """(its part of W, the features of x that the stored columns take, if in another order). Reads only those bytes."""
+    """(its part of W, for some columns of it the features of x that these take, if in another order).
+
+    Reads only those bytes. Rows of W know the order of their columns themselves.
+    """
     name = f"{path}.weight"
     rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
     tensor = weights.read(name, rows=rows, columns=columns)
     if not isinstance(tensor, QuantizedTensor):
         raise CheckpointError(complaint("parallel", name, "an array that is not quantized", "a quantized matrix"))
-    order = weights.permutation(name)
+    order = None if columns is None else weights.permutation(name)
     return tensor, order if order is None or columns is None else order[slice(*columns)]
 
 
@@ -201,11 +209,8 @@ def parallel_layer(
     tensor, order = read_share(weights, path, share)
     name = f"{path}.bias"
     bias = bias_share(np.array(weights[name]), share, mesh.get_local_rank()) if name in weights else None
-    layer = STYLES[share.style].from_quantized(
-        tensor, None if bias is None else ARRAYS.from_numpy(np.array(bias)), activations=activations
-    )
+    added = None if bias is None else ARRAYS.from_numpy(np.array(bias))
+    layer = STYLES[share.style].from_quantized(tensor, added, permutation=order, activations=activations)
     assert isinstance(layer, (ColumnParallelLinear, RowParallelLinear))
-    if order is not None:
-        layer.permutation = torch.from_numpy(order.astype(np.int32))
     place(layer, share, mesh)
     return layer

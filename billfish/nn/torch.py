@@ -11,118 +11,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from billfish.arrays import TorchArrays
-from billfish.errors import DTypeError, complaint
+from billfish.activations import check_activations
+from billfish.errors import BillfishError, DTypeError, ShapeError, complaint
 from billfish.format import Format
 from billfish.nn import base
+from billfish.nn.torch_operator import LINEAR
+from billfish.nn.torch_watch import order_array, to_numpy, to_torch
+from billfish.nn.torch_weights import ORDER, Weights
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-ARRAYS = TorchArrays()
-
-# torch's own tools (pickle, DDP, gloo) do not take uint32, so layers hold the 32-bit words of storage as int32.
+CASTS = (torch.float32, torch.float16, torch.bfloat16)  # what autocast takes for x
 
 
-def _to_numpy(tensor: Tensor) -> NDArray[Any]:
-    # detach() makes another tensor of the same memory, so that the cache does not keep the layer's own one alive.
-    array = ARRAYS.to_numpy(tensor.detach().cpu())
-    return array.view(np.uint32) if array.dtype == np.int32 else array
+def autocast(x: Tensor) -> Tensor:
+    """x as torch.nn.functional.linear takes it inside `torch.autocast`."""
+    if not isinstance(x, Tensor) or x.is_meta:
+        return x
+    device = x.device.type
+    wanted = torch.is_autocast_enabled(device) and x.dtype in CASTS
+    return x.to(torch.get_autocast_dtype(device)) if wanted else x
 
 
-def to_torch(array: NDArray[Any], device: torch.device | str | None = None) -> Tensor:
-    """A storage array as a layer holds it."""
-    held = np.array(array)  # a copy: it may be a read-only view of a file
-    return ARRAYS.from_numpy(held.view(np.int32) if held.dtype == np.uint32 else held).to(device)
-
-
-def _stamp(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # inference tensors do not count what is written to them
-
-
-WEIGHTS = base.WeightCache(_to_numpy, _stamp)
-
-
-# ---- the operator: torch.compile sees it as one opaque call, and autograd knows its derivative -----------------------
-
-torch.library.define(
-    "billfish::linear",
-    "(Tensor x, Tensor[] storage, Tensor? bias, str format, int group_size, int n, str activations) -> Tensor",
-)
-torch.library.define("billfish::dequantize", "(Tensor[] storage, str format, int group_size, int n, int k) -> Tensor")
-LINEAR, DEQUANTIZE = torch.ops.billfish.linear.default, torch.ops.billfish.dequantize.default
-
-
-@torch.library.impl("billfish::linear", ["cpu", "cuda"])
-def _linear(
-    x: Tensor,
-    storage: list[Tensor],
-    bias: Tensor | None,
-    format: str,
-    group_size: int,
-    n: int,
-    activations: str,
-) -> Tensor:
-    return quantized_linear(x, WEIGHTS.get(storage, format, group_size), bias=bias, activations=activations)
-
-
-@torch.library.register_fake("billfish::linear")  # type: ignore[untyped-decorator]
-def _linear_fake(x: Tensor, storage: Any, bias: Any, format: str, group_size: int, n: int, activations: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], n)
-
-
-@torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
-def _dequantize(storage: list[Tensor], format: str, group_size: int, n: int, k: int) -> Tensor:
-    return dequantize(WEIGHTS.get(storage, format, group_size), out=torch.empty(n, k, device=storage[0].device))
-
-
-@torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]
-def _dequantize_fake(storage: list[Tensor], format: str, group_size: int, n: int, k: int) -> Tensor:
-    return storage[0].new_empty(n, k, dtype=torch.float32)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.storage, bias, ctx.format, ctx.group_size, ctx.out_features, _ = inputs
-    ctx.in_features = x.shape[-1]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """d/dx is gradient @ W, in float32 on the decoded weights. Integer activations pass gradients straight through."""
-    wide = gradient.float()
-    for_x = for_bias = None
-    if ctx.needs_input_grad[0]:
-        w = DEQUANTIZE(ctx.storage, ctx.format, ctx.group_size, ctx.out_features, ctx.in_features)
-        for_x = (wide @ w).to(gradient.dtype)
-    if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-        for_bias = wide.reshape(-1, ctx.out_features).sum(0).to(ctx.bias_dtype)
-    return for_x, [None] * len(ctx.storage), for_bias, None, None, None, None
-
-
-torch.library.register_autograd("billfish::linear", _backward, setup_context=_keep)
-
-
-@torch.library.register_vmap("billfish::linear")  # type: ignore[untyped-decorator]
-def _vmap(
-    info: Any, in_dims: tuple[Any, ...], x: Tensor, storage: list[Tensor], bias: Tensor | None, *rest: Any
-) -> Any:
-    if in_dims[0] is None or in_dims[2] is not None or any(dim is not None for dim in in_dims[1]):
-        raise DTypeError(complaint("MarlinLinear", "vmap", f"in_dims {in_dims}", "a batch of x, and of nothing else"))
-    return LINEAR(x.movedim(in_dims[0], 0), storage, bias, *rest), 0
-
-
-def _nobody_looks(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether a call needs no operator: nobody traces, transforms, profiles or differentiates it.
-
-    The dispatch of an operator that is written in Python takes longer than a small product does.
-    """
-    if torch.compiler.is_compiling() or type(x) is not Tensor or not (x.is_cpu or x.is_cuda):
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return False
-    return not (
+def _is_watched() -> bool:
+    """Whether somebody traces, transforms or profiles what torch computes."""
+    return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack()
         or torch._C._get_tracing_state()
@@ -134,6 +50,7 @@ def _nobody_looks(x: Tensor, bias: Tensor | None) -> bool:
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
+@base.register_layer
 class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
@@ -143,6 +60,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     """
 
     kind = "torch"
+    all_features: int | None = None  # how many x may have, where W is some columns of a larger matrix
     bias: torch.nn.Parameter | None
     permutation: Tensor | None
 
@@ -161,18 +79,18 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         **options: str,
     ) -> None:
         """A layer of zeros, to load a state dict into. `act_order` makes room for a permutation."""
-        name, group, template = base.empty_weights(format, out_features, in_features, group_size, options)
+        known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {
-            part: torch.zeros(array.shape, dtype=to_torch(array.ravel()[:0], "meta").dtype, device=device)
-            for part, array in template.items()
+            name: torch.zeros(spec.shape, dtype=to_torch(np.empty(0, spec.dtype)).dtype, device=device)
+            for name, spec in specs.items()
         }
         permutation = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        self._set_up(name, (out_features, in_features), group, storage, zeros, permutation, activations)
+        self._set_up(known, (out_features, in_features), group, storage, zeros, permutation, activations)
 
     def _set_up(
         self,
-        format: str,
+        format: Format,
         shape: tuple[int, int],
         group_size: int,
         storage: dict[str, Tensor],
@@ -181,13 +99,15 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         activations: str,
     ) -> None:
         torch.nn.Module.__init__(self)
-        self.format, self.group_size = format, group_size
+        self.format, self.group_size = format.name, group_size
         self.out_features, self.in_features = shape
-        self.activations = base.check_activations("MarlinLinear", activations)
-        self.storage_names = base.storage_names(format)
+        self.activations = check_activations("MarlinLinear", activations)
+        self.storage_names = format.storage_names
+        self.__dict__["_buffers"] = weights = Weights(format, shape, group_size)
+        weights.features = self.all_features
         for name in self.storage_names:
             self.register_buffer(name, storage[name])
-        self.register_buffer("permutation", permutation)
+        self.register_buffer(ORDER, permutation)
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias.detach())
         self.register_parameter("bias", bias)
@@ -221,12 +141,16 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         activations: str = "exact",
         device: torch.device | str | None = None,
     ) -> Self:
-        """A layer with a copy of these weights. `permutation` [K]: stored column j takes x[..., permutation[j]]."""
-        checked = base.check_weights("from_quantized", tensor, bias, permutation)
-        order = None if checked is None else torch.from_numpy(checked).to(device)
+        """A layer with a copy of these weights.
+
+        permutation [K]: stored column j takes x[..., permutation[j]]; a tensor with act-order has its own.
+        """
+        base.check_weights("from_quantized", tensor, bias)
+        taken = base.order_of("from_quantized", tensor, permutation, cls.all_features)
+        order = None if taken is None else to_torch(taken, device)
         storage = {name: to_torch(array, device) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(tensor.format.name, tensor.shape, tensor.group_size, storage, bias, order, activations)
+        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations)
         return layer
 
     def with_bias(self, bias: Tensor | None) -> MarlinLinear:
@@ -234,7 +158,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         storage = dict(zip(self.storage_names, self.storage, strict=True))
         shape = (self.out_features, self.in_features)
         layer = type(self).__new__(type(self))
-        layer._set_up(self.format, shape, self.group_size, storage, bias, self.permutation, self.activations)
+        format = self._weights.format
+        layer._set_up(format, shape, self.group_size, storage, bias, self.permutation, self.activations)
         return layer.train(self.training)
 
     @staticmethod
@@ -263,21 +188,48 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             model.state_dict(keep_vars=True)[name].copy_(value)
 
     @property
+    def _weights(self) -> Weights:
+        weights = self.__dict__["_buffers"]
+        assert isinstance(weights, Weights)
+        return weights
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._weights.for_operator()[0][0].device
+
+    @property
+    def has_order(self) -> bool:
+        """Whether columns are stored in another order than that of x's features."""
+        return self._weights.own(ORDER) is not None
+
+    @property
     def storage(self) -> list[Tensor]:
         """The storage arrays, in the order of `storage_names`."""
-        return [self._buffers[name] for name in self.storage_names]  # type: ignore[misc]  # never None
+        return [self._weights[name] for name in self.storage_names]
 
     def quantized(self) -> QuantizedTensor:
-        """The weights [N, K] in stored order, as views of the buffers where those are in CPU memory."""
-        return WEIGHTS.get(self.storage, self.format, self.group_size)
+        """A copy of the weights [N, K] with their permutation."""
+        matrix, order = self._weights.current().tensor, self._weights.own(ORDER)
+        permutation = None if order is None or self._weights.features is not None else order_array(order)
+        return QuantizedTensor(matrix.format, matrix.shape, matrix.group_size, matrix.storage, permutation)
+
+    def repack(self) -> None:
+        """Pack the weights anew at the next call, whatever they were: for writes that no layer can notice.
+
+        Memory that is not torch's own (of NumPy or a file) is read at each call, in case somebody writes to it. It is
+        not after this, until other memory takes its place.
+        """
+        self._weights.repack()
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.storage[0].device)
-        dequantize(self.quantized(), out=weight)
-        if self.permutation is not None:
+        weights, order = self._weights, self._weights.own(ORDER)
+        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.device)
+        dequantize(weights.matrix_beside(weight), out=weight)
+        if order is not None:
             original = torch.empty_like(weight)
-            original[:, self.permutation] = weight
+            original[:, order] = weight
             weight = original
         linear = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta", dtype)
         linear.weight = torch.nn.Parameter(weight)
@@ -286,35 +238,94 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.permutation is not None:
-            x = x.index_select(-1, self.permutation)
-        storage, bias = self.storage, self.bias
-        if _nobody_looks(x, bias):
-            weights = WEIGHTS.get(storage, self.format, self.group_size)
-            y: Tensor = quantized_linear(x, weights, bias=bias, activations=self.activations)
+        return self._product(autocast(x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        """y of x's type, whatever autocast says."""
+        weights, bias = self.__dict__["_buffers"], self._parameters["bias"]
+        order = weights.own(ORDER)
+        eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not _is_watched()
+        if eager:
+            matrix = weights.matrix_beside(x)
+        if order is not None:
+            x = x.index_select(-1, order)
+        if eager and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))):
+            # The dispatch of an operator that is written in Python takes longer than a small product does.
+            y: Tensor = quantized_linear(x, matrix, bias=bias, activations=self.activations)
+            weights.settle()
             return y
-        return LINEAR(x, storage, bias, self.format, self.group_size, self.out_features, self.activations)
+        tensors, form = weights.for_operator()
+        return LINEAR(x, tensors, bias, self.format, self.group_size, self.out_features, self.activations, form)
 
     def extra_repr(self) -> str:
-        return self.describe(self.bias is not None, self.permutation is not None)
+        return self.describe(self.bias is not None, self.has_order)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.repack()  # the memory was made for this layer, by whoever read it
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
-        held = {name: self._buffers[name] for name in self.storage_names}
+        self._weights.restore()
+        held = {name: self._weights.own(name) for name in self.storage_names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
+            after = self._weights.own(name)
+            if after.dtype != before.dtype:
+                self._weights[name] = before.to(after.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # copy_ would convert where types differ. Files have uint32 where MLX wrote them, and scales of a wider type
-        # than quantize() makes where somebody else did: take the file's type.
-        for name in self.storage_names:
-            given, held = state_dict.get(prefix + name), self._buffers[name]
-            if given is not None and held is not None and given.dtype != held.dtype:
-                if given.dtype == torch.uint32:
-                    state_dict[prefix + name] = given.view(torch.int32)
-                else:
-                    self._buffers[name] = torch.empty_like(held, dtype=given.dtype)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes all that is given or, if some of it does not fit, nothing. torch says afterwards what is missing."""
+        held = {
+            name: tensor for name, tensor in (*self._weights.items(), *self._parameters.items()) if tensor is not None
+        }
+        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        fits = True
+        try:
+            self._check_state({name: given.get(name, tensor) for name, tensor in held.items()})
+        except BillfishError as error:
+            fits = False
+            error_msgs.append(str(error))
+        loaded = dict(state_dict)
+        for name in held.keys() & given.keys():
+            value = given[name] if fits else held[name]
+            if value.dtype == torch.uint32:  # as MLX writes words
+                value = value.view(torch.int32)
+            if name in self.storage_names and value.dtype != held[name].dtype:
+                # copy_ would convert. Scales of a file may have a wider type than quantize() makes: take that type.
+                self._weights[name] = torch.empty_like(held[name], dtype=value.dtype)
+            loaded[prefix + name] = value
+        super()._load_from_state_dict(loaded, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _check_state(self, arrays: dict[str, Any]) -> None:
+        """Raises unless these arrays are weights of this layer's format and shape."""
+        call, weights = "load_state_dict", self._weights
+        shape, group_size = (self.out_features, self.in_features), self.group_size
+        whole_row = weights.format.whole_row_groups and group_size == self.in_features
+        storage = {name: _described(call, name, arrays[name]) for name in self.storage_names}
+        n, k, _ = weights.format.check_storage(call, storage, -1 if whole_row else group_size)
+        if (n, k) != shape:
+            raise ShapeError(complaint(call, ", ".join(storage), f"weights [{n}, {k}]", f"[{shape[0]}, {shape[1]}]"))
+        bias, order = arrays.get("bias"), arrays.get(ORDER)
+        if bias is not None and tuple(bias.shape) != (n,):
+            raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+        if order is not None and not order.is_meta:
+            base.check_order(call, order_array(order), k, weights.features)
+
+
+def _described(call: str, name: str, tensor: Any) -> NDArray[Any]:
+    """An array of the shape and type of a storage tensor, without its memory."""
+    try:
+        return np.broadcast_to(np.zeros((), to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype), tuple(tensor.shape))
+    except (AttributeError, TypeError):
+        got = str(getattr(tensor, "dtype", type(tensor).__name__))
+        raise DTypeError(complaint(call, name, got, "a tensor of a type that storage has")) from None

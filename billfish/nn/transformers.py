@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from billfish.activations import check_activations
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names, is_gguf
 from billfish.errors import BackendUnavailable, ShapeError
 from billfish.format import get_format
 from billfish.nn import parallel
-from billfish.nn.base import check_activations, storage_names
 from billfish.nn.torch import MarlinLinear
 from billfish.ops import check_method
 
@@ -142,7 +142,7 @@ class BillfishQuantizer(HfQuantizer):
                 mesh=places.mesh,
             )
             model.set_submodule(path, layer)
-            self.storage |= {f"{path}.{part}" for part in storage_names(layer.format)}
+            self.storage |= {f"{path}.{part}" for part in layer.storage_names}
 
     def _choose(self, model: Any) -> None:
         config = self.quantization_config
@@ -182,6 +182,7 @@ class BillfishQuantizer(HfQuantizer):
             for name, buffer in list(layer.named_buffers()):
                 if buffer.dtype == torch.uint32:  # as MLX writes words
                     layer.register_buffer(name, buffer.view(torch.int32))
+            layer.repack()  # nobody writes to the files that the arrays may be views of
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
         }

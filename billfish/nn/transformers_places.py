@@ -16,8 +16,8 @@ from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import CheckpointError, complaint
 from billfish.nn import parallel
-from billfish.nn.base import storage_names
-from billfish.nn.torch import MarlinLinear, to_torch
+from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_watch import to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
 
@@ -120,11 +120,12 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
     def matrix(name: str) -> dict[str, NDArray[Any]]:
         share = shares[name]
         if share is None:
-            tensor, order = weights[name], weights.permutation(name)
+            tensor, index = weights[name], None
         else:
-            tensor, order = parallel.read_share(weights, name.removesuffix(".weight"), share)
+            tensor, index = parallel.read_share(weights, name.removesuffix(".weight"), share)
         assert isinstance(tensor, QuantizedTensor)
-        return {**tensor.storage, **({} if order is None else {"permutation": order.astype(np.int32)})}
+        order = tensor.permutation if index is None else index.astype(np.int32)
+        return {**tensor.storage, **({} if order is None else {"permutation": order})}
 
     def numbers(name: str) -> NDArray[Any]:
         tensor = weights[name]
@@ -137,7 +138,7 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
         if name in shares:
             about = weights.describe(name)
             assert about.format is not None
-            parts = [*storage_names(about.format.name), *(["permutation"] if weights.is_reordered(name) else [])]
+            parts = [*about.format.storage_names, *(["permutation"] if weights.is_reordered(name) else [])]
             arrays |= {f"{module}.{part}": Lazy(partial(_part, matrix, name, part), "I32") for part in parts}
         elif kind == "bias" and share is not None:
             bias = parallel.bias_share(weights[name], share, places.rank)

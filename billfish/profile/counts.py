@@ -17,7 +17,7 @@ from billfish.tensor import QuantizedTensor
 
 OURS, MLX = "billfish", "mlx"
 # Rows of these variables are padded; see tiles.metal.
-PADDED = ("x_tiles", "w_tiles", "x_tile")
+PADDED = ("x_slabs", "w_slabs", "x_slab")
 TILE_K, PADDING_BYTES = 32, 16
 
 

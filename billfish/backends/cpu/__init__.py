@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import PLANES, IntegerActivations
+from billfish import machine
+from billfish.activations import DIGITS, IntegerActivations
 from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
@@ -30,6 +31,8 @@ from billfish.formats.ggml import BlockFormat
 from billfish.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
+
+machine.provide(_cpu.KnownFloats, _cpu.default_threads)
 
 
 def choose_level() -> str:
@@ -45,7 +48,11 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use."""
+    """How many threads compute from now on; 0 for the default: OMP_NUM_THREADS, or the cores this process may use.
+
+    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
+    fork, and by ``set_threads(0)``.
+    """
     _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 
 
@@ -129,7 +136,7 @@ class CpuBackend(Backend):
         """All in one call of the native core, which makes those together that have one x."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
-        planes, last = PLANES[activations], None
+        digits, last = DIGITS[activations], None
         todo, ys = [], []
         for product in products:
             x, weights, n, bias, out = product
@@ -142,7 +149,7 @@ class CpuBackend(Backend):
             y = np.empty((*lead, n), np.float32) if room is None else room
             ys.append((y, room is not None))
             if rows.size:
-                todo.append((weights.level, weights.description, weights.data, rows, planes, added, y))
+                todo.append((weights.level, weights.description, weights.data, rows, digits, added, y))
         if len(todo) == 1:
             _cpu.multiply(*todo[0])
         elif todo:

@@ -19,6 +19,7 @@ from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
 from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256  # k that one run of scales and codes covers, as in layout/problem.h
@@ -55,6 +56,7 @@ def why_not(group_size: int, k: int) -> str:
     return f"groups of {group_size}; it takes {', '.join(map(str, GROUPS))}, multiples of {CHUNK}, or all of K"
 
 
+@with_known_floats
 def layout_of(tensor: QuantizedTensor) -> Layout:
     """Which kernel axes a tensor is made of."""
     format = tensor.format
@@ -105,9 +107,9 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
     halves = scale.dtype == np.float16 and bool(np.isfinite(scale).all())
     if means in TWO_LEVELS and halves and format.block_size == CHUNK and _small(format, planes):
         _add_two_levels(layout, format, planes)
-    elif means in PLAIN and halves and not shift:
+    elif means in PLAIN and halves and not shift and (layout.factor == 1 or planes.keys() == {"scale"}):
         _add_halves(layout, planes)
-    elif means in PLAIN and halves and "zero" in planes and planes["zero"].dtype == np.uint8:
+    elif means in PLAIN and halves and shift and "zero" in planes and planes["zero"].dtype == np.uint8:
         layout.scales = "f16_zero16"
         layout.group_fields = [scale, planes["zero"].astype(np.float16) - np.float16(shift)]
     elif means in E8M0 and not ((scale == 0) | (scale > 224)).any():  # no scale times the offset may overflow

@@ -14,6 +14,7 @@ from billfish.backends.cpu.structure import Structure, structure_of
 from billfish.elements import Signed
 from billfish.format import Format
 from billfish.formats.meaning import E4M3, E8M0, meaning
+from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 # The order of the enums in layout/problem.h.
@@ -48,6 +49,7 @@ def codes_of(tensor: QuantizedTensor) -> Source:
     return Source(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
 
 
+@with_known_floats
 def source_of(tensor: QuantizedTensor) -> Source:
     """Codes and scales of a tensor whose storage the kernels read."""
     structure, format, storage = structure_of(tensor.format), tensor.format, tensor.storage
@@ -77,7 +79,7 @@ def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dic
         "flip": 128 if isinstance(element, Signed) else 0,
         "block": structure.block,
         "block_bytes": structure.block_bytes,
-        "planes": structure.planes,
+        "planes": structure.code_fields,
         "scales": SCALES_IN_BLOCKS.index(structure.scales),
         "scale_offset": structure.scale_offset,
         "minimum_offset": structure.minimum_offset,

@@ -23,7 +23,7 @@ from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs
 from billfish.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.formats.words import WordFormat
 
-# (run of bytes, bits) of each plane of codes -> block, group, minimums (None: either way), as in layout/file_codes.h.
+# (run of bytes, bits) of each field of codes -> block, group, minimums (None: either way), as in layout/file_codes.h.
 CODE_LAYOUTS: dict[tuple[tuple[int, int], ...], tuple[int, int, bool | None]] = {
     ((1, 4),): (32, 32, None),
     ((1, 8),): (32, 32, None),
@@ -52,7 +52,7 @@ class Structure:
     words: bool
     block: int
     block_bytes: int
-    planes: tuple[tuple[int, int, int], ...]  # offset, run of bytes, bits
+    code_fields: tuple[tuple[int, int, int], ...]  # offset, run of bytes, bits
     scales: str = "apart"
     scale_offset: int = -1
     minimum_offset: int = -1
@@ -99,19 +99,19 @@ def _blocks(format: BlockFormat) -> Structure | None:
     if methods[:2] != ours or methods[2] not in (BlockFormat.unpack_scales, Nvfp4Gguf.unpack_scales):
         return None
     fields = {name: (struct[name], struct.fields[name][1]) for name in struct.names or ()} if struct.fields else {}
-    layout = CODE_LAYOUTS.get(tuple((width, bits) for _, width, bits in format.code_planes))
+    layout = CODE_LAYOUTS.get(tuple((width, bits) for _, width, bits in format.code_fields))
     group, minimum = format.group_sizes[0], "minimum" in format.fields.values()
     whole = all(
         name in fields and fields[name][0].itemsize * 8 == format.block_size * bits
-        for name, _, bits in format.code_planes
+        for name, _, bits in format.code_fields
     )
-    if layout is None or not whole or sum(bits for _, _, bits in format.code_planes) != format.element.bits:
+    if layout is None or not whole or sum(bits for _, _, bits in format.code_fields) != format.element.bits:
         return None
     if layout[:2] != (format.block_size, group) or len(format.group_sizes) != 1 or layout[2] not in (None, minimum):
         return None
-    planes = tuple((fields[name][1], width, bits) for name, width, bits in format.code_planes)
+    code_fields = tuple((fields[name][1], width, bits) for name, width, bits in format.code_fields)
     scales = _block_scales(format, fields)
-    return None if scales is None else Structure(False, format.block_size, struct.itemsize, planes, *scales)
+    return None if scales is None else Structure(False, format.block_size, struct.itemsize, code_fields, *scales)
 
 
 def _block_scales(format: BlockFormat, fields: dict[str, tuple[Any, int]]) -> tuple[str, int, int, int] | None:

@@ -25,7 +25,7 @@ def row_stride(k: int) -> int:
 
 
 def can_be_read(rows: int, stride: int, k: int, pointer: int) -> bool:
-    """Whether a kernel can read x [rows, k] where it lies: rows of 16-byte pieces that do not overlap."""
+    """Whether a kernel can read x [rows, k] in place: rows begin at multiples of 16 bytes and do not overlap."""
     return pointer % 16 == 0 and (rows == 1 or (stride % 8 == 0 and k <= stride < STRIDES))
 
 

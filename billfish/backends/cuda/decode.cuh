@@ -2,12 +2,12 @@
 //
 // A *brick* is 16 rows by 128 k: codes, then scales, then offsets, in the order in which the lanes of a warp want them
 // as the A operand of mma.m16n8k16 (wgmma's A operand is the same). Lane (g, c) = (lane / 4, lane % 4) holds of each
-// 16 x 16 tile four pairs along k, one register each:
+// 16 x 16 fragment four pairs along k, one register each:
 //
 //     pair        0             1                 2                 3
 //     row, k      g, 2c         g + 8, 2c         g, 2c + 8         g + 8, 2c + 8
 //
-// An element decodes one tile: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
+// An element decodes one fragment: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
 // goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3. `take` undoes `place`.
 //
@@ -249,16 +249,16 @@ struct Brick {
   static constexpr int code_bytes = 1024 * Element::words;
   static constexpr int scale_bytes = 8 * 4 * group_words;
   static constexpr int bytes = code_bytes + (OFFSET == NONE ? 1 : 2) * scale_bytes;
-  static constexpr int group_tiles = 8 / GROUPS;  // tiles of 16 k in a group
+  static constexpr int group_fragments = 8 / GROUPS;  // fragments in a group
   static_assert(GROUPS * SCALE::bytes >= 2, "a lane's scales fill at least one word");
 
-  // Bricks of eight tiles of rows are neighbours, then comes k, then the next eight tiles (the last may be fewer).
-  DEVICE size_t at(int tile, int brick, int tiles, int bricks) {
-    const int first = tile & ~7;
-    return ((size_t)first * bricks + (size_t)brick * min(8, tiles - first) + (tile - first)) * bytes;
+  // Bricks of eight courses are neighbours, then comes k, then the next eight courses (the last may be fewer).
+  DEVICE size_t at(int course, int brick, int courses, int bricks) {
+    const int first = course & ~7;
+    return ((size_t)first * bricks + (size_t)brick * min(8, courses - first) + (course - first)) * bytes;
   }
   // A lane's codes: 16 bytes of each 512, which is 64 k, or 32 of Int8.
-  DEVICE uint4 codes(u32 brick, int chunk, int lane) { return load_shared16(brick + chunk * 512 + lane * 16); }
+  DEVICE uint4 codes(u32 brick, int load, int lane) { return load_shared16(brick + load * 512 + lane * 16); }
   // COUNT words of them, from word `first` on, which is a multiple of COUNT.
   template <int COUNT> DEVICE void codes(u32 (&to)[COUNT], u32 brick, int first, int lane) {
     const u32 at = brick + first / 4 * 512 + lane * 16 + first % 4 * 4;
@@ -302,8 +302,8 @@ struct Brick {
 
 // All codes of word i of a brick, as visit(row, column, pair, odd): pack.cu and unpack.cu share where they are.
 template <class Visit> DEVICE void for_each_code(int i, Visit visit) {
-  const int chunk = i / 128, lane = i / 4 % 32, word = i % 4, g = lane >> 2, c = lane & 3;
-  const int step = (chunk * 4 + word) / Element::words, first = word % Element::words * 2;
+  const int load = i / 128, lane = i / 4 % 32, word = i % 4, g = lane >> 2, c = lane & 3;
+  const int fragment = (load * 4 + word) / Element::words, first = word % Element::words * 2;
   for (int pair = first; pair < first + 4 / Element::words; pair++)
-    for (int odd = 0; odd < 2; odd++) visit(g + pair % 2 * 8, step * 16 + pair / 2 * 8 + 2 * c + odd, pair, odd);
+    for (int odd = 0; odd < 2; odd++) visit(g + pair % 2 * 8, fragment * 16 + pair / 2 * 8 + 2 * c + odd, pair, odd);
 }

@@ -16,16 +16,16 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
   __shared__ float values[16][128 + 4];
   __shared__ __align__(16) u8 copy[Brick::bytes];
   const int lane = threadIdx.x, g = lane >> 2, c = lane & 3;
-  const int along = (k + 127) / 128, brick = blockIdx.x % along, tile = blockIdx.x / along;
-  const u8* from = weights + Brick::at(tile, brick, (n + 15) / 16, along);
+  const int along = (k + 127) / 128, brick = blockIdx.x % along, course = blockIdx.x / along;
+  const u8* from = weights + Brick::at(course, brick, (n + 15) / 16, along);
   for (int i = lane; i < Brick::bytes / 16; i += 32) ((uint4*)copy)[i] = __ldg((const uint4*)from + i);
   __syncwarp();
   const u32 p = shared_address(copy);
   float of_row[2];
-  for (int h = 0; h < 2; h++) of_row[h] = row_scale[min(tile * 16 + g + h * 8, n - 1)];
+  for (int h = 0; h < 2; h++) of_row[h] = row_scale[min(course * 16 + g + h * 8, n - 1)];
 #pragma unroll
   for (int kt = 0; kt < 8; kt++) {
-    const int group = kt / Brick::group_tiles;
+    const int group = kt / Brick::group_fragments;
     const float2 s = Brick::scale(p, g, group);
     const float scale[2] = {__fmul_rn(s.x * (1 / SCALE::raw), of_row[0]), __fmul_rn(s.y * (1 / SCALE::raw), of_row[1])};
     float offset[2] = {};
@@ -33,8 +33,8 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
       const float2 o = Brick::decode_offset(Brick::stored_offset(p, g, group));
       offset[0] = o.x, offset[1] = o.y;
     }
-    const uint4 chunk = Brick::codes(p, kt * Element::words / 4, lane);
-    const u32 codes[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+    const uint4 words = Brick::codes(p, kt * Element::words / 4, lane);
+    const u32 codes[4] = {words.x, words.y, words.z, words.w};
     u32 a[4];
     Element::decode(codes + kt * Element::words % 4, a);
 #pragma unroll
@@ -50,10 +50,10 @@ extern "C" __global__ void marlin_dequantize(const u8* __restrict__ weights, con
     }
   }
   __syncwarp();
-  for (int row = 0; row < 16 && tile * 16 + row < n; row++)
+  for (int row = 0; row < 16 && course * 16 + row < n; row++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int column = brick * 128 + i * 32 + lane;
-      if (column < k) store(out + (size_t)(tile * 16 + row) * k + column, values[row][i * 32 + lane]);
+      if (column < k) store(out + (size_t)(course * 16 + row) * k + column, values[row][i * 32 + lane]);
     }
 }

@@ -13,12 +13,12 @@
 // less, and there are more of them, which may be what keeps all multiprocessors at work.
 //
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, PAIRED, BUFFERS
-// (tiles of 16 k whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
+// (fragments whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
 #include "decode.cuh"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROW_GROUPS = WARPGROUPS / TEAMS, STRIPS = TALL * ROW_GROUPS;
+constexpr int MEMBERS = WARPGROUPS / TEAMS, STRIPS = TALL * MEMBERS;  // members: warpgroups of a team
 constexpr int X_BYTES = WIDTH * 256, W_BYTES = STRIPS * 4 * Brick::bytes;
 constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // registers move between whole warpgroups only
 // Of 65536, what the copying warpgroup's 24 leave of the equal shares of 168 and 96 that the kernel starts with.
@@ -27,7 +27,7 @@ constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
 // the other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
 constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
 static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
-constexpr int LETTER = ROW_GROUPS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
+constexpr int LETTER = MEMBERS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
 // Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
 // make up for Element::raw: they are below 2, so 2^14 times that is still a half. Those of one byte do as they are. Sums are REDUCED
@@ -45,63 +45,63 @@ constexpr bool AS_IS = TYPE::is_half && SCALE::bytes == 1;
 constexpr bool TINY = Element::raw < 0x1p-100f;  // a scale that made up for all of that could be too large
 constexpr float REDUCED = FUSED && !SCALED_NEXT ? Element::fused : AS_IS ? Element::raw * SCALE::raw : TINY ? 0x1p-9f : 1;
 
-// What a lane gets by one load of 16 bytes of codes, STEPS tiles of 16 k, and the scales of the groups that begin in it.
-constexpr int STEPS = 4 / Element::words, PIECES = 8 / STEPS, PIECE_GROUPS = GROUPS > PIECES ? GROUPS / PIECES : 1;
-static __device__ constexpr bool begins_group(int piece) { return piece * GROUPS % PIECES == 0; }
-struct Piece {
+// What a lane gets by one load of 16 bytes of codes, FRAGMENTS of a brick's 8 fragments, and the scales of the groups that begin in it.
+constexpr int FRAGMENTS = 4 / Element::words, LOADS = 8 / FRAGMENTS, LOAD_GROUPS = GROUPS > LOADS ? GROUPS / LOADS : 1;
+static __device__ constexpr bool begins_group(int load) { return load * GROUPS % LOADS == 0; }
+struct Load {
   u32 words[4];
-  uint2 scale[PIECE_GROUPS], offset[PIECE_GROUPS];
+  uint2 scale[LOAD_GROUPS], offset[LOAD_GROUPS];
 
   // Of a brick, as the lane 0 finds it at `codes` and at `scales`.
-  __device__ __forceinline__ void fetch(u32 codes, u32 scales, int piece) {
-    const uint4 v = Brick::codes(codes, piece, 0);
+  __device__ __forceinline__ void fetch(u32 codes, u32 scales, int load) {
+    const uint4 v = Brick::codes(codes, load, 0);
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    if (begins_group(piece))
+    if (begins_group(load))
 #pragma unroll
-      for (int i = 0; i < PIECE_GROUPS; i++) {
-        scale[i] = Brick::stored_scale(scales, 0, piece * GROUPS / PIECES + i);
-        if constexpr (OFFSET != NONE) offset[i] = Brick::stored_offset(scales, 0, piece * GROUPS / PIECES + i);
+      for (int i = 0; i < LOAD_GROUPS; i++) {
+        scale[i] = Brick::stored_scale(scales, 0, load * GROUPS / LOADS + i);
+        if constexpr (OFFSET != NONE) offset[i] = Brick::stored_offset(scales, 0, load * GROUPS / LOADS + i);
       }
   }
 };
 
-// The scales of a piece, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8. Where
+// The scales of a load, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8. Where
 // codes are SHIFTED, the fourth is the scale.
 template <class Element, class Scale> struct FactorsOf {
   static constexpr bool HALVES = TYPE::is_half && Scale::halves;  // they are float16 already
-  u32 of[PIECE_GROUPS][4];
+  u32 of[LOAD_GROUPS][4];
 
-  __device__ __forceinline__ void take(const Piece& piece) {
+  __device__ __forceinline__ void take(const Load& load) {
 #pragma unroll
-    for (int i = 0; i < PIECE_GROUPS; i++) {
+    for (int i = 0; i < LOAD_GROUPS; i++) {
       u32 scale, offset = 0;
       if constexpr (HALVES) {
-        scale = piece.scale[i].x;
-        if constexpr (OFFSET == ZERO && !FUSED) offset = TYPE::fma2(negated2(piece.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
-        if constexpr (OFFSET == MINIMUM && !FUSED) offset = TYPE::fma2(scale, both(MIDDLE), piece.offset[i].x);
+        scale = load.scale[i].x;
+        if constexpr (OFFSET == ZERO && !FUSED) offset = TYPE::fma2(negated2(load.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
+        if constexpr (OFFSET == MINIMUM && !FUSED) offset = TYPE::fma2(scale, both(MIDDLE), load.offset[i].x);
         if constexpr (!FUSED && !AS_IS && Element::unraw != TYPE::ones) scale = TYPE::mul2(scale, Element::unraw);
       } else {
-        const float2 s = Scale::decode(piece.scale[i].x, piece.scale[i].y);
+        const float2 s = Scale::decode(load.scale[i].x, load.scale[i].y);
         const float up = FUSED ? 1 : REDUCED / (Element::raw * Scale::raw);  // here, where they may be too small for a half before
         scale = TYPE::pack(s.x * up, s.y * up);
         if constexpr (OFFSET != NONE) {
-          const float2 o = Brick::offset(piece.offset[i], s);
+          const float2 o = Brick::offset(load.offset[i], s);
           offset = TYPE::pack(o.x * REDUCED, o.y * REDUCED);
         }
       }
       if constexpr (FUSED) {
         Element::factors(SHIFTED ? TYPE::ones : scale, of[i]);
-        if constexpr (OFFSET != NONE) of[i][2] = TYPE::mul2(piece.offset[i].x, both(SHIFTED ? -Element::fused : Element::fused));
+        if constexpr (OFFSET != NONE) of[i][2] = TYPE::mul2(load.offset[i].x, both(SHIFTED ? -Element::fused : Element::fused));
         if constexpr (SCALED_NEXT) of[i][3] = TYPE::mul2(scale, both(1 / Element::fused));
       } else of[i][0] = scale, of[i][1] = offset;
     }
   }
   static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
-  __device__ __forceinline__ void decode(const Piece& piece, int step, u32 (&a)[4]) const {
-    const auto& f = of[step * PIECE_GROUPS / STEPS];
+  __device__ __forceinline__ void decode(const Load& load, int fragment, u32 (&a)[4]) const {
+    const auto& f = of[fragment * LOAD_GROUPS / FRAGMENTS];
     u32 words[Element::words];  // not known before, so that nothing is decoded into registers that wgmma still reads
 #pragma unroll
-    for (int i = 0; i < Element::words; i++) words[i] = opaque(piece.words[step * Element::words + i]);
+    for (int i = 0; i < Element::words; i++) words[i] = opaque(load.words[fragment * Element::words + i]);
     if constexpr (FUSED) {
       Element::decode_scaled(words, f, a);
 #pragma unroll
@@ -124,9 +124,9 @@ struct ScaledSums {
   float sums[TALL][WIDTH / 2] = {};
   float2 scale[TALL];
 
-  __device__ __forceinline__ void begin(const Piece (&pieces)[TALL]) {
+  __device__ __forceinline__ void begin(const Load (&loads)[TALL]) {
 #pragma unroll
-    for (int r = 0; r < TALL; r++) scale[r] = SCALE::decode(pieces[r].scale[0].x, pieces[r].scale[0].y);
+    for (int r = 0; r < TALL; r++) scale[r] = SCALE::decode(loads[r].scale[0].x, loads[r].scale[0].y);
   }
   __device__ __forceinline__ void end(const float (&d)[TALL][WIDTH / 2]) {
 #pragma unroll
@@ -178,8 +178,8 @@ struct Column {
 template <int ROWS, int COUNT>
 DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, int first_row, int last_row, int column, int n) {
   constexpr int TIMES = (ROWS + 15) / 16;
-  // Pieces of 16 bytes change places within a row: eight rows then fill all banks.
-  auto at = [&](int row, int piece) { return turned + row * 128 + ((piece ^ (row & 7)) << 4); };
+  // The 16 bytes i of row r are at i ^ (r % 8): eight rows then fill all banks.
+  auto at = [&](int row, int sixteen) { return turned + row * 128 + ((sixteen ^ (row & 7)) << 4); };
   const u32 write_at = at(lane & 15, warp * 2 + (lane >> 4)), read_at = at(warp * 4 + (lane >> 3), lane & 7);
   const int to_column = column + (lane & 7) * 8;
   auto turn = [&](int j) {
@@ -220,14 +220,14 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], received_bars[TEAMS];
   const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, turned = ws + STAGES * W_BYTES, inboxes = turned + CONSUMERS * 32;
   const u32 full = shared_address(full_bars), empty = shared_address(empty_bars), received = shared_address(received_bars);
-  const int bricks = (k + 127) / 128, tiles = (n + 15) / 16;
+  const int bricks = (k + 127) / 128, courses = (n + 15) / 16;
   const int part = SPLIT > 1 ? cluster_rank() : 0;
   const int first_brick = bricks * part / SPLIT, last_brick = bricks * (part + 1) / SPLIT;
   const int across = (m + WIDTH - 1) / WIDTH, count = Tile::count(across, n);
   const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
   auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 128 * ROW_GROUPS);
+    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 128 * MEMBERS);
     for (int i = 0; i < TEAMS; i++) barrier_init(received + 8 * i, 1);
     barrier_init_done();
     if constexpr (SPLIT > 1)
@@ -247,7 +247,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       for (int number = first_tile; number < count; number += stride) {
         constexpr int AT_ONCE = PAIRED || STRIPS == 1 ? 1 : 2;  // strips whose bricks lie together
         const Tile tile(number, across);
-        auto to_copy = [&](int strip) { return max(0, min(4 * AT_ONCE, tiles - 4 * tile.strip(strip))); };
+        auto to_copy = [&](int strip) { return max(0, min(4 * AT_ONCE, courses - 4 * tile.strip(strip))); };
         int all = 0;
 #pragma unroll
         for (int strip = 0; strip < STRIPS; strip += AT_ONCE) all += to_copy(strip);
@@ -258,7 +258,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip += AT_ONCE)
               if (const int some = to_copy(strip))
-                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, weights + Brick::at(4 * tile.strip(strip), brick, tiles, bricks), some * Brick::bytes, full + 8 * at.stage);
+                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, weights + Brick::at(4 * tile.strip(strip), brick, courses, bricks), some * Brick::bytes, full + 8 * at.stage);
           }
         }
       }
@@ -282,11 +282,11 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   }
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-  const int group = warpgroup % ROW_GROUPS, team = TEAMS == 1 ? 0 : warpgroup / ROW_GROUPS;
+  const int member = warpgroup % MEMBERS, team = TEAMS == 1 ? 0 : warpgroup / MEMBERS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const u32 filled = opaque(full), emptied = opaque(empty);
   // A lane's own, so that each of its loads is at a fixed distance.
-  const u32 bricks_at = ws + (group * TALL * 4 + warp) * Brick::bytes;
+  const u32 bricks_at = ws + (member * TALL * 4 + warp) * Brick::bytes;
   const u32 codes_at = opaque(bricks_at + lane * 16), scales_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
   auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };  // by each thread, which racecheck understands
   // Once for warpgroups whose last strip is shared, once for the others: both have wgmmas of their own.
@@ -296,17 +296,17 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     at.next(team);
     for (int number = first_tile; number < count; number += stride) {
       const Tile tile(number, across);
-      auto column = [&](int r) { return tile.strip(group * TALL + r) * 64; };
+      auto column = [&](int r) { return tile.strip(member * TALL + r) * 64; };
       const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
       float d[TALL][WIDTH / 2];
       u32 a[BUFFERS][TALL][4];
-      Piece pieces[2][TALL];  // one is multiplied while the next one is on its way from shared memory
+      Load loads[2][TALL];  // one is multiplied while the next one is on its way from shared memory
       Factors factors[TALL];
-      auto fetch = [&](int stage, int piece) {
+      auto fetch = [&](int stage, int load) {
 #pragma unroll
         for (int r = 0; r < TALL; r++) {
           const u32 further = stage * W_BYTES + r * 4 * Brick::bytes;
-          pieces[piece % 2][r].fetch(codes_at + further, scales_at + further, piece);
+          loads[load % 2][r].fetch(codes_at + further, scales_at + further, load);
         }
       };
       ScaledSums scaled;
@@ -326,31 +326,31 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
         if (i + 1 < mine) next.next(TEAMS);  // after the last one it is fetched again, rather than that there is a branch
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
 #pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-          if (piece + 1 < PIECES) fetch(at.stage, piece + 1);
+        for (int load = 0; load < LOADS; load++) {
+          if (load + 1 < LOADS) fetch(at.stage, load + 1);
           else {
             barrier_wait(filled + 8 * next.stage, next.parity);
             fetch(next.stage, 0);
           }
-          if (begins_group(piece))
+          if (begins_group(load))
 #pragma unroll
-            for (int r = 0; r < TALL; r++) factors[r].take(pieces[piece % 2][r]);
+            for (int r = 0; r < TALL; r++) factors[r].take(loads[load % 2][r]);
 #pragma unroll
-          for (int j = 0; j < STEPS; j += BATCH) {
-            const int kt = piece * STEPS + j;
+          for (int j = 0; j < FRAGMENTS; j += BATCH) {
+            const int kt = load * FRAGMENTS + j;
             wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
             if (!SCALED_LATER && kt == BUFFERS - BATCH && previous >= 0) release(previous);
 #pragma unroll
             for (int q = 0; q < BATCH; q++)
 #pragma unroll
-              for (int r = 0; r < TALL; r++) factors[r].decode(pieces[piece % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
+              for (int r = 0; r < TALL; r++) factors[r].decode(loads[load % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
             if (SCALED_LATER && kt == 0) {
               wgmma_wait<0>();
               if (previous >= 0) {
                 release(previous);
                 scaled.end(d);
               }
-              scaled.begin(pieces[0]);
+              scaled.begin(loads[0]);
             }
             wgmma_fence();
 #pragma unroll
@@ -385,7 +385,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
           else store<WIDTH>(d[r], columns[r], my_turned, barrier, warp, lane, y, tile.row, m, column(r), n);
       } else {
         const int me = part * TEAMS + team;
-        const u32 letters = inboxes + (group * 128 + thread) * 16;
+        const u32 letters = inboxes + (member * 128 + thread) * 16;
         float sums[TALL][OWNED / 2];
 #pragma unroll
         for (int to = 0; to < PARTNERS; to++) {
@@ -429,6 +429,6 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       }
     }
   };
-  if (PAIRED && group == ROW_GROUPS - 1) work(true);
+  if (PAIRED && member == MEMBERS - 1) work(true);
   else work(false);
 }

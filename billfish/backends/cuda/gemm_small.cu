@@ -1,73 +1,73 @@
 // Few rows of x: y^T = W x^T by mma.m16n8k16, as fast as the weights come from memory.
 //
-// A CTA takes TILES tiles of 16 columns of y at a time: a pass. In a pass its TEAMS of warps split K, a brick of 128 k at a time.
+// A CTA takes COURSES courses at a time, 16 columns of y each: a pass. In a pass its TEAMS of warps split K, a brick of 128 k at a time.
 // At its end they meet, and their sums are added in a fixed order. Bricks and x go through a ring in shared memory, of which
-// each team has slots of its own, and fills them itself. A team is a warp, or several that share the tiles.
+// each team has slots of its own, and fills them itself. A team is a warp, or several that share the courses.
 //
 // Weights are exact in the tensor core, and the scales of their groups multiply float32 sums, or, where groups are many and
 // products with their scales are exact too, the codes. Where x has fewer than eight rows, the columns that an mma has left over
-// keep the sums of several groups apart, so that one multiplication does for all of them: with one row, step kt of a brick has x
+// keep the sums of several groups apart, so that one multiplication does for all of them: with one row, fragment kt of a brick has x
 // in the column copy_of(kt), and zeros in the others. Zero points, and what codes are more than the numbers they stand for, are
 // taken off such sums, and minimums added, times the sum of x, which is one more product, of x with a constant. With eight rows and
 // more, the order of additions depends on TEAMS and the pass, so a row's result does not depend on its batch.
 //
-// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), TILES, ROWS (of x: 1, 2, 4, 8, 16 or
+// Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), COURSES, ROWS (of x: 1, 2, 4, 8, 16 or
 // 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor.
 #include "decode.cuh"
 #include "hopper.cuh"
 
 constexpr int COLUMNS = ROWS < 8 ? 1 : ROWS / 8, COPIES = ROWS < 8 ? 8 / ROWS : 1;
-// A brick's steps of 16 k, in chunks of as many groups as are kept apart.
-constexpr int CHUNKS = GROUPS > COPIES ? GROUPS / COPIES : 1, STEPS = 8 / CHUNKS;
-static_assert(8 % TILES == 0, "bricks of eight tiles are neighbours");
+// A brick's 8 fragments are SECTIONS, each of as many groups as are kept apart.
+constexpr int SECTIONS = GROUPS > COPIES ? GROUPS / COPIES : 1, FRAGMENTS = 8 / SECTIONS;
+static_assert(8 % COURSES == 0, "bricks of eight courses are neighbours");
 static_assert(SLOTS % TEAMS == 0, "every team has as many slots");
-static_assert(TILES % SHARERS == 0, "every warp of a team has as many tiles");
-constexpr int WARPS = TEAMS * SHARERS, MINE = TILES / SHARERS;  // tiles of a warp
+static_assert(COURSES % SHARERS == 0, "every warp of a team has as many courses");
+constexpr int WARPS = TEAMS * SHARERS, MINE = COURSES / SHARERS;  // courses of a warp
 static_assert(ROWS > 1 || ALONE, "one row is one row");
 constexpr int X_ROWS = ALONE ? 1 : ROWS < 8 ? 8 : ROWS, Y_ROWS = ALONE ? 1 : ROWS, DIFFERENT = Y_ROWS < 8 ? Y_ROWS : 8;
-constexpr int X_BYTES = X_ROWS * 256, W_BYTES = TILES * Brick::bytes, WIDTH = 16 * TILES;
+constexpr int X_BYTES = X_ROWS * 256, W_BYTES = COURSES * Brick::bytes, WIDTH = 16 * COURSES;
 // Where groups are many and scales multiply codes, they bring up what is too small for bfloat16, too.
 constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
 constexpr float RAW = Element::raw * (PRESCALED && !TYPE::is_half ? 0x1p110f : 1);
 // Codes as they are need few instructions, but, to take their center off, the product of x with a constant: that is worth it for
-// many tiles, or if it is needed anyway.
+// many courses, or if it is needed anyway.
 constexpr bool PLAIN = !PRESCALED && (OFFSET != NONE || MINE >= 4 || Element::center == 0);
 constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : RAW, UNIT_HIGH = PLAIN ? Element::unit_high : RAW;
 constexpr float ZERO_POINT = CENTER - (OFFSET == NONE ? 0 : MIDDLE);  // of all codes, as they are multiplied
 constexpr bool SUMMED = ZERO_POINT != 0 || OFFSET != NONE;
-constexpr bool FIRST = STEPS <= 2;  // sums of so few steps begin with what is taken off; longer ones would wait for it
-static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_tiles + GROUPS * (kt % Brick::group_tiles)) % COPIES; }
+constexpr bool FIRST = FRAGMENTS <= 2;  // sums of so few fragments begin with what is taken off; longer ones would wait for it
+static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_fragments + GROUPS * (kt % Brick::group_fragments)) % COPIES; }
 
 // The ring, as a team sees it: its slots are every TEAMS-th. Hopper fills one with bulk copies by one lane, the others with copies
-// of 16 bytes by all. x is in two boxes of 64 k, rows of 128 bytes; the 16-byte piece i of row r is at i ^ (r % 8),
+// of 16 bytes by all. x is in two boxes of 64 k, rows of 128 bytes; the 16 bytes i of row r are at i ^ (r % 8),
 // so eight rows lie in different banks. One row is one box.
 struct Ring {
   u32 x, w, full;  // in shared memory; `full` is a barrier for each slot
   bool elected;    // to copy
-  int lane, pitch, tiles, bricks, first_row, rows, box_rows, k, x_stride;
+  int lane, pitch, courses, bricks, first_row, rows, box_rows, k, x_stride;
   const u8* weights;
   const u16* source;
   const TensorMap* map;
-  int tile, brick;  // the step to fetch next; `pitch` tiles further on is the next pass
+  int course, brick;  // to fetch next; `pitch` courses further on is the next pass
   const u8* from;   // its first brick
   u32 stride;       // bytes from brick to brick along K
 
   __device__ __forceinline__ void begin(int first) {
-    tile = first, brick = 0;
-    from = weights + Brick::at(tile, 0, tiles, bricks), stride = min(8, tiles - (tile & ~7)) * Brick::bytes;
+    course = first, brick = 0;
+    from = weights + Brick::at(course, 0, courses, bricks), stride = min(8, courses - (course & ~7)) * Brick::bytes;
   }
-  // To a step that many further on; false if there is none.
-  __device__ __forceinline__ bool advance(int steps) {
-    for (; brick + steps >= bricks; begin(tile + pitch)) {
-      if (tile + pitch >= tiles) return false;
-      steps -= bricks - brick;
+  // That many bricks further on; false if there are none.
+  __device__ __forceinline__ bool advance(int count) {
+    for (; brick + count >= bricks; begin(course + pitch)) {
+      if (course + pitch >= courses) return false;
+      count -= bricks - brick;
     }
-    brick += steps, from += (size_t)steps * stride;
+    brick += count, from += (size_t)count * stride;
     return true;
   }
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ void fetch_weights(int slot) const {
-    const u32 bytes = min(TILES, tiles - tile) * Brick::bytes;
+    const u32 bytes = min(COURSES, courses - course) * Brick::bytes;
     if (elected) {
       barrier_expect(full + 8 * slot, box_rows * 256 + bytes);
       copy_bulk(w + slot * W_BYTES, from, bytes, full + 8 * slot);
@@ -84,14 +84,14 @@ struct Ring {
 #else
   static_assert(SHARERS == 1, "who copies, waits");
   __device__ __forceinline__ void fetch_weights(int slot) const {
-    for (int i = lane; i < min(TILES, tiles - tile) * Brick::bytes / 16; i += 32) copy_async(w + slot * W_BYTES + i * 16, from + i * 16, 16);
+    for (int i = lane; i < min(COURSES, courses - course) * Brick::bytes / 16; i += 32) copy_async(w + slot * W_BYTES + i * 16, from + i * 16, 16);
   }
   __device__ __forceinline__ void fetch_x(int slot) const {
-    const int piece = lane & 15, left = k - brick * 128 - piece * 8;
-    const u32 to = x + slot * X_BYTES + (piece >> 3) * X_ROWS * 128;
+    const int sixteen = lane & 15, left = k - brick * 128 - sixteen * 8;
+    const u32 to = x + slot * X_BYTES + (sixteen >> 3) * X_ROWS * 128;
     for (int row = lane >> 4; row < rows; row += 2) {
-      const u16* from = source + (size_t)(first_row + row) * x_stride + (left > 0 ? brick * 128 + piece * 8 : 0);
-      copy_async(to + row * 128 + (((piece & 7) ^ (row & 7)) << 4), from, 2 * max(0, min(8, left)));
+      const u16* from = source + (size_t)(first_row + row) * x_stride + (left > 0 ? brick * 128 + sixteen * 8 : 0);
+      copy_async(to + row * 128 + (((sixteen & 7) ^ (row & 7)) << 4), from, 2 * max(0, min(8, left)));
     }
   }
   __device__ __forceinline__ void commit() const { copy_commit(); }
@@ -100,9 +100,9 @@ struct Ring {
     __syncwarp();
   }
 #endif
-  // Every slot once, with weights or with x; false if there are no more steps than that.
+  // Every slot once, with weights or with x; false if there are no more bricks than that.
   template <bool X> __device__ __forceinline__ bool fill(int team) {
-    begin(blockIdx.x * TILES);
+    begin(blockIdx.x * COURSES);
     bool more = advance(team);
 #pragma unroll 1
     for (int slot = team; slot < SLOTS; slot += TEAMS) {
@@ -124,13 +124,13 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   // Known to be the same for a whole warp, it keeps what copies want in uniform registers.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), team = warp / SHARERS, sharer = warp % SHARERS;
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int bricks = (k + 127) / 128, tiles = (n + 15) / 16, pitch = gridDim.x * TILES;
+  const int bricks = (k + 127) / 128, courses = (n + 15) / 16, pitch = gridDim.x * COURSES;
   const int first_row = blockIdx.y * ROWS, rows = min(ROWS, m - first_row);
   Ring ring;
   ring.x = shared_address(shared);
   ring.w = ring.x + SLOTS * X_BYTES;
   ring.full = shared_address(barriers);
-  ring.lane = lane, ring.pitch = pitch, ring.tiles = tiles, ring.bricks = bricks;
+  ring.lane = lane, ring.pitch = pitch, ring.courses = courses, ring.bricks = bricks;
   ring.first_row = first_row, ring.rows = rows, ring.box_rows = min(ROWS, m), ring.k = k, ring.x_stride = x_stride;
   ring.weights = weights, ring.source = x, ring.map = &x_map;
   const u32 zero = shared_address(zeros + warp);
@@ -160,22 +160,22 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 
   // The teams' sums side by side, [TEAMS][Y_ROWS][LINE]: behind the ring, or in its place if there is no other pass.
   constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
-  float* sums = (float*)(pitch >= tiles ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
+  float* sums = (float*)(pitch >= courses ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
   float* scales = sums + TEAMS * Y_ROWS * LINE;
-  int step = team, slot = team;  // the step and the slot that this team takes next
+  int next = team, slot = team;  // the brick, counted through all passes, and the slot that this team takes next
   u32 parity = 0;
   int end = bricks;  // of this pass
-  for (int first_tile = blockIdx.x * TILES; first_tile < tiles; first_tile += pitch, end += bricks) {
-    const int column = first_tile * 16 + threadIdx.x;
+  for (int first_course = blockIdx.x * COURSES; first_course < courses; first_course += pitch, end += bricks) {
+    const int column = first_course * 16 + threadIdx.x;
     float scale_of_column = 1;
     Bias bias_of_column = 0;
     if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[column], bias_of_column = load_bias(bias, column);
     float sum[MINE][COLUMNS][4] = {};
-    while (step < end) {
+    while (next < end) {
       ring.wait(slot, parity);
       const u32 bricks_here = ring.w + slot * W_BYTES + sharer * MINE * Brick::bytes, x_here = ring.x + slot * X_BYTES + (lane & 7) % DIFFERENT * 128;
       u32 b[COLUMNS][4];
-      auto load_x = [&](int kt) {  // of two steps
+      auto load_x = [&](int kt) {  // of two fragments
 #pragma unroll
         for (int mt = 0; mt < COLUMNS; mt++) {
           u32 from = x_here + (kt / 4 * X_ROWS + mt * 8) * 128 + ((kt % 4 * 2 + (lane >> 3) ^ (lane & 7) % DIFFERENT) << 4);
@@ -184,8 +184,8 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
         }
       };
 #pragma unroll
-      for (int chunk = 0; chunk < CHUNKS; chunk++) {
-        constexpr int AT_ONCE = STEPS * Element::words < 4 ? STEPS * Element::words : 4;  // words of codes
+      for (int section = 0; section < SECTIONS; section++) {
+        constexpr int AT_ONCE = FRAGMENTS * Element::words < 4 ? FRAGMENTS * Element::words : 4;  // words of codes
         u32 codes[MINE][AT_ONCE];
         float part[MINE][COLUMNS][4], x_sum[COLUMNS][4] = {};
         auto add_x = [&](int kt) {
@@ -195,7 +195,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
         };
         // A lane's two columns are of the same group, but for one row of x, where they are of neighbours.
         constexpr bool TWO = ROWS == 1 && GROUPS > 1;
-        const int group = (chunk * COPIES + (COPIES > 1 ? 2 * c / ROWS : 0)) % GROUPS;
+        const int group = (section * COPIES + (COPIES > 1 ? 2 * c / ROWS : 0)) % GROUPS;
         uint2 scales_here[MINE][1 + TWO], offsets_here[MINE][1 + TWO];  // on their way while codes are multiplied
 #pragma unroll
         for (int t = 0; t < MINE; t++)
@@ -205,13 +205,13 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
             if constexpr (OFFSET != NONE) offsets_here[t][i] = Brick::stored_offset(bricks_here + t * Brick::bytes, g, group + i);
           }
         if constexpr (FIRST) {
-          if (chunk * STEPS % 2 == 0) load_x(chunk * STEPS);
+          if (section * FRAGMENTS % 2 == 0) load_x(section * FRAGMENTS);
 #pragma unroll
-          for (int j = 0; j < STEPS && SUMMED; j++) add_x(chunk * STEPS + j);
+          for (int j = 0; j < FRAGMENTS && SUMMED; j++) add_x(section * FRAGMENTS + j);
         }
 #pragma unroll
-        for (int j = 0; j < STEPS; j++) {
-          const int kt = chunk * STEPS + j, word = kt * Element::words % AT_ONCE;
+        for (int j = 0; j < FRAGMENTS; j++) {
+          const int kt = section * FRAGMENTS + j, word = kt * Element::words % AT_ONCE;
           if (!FIRST && kt % 2 == 0) load_x(kt);
           if (!FIRST && SUMMED) add_x(kt);
 #pragma unroll
@@ -262,7 +262,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
         more = ring.advance(TEAMS);
       }
       ring.commit();
-      step += TEAMS, slot += TEAMS;
+      next += TEAMS, slot += TEAMS;
       if (slot >= SLOTS) slot = team, parity ^= 1;
     }
 
@@ -291,7 +291,7 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     __syncthreads();
     if constexpr (SHARERS > 1) __syncthreads();  // for racecheck, which takes the team's barrier for one of these; it is no slower
     for (int i = threadIdx.x; i < WIDTH * rows; i += WARPS * 32) {
-      const int column = i % WIDTH, row = i / WIDTH, out = first_tile * 16 + column;
+      const int column = i % WIDTH, row = i / WIDTH, out = first_course * 16 + column;
       if (out >= n) continue;
       float v = 0;
 #pragma unroll

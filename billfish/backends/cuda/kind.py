@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-TILE, BRICK = 16, 128  # rows and k of a brick
+COURSE, BRICK = 16, 128  # rows of a course, k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
 
 
@@ -26,7 +26,7 @@ class Kind:
 
     @property
     def words(self) -> int:
-        """32-bit words of codes for each lane and 16 x 16 tile."""
+        """32-bit words of codes for each lane and 16 x 16 fragment."""
         return 2 if self.element == "Int8" else 1
 
     @property
@@ -41,7 +41,7 @@ class Kind:
     @property
     def group_bytes(self) -> int:
         """Of a brick's scales. Its offsets have the same type and take as many."""
-        return TILE * self.groups * self.scale_dtype.itemsize
+        return COURSE * self.groups * self.scale_dtype.itemsize
 
     @property
     def brick_bytes(self) -> int:

@@ -12,48 +12,48 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.describe import Codes, Description
-from billfish.backends.cuda.kind import BRICK, TILE, Kind
+from billfish.backends.cuda.kind import BRICK, COURSE, Kind
 
 REVERSED_BYTES = np.array([int(f"{i:08b}"[::-1], 2) for i in range(256)], np.uint8)  # their bits
 
 
 def brick_shape(n: int, k: int) -> tuple[int, int]:
     """How many bricks a matrix [N, K] has, down and along K."""
-    return -(-n // TILE), -(-k // BRICK)
+    return -(-n // COURSE), -(-k // BRICK)
 
 
 def pack_codes(kind: Kind, codes: Codes) -> NDArray[np.uint8]:
-    """Codes [N, K] to the code part of every brick: uint8 [tiles, bricks, code_bytes]. What is missing becomes 0."""
+    """Codes [N, K] to the code part of every brick: uint8 [courses, bricks, code_bytes]. What is missing becomes 0."""
     n, k = codes.shape
     down, along = brick_shape(n, k)
-    padded = np.zeros((down * TILE, along * BRICK), np.uint32)
+    padded = np.zeros((down * COURSE, along * BRICK), np.uint32)
     padded[:n, :k] = codes
-    # Row = 16 tile + 8 upper + g, and k = 128 brick + 16 step + 8 later + 2 c + odd: see the table in decode.cuh.
+    # Row = 16 course + 8 upper + g, and k = 128 brick + 16 fragment + 8 later + 2 c + odd: see the table in decode.cuh.
     axes = padded.reshape(down, 2, 8, along, 8, 2, 4, 2)
-    tile, upper, g, brick, step, later, c, odd = range(8)
+    course, upper, g, brick, fragment, later, c, odd = range(8)
     if kind.words == 2:
-        # Word `later` has the bytes (upper, odd); a lane's 16 bytes are two steps of two words.
-        ordered = axes.transpose(tile, brick, step, g, c, later, upper, odd)
+        # Word `later` has the bytes (upper, odd); a lane's 16 bytes are two fragments of two words.
+        ordered = axes.transpose(course, brick, fragment, g, c, later, upper, odd)
         words = _gather(ordered, [[8 * (2 * u + o) for o in range(2)] for u in range(2)])
         words = words.reshape(down, along, 4, 2, 8, 4, 2).transpose(0, 1, 2, 4, 5, 3, 6)
     else:
-        ordered = axes.transpose(tile, brick, step, g, c, later, upper, odd).reshape(down, along, 8, 8, 4, 4, 2)
+        ordered = axes.transpose(course, brick, fragment, g, c, later, upper, odd).reshape(down, along, 8, 8, 4, 4, 2)
         if kind.element == "E2M1":
             spread = (ordered & np.uint32(8)) << np.uint32(4) | (ordered & np.uint32(7)) << np.uint32(1)
             halves = _gather(spread.reshape(*spread.shape[:-2], 2, 2, 2), [[8, 24], [0, 16]])
             words = halves[..., 0] | _reversed(halves[..., 1])
         else:
             words = _gather(ordered, [[4 * p + 16 * o for o in range(2)] for p in range(4)])
-        words = words.reshape(down, along, 2, 4, 8, 4).transpose(0, 1, 2, 4, 5, 3)  # 16 bytes: four steps
+        words = words.reshape(down, along, 2, 4, 8, 4).transpose(0, 1, 2, 4, 5, 3)  # 16 bytes: four fragments
     return np.ascontiguousarray(words).view(np.uint8).reshape(down, along, kind.code_bytes)
 
 
 def unpack_codes(kind: Kind, parts: NDArray[np.uint8], n: int, k: int) -> Codes:
-    """The inverse of :func:`pack_codes`: uint8 [tiles, bricks, code_bytes] to codes [n, k]."""
+    """The inverse of :func:`pack_codes`: uint8 [courses, bricks, code_bytes] to codes [n, k]."""
     down, along = brick_shape(n, k)
     words = np.ascontiguousarray(parts).view("<u4")
     if kind.words == 2:
-        words = words.reshape(down, along, 4, 8, 4, 2, 2).transpose(0, 1, 2, 5, 3, 4, 6)  # a step's words side by side
+        words = words.reshape(down, along, 4, 8, 4, 2, 2).transpose(0, 1, 2, 5, 3, 4, 6)  # words of a fragment together
         fields = _scatter(words, [[8 * (2 * u + o) for o in range(2)] for u in range(2)]) & np.uint32(255)
     else:
         words = words.reshape(down, along, 2, 8, 4, 4).transpose(0, 1, 2, 5, 3, 4)
@@ -62,8 +62,8 @@ def unpack_codes(kind: Kind, parts: NDArray[np.uint8], n: int, k: int) -> Codes:
             fields = spread >> np.uint32(4) & np.uint32(8) | spread >> np.uint32(1) & np.uint32(7)
         else:
             fields = _scatter(words, [[4 * p + 16 * o for o in range(2)] for p in range(4)]) & np.uint32(15)
-    axes = fields.reshape(down, along, 8, 8, 4, 2, 2, 2)  # tile, brick, step, g, c, later, upper, odd
-    rows = axes.transpose(0, 6, 3, 1, 2, 5, 4, 7).reshape(down * TILE, along * BRICK)
+    axes = fields.reshape(down, along, 8, 8, 4, 2, 2, 2)  # course, brick, fragment, g, c, later, upper, odd
+    rows = axes.transpose(0, 6, 3, 1, 2, 5, 4, 7).reshape(down * COURSE, along * BRICK)
     return np.ascontiguousarray(rows[:n, :k].astype(np.uint8))
 
 
@@ -85,12 +85,12 @@ def _reversed(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def pack_groups(kind: Kind, values: NDArray[Any], k: int) -> NDArray[np.uint8]:
-    """Scales or offsets [N, groups] to their part of every brick: uint8 [tiles, bricks, group_bytes]."""
+    """Scales or offsets [N, groups] to their part of every brick: uint8 [courses, bricks, group_bytes]."""
     n, groups = values.shape
     down, along = brick_shape(n, k)
-    padded = np.zeros((down * TILE, along * kind.groups), kind.scale_dtype)
+    padded = np.zeros((down * COURSE, along * kind.groups), kind.scale_dtype)
     padded[:n, :groups] = values
-    axes = padded.reshape(down, 2, 8, along, kind.groups)  # tile, upper, g, brick, group
+    axes = padded.reshape(down, 2, 8, along, kind.groups)  # course, upper, g, brick, group
     ordered = np.ascontiguousarray(axes.transpose(0, 3, 2, 4, 1))
     if kind.scale == "ScaleE5M3":
         ordered = interleave_e5m3(ordered)
@@ -107,7 +107,7 @@ def interleave_e5m3(scales: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def group_parts(description: Description) -> NDArray[np.uint8]:
-    """What follows the codes in every brick: uint8 [tiles, bricks, scale (and offset) bytes]."""
+    """What follows the codes in every brick: uint8 [courses, bricks, scale (and offset) bytes]."""
     kind, k = description.kind, description.codes.shape[1]
     parts = [pack_groups(kind, description.scales, k)]
     if description.offsets is not None:
@@ -116,15 +116,15 @@ def group_parts(description: Description) -> NDArray[np.uint8]:
 
 
 def pack(description: Description) -> NDArray[np.uint8]:
-    """All bricks, one after the other: those of eight tiles of rows, then k, then the next eight tiles (or fewer)."""
+    """All bricks, one after the other: those of eight courses, then k, then the next eight courses (or fewer)."""
     bricks = np.concatenate([pack_codes(description.kind, description.codes), group_parts(description)], axis=2)
-    blocks = [bricks[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(bricks), 8)]
-    return np.concatenate(blocks)
+    eights = [bricks[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(bricks), 8)]
+    return np.concatenate(eights)
 
 
 def split(kind: Kind, bricks: NDArray[np.uint8], n: int, k: int) -> NDArray[np.uint8]:
-    """All bricks in the order of rows, then k: uint8 [tiles, bricks, brick_bytes]."""
+    """All bricks in the order of rows, then k: uint8 [courses, bricks, brick_bytes]."""
     down, along = brick_shape(n, k)
-    rows = bricks.reshape(down, along * kind.brick_bytes)  # as many bytes for each tile, though not those of one tile
-    blocks = [rows[i : i + 8].reshape(along, -1, kind.brick_bytes).transpose(1, 0, 2) for i in range(0, down, 8)]
-    return np.concatenate(blocks)
+    rows = bricks.reshape(down, along * kind.brick_bytes)  # a row is as long as a course, and of eight courses
+    eights = [rows[i : i + 8].reshape(along, -1, kind.brick_bytes).transpose(1, 0, 2) for i in range(0, down, 8)]
+    return np.concatenate(eights)

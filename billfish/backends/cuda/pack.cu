@@ -6,10 +6,10 @@
 #include "decode.cuh"
 
 extern "C" __global__ void marlin_pack(const u8* __restrict__ codes, const u8* __restrict__ groups, u8* __restrict__ bricks, int n, int k) {
-  const int along = (k + 127) / 128, brick = blockIdx.x % along, tile = blockIdx.x / along;
-  u8* to = bricks + Brick::at(tile, brick, (n + 15) / 16, along);
+  const int along = (k + 127) / 128, brick = blockIdx.x % along, course = blockIdx.x / along;
+  u8* to = bricks + Brick::at(course, brick, (n + 15) / 16, along);
   auto code = [&](int row, int column) -> u32 {
-    row += tile * 16, column += brick * 128;
+    row += course * 16, column += brick * 128;
     return row < n && column < k ? codes[(size_t)row * k + column] : 0;
   };
   for (int i = threadIdx.x; i < Brick::code_bytes / 4; i += blockDim.x) {

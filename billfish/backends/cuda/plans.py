@@ -73,30 +73,30 @@ class Small:
     """A shape of gemm_small. Its fields are macros of gemm_small.cu."""
 
     teams: int
-    tiles: int
+    courses: int
     slots: int
     resident: int = 1
     sharers: int = 1
 
-    def rounds(self, tiles: int, device: Device) -> int:
+    def rounds(self, courses: int, device: Device) -> int:
         """Passes of a CTA. Where kernels overlap, a grid has no more CTAs than there is room for."""
-        at_once = self.tiles * device.multiprocessors * self.resident
-        return -(-tiles // at_once) if device.capability >= (9, 0) else 1
+        at_once = self.courses * device.multiprocessors * self.resident
+        return -(-courses // at_once) if device.capability >= (9, 0) else 1
 
-    def grid(self, tiles: int, device: Device) -> int:
-        return -(-tiles // (self.tiles * self.rounds(tiles, device)))
+    def grid(self, courses: int, device: Device) -> int:
+        return -(-courses // (self.courses * self.rounds(courses, device)))
 
-    def cost(self, tiles: int, device: Device) -> float:
-        """Tiles of the busiest multiprocessor, and the time of each further pass in tiles (measured on an H200)."""
-        grid, rounds = self.grid(tiles, device), self.rounds(tiles, device)
-        most = -(-grid // device.multiprocessors) * rounds * self.tiles
+    def cost(self, courses: int, device: Device) -> float:
+        """Courses of the busiest multiprocessor, and the time of each further pass in courses (measured on an H200)."""
+        grid, rounds = self.grid(courses, device), self.rounds(courses, device)
+        most = -(-grid // device.multiprocessors) * rounds * self.courses
         if self.resident == 1:
             return most + (rounds - 1) * (0.1 if self.sharers > 1 else 0.5)
         # Room for two CTAs, but fewer than 1.2 for each multiprocessor: the next kernel's CTAs double up on some
         # multiprocessors and leave others. On 132, N = 8192 has 128 CTAs and is uneven, N = 14336 has 224 and is not.
         uneven = grid < 1.2 * device.multiprocessors
         # Two CTAs on one multiprocessor leave bandwidth to CTAs that are alone on theirs.
-        return (most + tiles / device.multiprocessors) / 2 + (rounds - 1) * 2 + (tiles if uneven else 0)
+        return (most + courses / device.multiprocessors) / 2 + (rounds - 1) * 2 + (courses if uneven else 0)
 
 
 def rows_at_once(gemm: Gemm) -> int:
@@ -125,35 +125,35 @@ def small_shapes(gemm: Gemm, hopper: bool) -> list[Small]:
 
 
 def small(gemm: Gemm, device: Device) -> Plan:
-    tiles = -(-gemm.n // 16)
+    courses = -(-gemm.n // 16)
     shapes = [fitting(gemm, device, shape) for shape in small_shapes(gemm, device.capability >= (9, 0))]
-    return launch_small(gemm, device, min(shapes, key=lambda shape: shape.cost(tiles, device)))
+    return launch_small(gemm, device, min(shapes, key=lambda shape: shape.cost(courses, device)))
 
 
 def small_bytes(gemm: Gemm, device: Device, shape: Small) -> int:
     """Dynamic shared memory, as gemm_small.cu lays it out: the ring, and the teams' sums in its place or behind it."""
     rows, rounds, alone = rows_at_once(gemm), shape.rounds(-(-gemm.n // 16), device), gemm.m == 1
-    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.tiles * gemm.kind.brick_bytes)
-    sums = (shape.teams * (1 if alone else rows) * (16 * shape.tiles + 4) + 2 * 16 * shape.tiles) * 4
+    ring = shape.slots * ((1 if alone else max(8, rows)) * 256 + shape.courses * gemm.kind.brick_bytes)
+    sums = (shape.teams * (1 if alone else rows) * (16 * shape.courses + 4) + 2 * 16 * shape.courses) * 4
     return ring + sums if rounds > 1 else max(ring, sums)
 
 
 def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
-    """The shape with as many slots, and then tiles, as `resident` CTAs of a multiprocessor have room for."""
+    """The shape with as many slots, and then courses, as `resident` CTAs of a multiprocessor have room for."""
     room = (device.shared_bytes + CTA_BYTES) // shape.resident - CTA_BYTES
-    while small_bytes(gemm, device, shape) > room and (shape.slots > shape.teams or shape.tiles > shape.sharers):
+    while small_bytes(gemm, device, shape) > room and (shape.slots > shape.teams or shape.courses > shape.sharers):
         if shape.slots > shape.teams:
             shape = replace(shape, slots=shape.slots - shape.teams)
         else:
-            shape = replace(shape, tiles=shape.tiles // 2)
+            shape = replace(shape, courses=shape.courses // 2)
     return shape
 
 
 def launch_small(gemm: Gemm, device: Device, shape: Small) -> Plan:
-    rows, tiles = rows_at_once(gemm), -(-gemm.n // 16)
+    rows, courses = rows_at_once(gemm), -(-gemm.n // 16)
     named = {name.upper(): value for name, value in vars(shape).items()}
     macros = gemm.macros(ROWS=rows, ALONE=int(gemm.m == 1), **named)
-    grid = (shape.grid(tiles, device), -(-gemm.m // rows))
+    grid = (shape.grid(courses, device), -(-gemm.m // rows))
     threads, overlap = shape.teams * shape.sharers * 32, device.capability >= (9, 0)
     shared_bytes = small_bytes(gemm, device, shape)
     if overlap:  # No room for one CTA more. The next kernel's would take it, on some multiprocessors and not on others.

@@ -134,7 +134,7 @@ class EmulatorBackend(NumpyBackend):
         return Kernels(emulator.metal_kernel)
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> MetalWeights:
-        return lay_out(tensor)
+        return lay_out(tensor).converted(np.array)  # copies: packed weights do not keep the tensor's arrays
 
     def multiply(
         self, x: NDArray[Any] | IntegerActivations, weights: Any, bias: NDArray[Any] | None, activations: str = "exact"

@@ -30,7 +30,7 @@ def choose(m: int, n: int, k: int, itemsize: int) -> str:
     """The kernel for x [m, k] of a type of so many bytes and W [n, k].
 
     gemv     up to 8 rows: the weights are the traffic, and it reads them once
-    fused    float32: two buffers of float32 tiles would not fit, and it needs one
+    fused    float32: two buffers of float32 slabs would not fit, and it needs one
     striped  few tiles: several threadgroups share each, and a second kernel adds up
     gemm     everything else
     """
@@ -60,7 +60,7 @@ def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
     columns = up(n, TILE_N)
     if kernel == "striped":
         count = up(m, rows) * columns
-        # No fewer than four tiles of K for each slice: below that, partial sums are the traffic.
+        # No fewer than four slabs of K for each slice: below that, partial sums are the traffic.
         slices = max(1, min(up(BUSY, count), k // (4 * TILE_K), 8))
         groups = min(count * slices, 4 * BUSY)
         return Dispatch(kernel, template | {"SLICES": slices}, (groups * THREADS, 1, 1), (THREADS, 1, 1))

@@ -4,9 +4,9 @@
 // number of entries, one after the other. Every sum is written by one threadgroup, so there is nothing to wait for and
 // nothing to lock, and the result does not depend on who comes first.
 using namespace billfish;
-constexpr int stride = Tile<T>::stride;
-alignas(16) threadgroup T x_tiles[2 * TILE_M * stride];
-alignas(16) threadgroup T w_tiles[2 * TILE_N * stride];
+constexpr int stride = Slab<T>::stride;
+alignas(16) threadgroup T x_slabs[2 * TILE_M * stride];
+alignas(16) threadgroup T w_slabs[2 * TILE_N * stride];
 const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
 const int index = thread_index_in_threadgroup;
 const int row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (n + TILE_N - 1) / TILE_N;
@@ -21,9 +21,9 @@ for (int entry = first; entry < last; entry++) {
   const int tile = entry / SLICES, slice = entry % SLICES;
   const int row0 = tile % row_tiles * TILE_M, column0 = tile / row_tiles * TILE_N;
   const int k_begin = min(slice * slice_k, k), k_end = min(k_begin + slice_k, k);
-  sum_tile<TILE_M>(x, m, w, row0, column0, k_begin, k_end, x_tiles, w_tiles, index, sums);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles become scratch memory
-  store_tiles<TILE_M / 16, 4, false>(sums, (threadgroup float*)w_tiles + index / 32 * 256, y + long(slice) * m * n, x, m, n,
-                                     row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // and tiles again
+  sum_tile<TILE_M>(x, m, w, row0, column0, k_begin, k_end, x_slabs, w_slabs, index, sums);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the slabs become scratch memory
+  store_sums<TILE_M / 16, 4, false>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y + long(slice) * m * n, x, m, n,
+                                    row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // and slabs again
 }

@@ -127,7 +127,7 @@ def _group_planes(format: Format, planes: Planes) -> tuple[str, Array, str, Arra
 def _code_words(tensor: QuantizedTensor) -> NDArray[np.uint32]:
     format = tensor.format
     if isinstance(format, WordFormat) and type(format).unpack_codes is WordFormat.unpack_codes:
-        return np.array(tensor.storage["packed"])  # a copy: packed weights do not keep what they were made of
+        return np.ascontiguousarray(tensor.storage["packed"])
     codes = format.unpack_codes(tensor.storage).T
     if isinstance(format.element, Signed):
         return pack_words(codes ^ np.uint8(0x80), 8)

@@ -1,16 +1,16 @@
-// Tiles of x and of decoded weights in threadgroup memory, and their products in simdgroup matrices.
+// Tiles of y: slabs of x and of decoded weights in threadgroup memory, and their products in simdgroup matrices.
 //
-// A threadgroup of 128 threads computes TILE_M x TILE_N of y, TILE_K of K at a time. Both tiles hold k side by side: row m of
-// x, row n of the weights.
+// A threadgroup of 128 threads computes TILE_M x TILE_N of y, TILE_K of K at a time. A slab holds TILE_K numbers of
+// each row, k side by side: TILE_M rows of x, or TILE_N rows of the weights.
 namespace billfish {
 
 constexpr constant int TILE_N = 64;
 constexpr constant int TILE_K = 32;
 constexpr constant int RUN_K = 16;  // k that one thread decodes in one column: they share a scale
 
-// A row of a tile, padded by 16 bytes so that eight rows begin in eight different banks.
+// A row of a slab, padded by 16 bytes so that eight rows begin in eight different banks.
 template <typename T>
-struct Tile {
+struct Slab {
   static constexpr constant int stride = TILE_K + 16 / sizeof(T);
 };
 
@@ -37,10 +37,10 @@ struct InputRuns {
     }
   }
 
-  METAL_FUNC void put(threadgroup T* tile, int index) const thread {
+  METAL_FUNC void put(threadgroup T* slab, int index) const thread {
     #pragma unroll
     for (int i = 0; i < TILE_M / 16; i++) {
-      *(threadgroup vec<T, 4>*)(tile + (index / 8 + 16 * i) * Tile<T>::stride + index % 8 * 4) = runs[i];
+      *(threadgroup vec<T, 4>*)(slab + (index / 8 + 16 * i) * Slab<T>::stride + index % 8 * 4) = runs[i];
     }
   }
 };
@@ -85,38 +85,38 @@ struct WeightRun {
 
 // ---- products
 
-// sums [ROW_TILES][COLUMN_TILES] of 8x8 += x rows [.., TILE_K] times weight rows [.., TILE_K] transposed.
-template <int ROW_TILES, int COLUMN_TILES, typename T>
-METAL_FUNC void multiply_tiles(const threadgroup T* x_rows, const threadgroup T* w_rows,
+// sums [ROW_MATRICES][COLUMN_MATRICES] of 8x8 += x rows [.., TILE_K] times weight rows [.., TILE_K] transposed.
+template <int ROW_MATRICES, int COLUMN_MATRICES, typename T>
+METAL_FUNC void multiply_slabs(const threadgroup T* x_rows, const threadgroup T* w_rows,
                                thread simdgroup_matrix<float, 8, 8>* sums) {
-  constexpr int stride = Tile<T>::stride;
+  constexpr int stride = Slab<T>::stride;
   #pragma unroll
   for (int k = 0; k < TILE_K; k += 8) {
-    simdgroup_matrix<T, 8, 8> a[ROW_TILES], b[COLUMN_TILES];
+    simdgroup_matrix<T, 8, 8> a[ROW_MATRICES], b[COLUMN_MATRICES];
     #pragma unroll
-    for (int i = 0; i < ROW_TILES; i++) simdgroup_load(a[i], x_rows + 8 * i * stride + k, stride);
+    for (int i = 0; i < ROW_MATRICES; i++) simdgroup_load(a[i], x_rows + 8 * i * stride + k, stride);
     #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++) simdgroup_load(b[j], w_rows + 8 * j * stride + k, stride, ulong2(0), true);
+    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_load(b[j], w_rows + 8 * j * stride + k, stride, ulong2(0), true);
     #pragma unroll
-    for (int i = 0; i < ROW_TILES; i++) {
+    for (int i = 0; i < ROW_MATRICES; i++) {
       #pragma unroll
-      for (int j = 0; j < COLUMN_TILES; j++) {
-        simdgroup_multiply_accumulate(sums[i * COLUMN_TILES + j], a[i], b[j], sums[i * COLUMN_TILES + j]);
+      for (int j = 0; j < COLUMN_MATRICES; j++) {
+        simdgroup_multiply_accumulate(sums[i * COLUMN_MATRICES + j], a[i], b[j], sums[i * COLUMN_MATRICES + j]);
       }
     }
   }
 }
 
-// Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_TILES floats for each simdgroup, because
+// Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_MATRICES floats for each simdgroup, because
 // which lane holds which number of a simdgroup matrix is nobody's promise.
-template <int ROW_TILES, int COLUMN_TILES, bool HAS_BIAS, typename T, typename B>
-METAL_FUNC void store_tiles(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
-                            const device B* bias, int m, int n, int row0, int column0, int lane) {
-  constexpr int width = 8 * COLUMN_TILES;
+template <int ROW_MATRICES, int COLUMN_MATRICES, bool HAS_BIAS, typename T, typename B>
+METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
+                           const device B* bias, int m, int n, int row0, int column0, int lane) {
+  constexpr int width = 8 * COLUMN_MATRICES;
   #pragma unroll
-  for (int i = 0; i < ROW_TILES; i++) {
+  for (int i = 0; i < ROW_MATRICES; i++) {
     #pragma unroll
-    for (int j = 0; j < COLUMN_TILES; j++) simdgroup_store(sums[i * COLUMN_TILES + j], scratch + 8 * j, width);
+    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_store(sums[i * COLUMN_MATRICES + j], scratch + 8 * j, width);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int e = lane; e < 8 * width; e += 32) {
       const int row = row0 + 8 * i + e / width, column = column0 + e % width;
@@ -128,14 +128,14 @@ METAL_FUNC void store_tiles(thread simdgroup_matrix<float, 8, 8>* sums, threadgr
   }
 }
 
-// ---- the double-buffered pipeline: four simdgroups, 2 x 2, of TILE_M / 16 x 4 tiles of 8x8
+// ---- the double-buffered pipeline: four simdgroups, 2 x 2, of TILE_M / 16 x 4 matrices of 8x8
 
 // One tile of x @ W.T over k from k_begin to k_end. While one pair of buffers is multiplied, the next is on its way through
 // registers to the other: one barrier for each TILE_K.
 template <int TILE_M, typename T, typename W>
-METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, int k_begin, int k_end, threadgroup T* x_tiles,
-                         threadgroup T* w_tiles, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
-  constexpr int stride = Tile<T>::stride;
+METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, int k_begin, int k_end, threadgroup T* x_slabs,
+                         threadgroup T* w_slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
+  constexpr int stride = Slab<T>::stride;
   const int simdgroup_row = index / 64 * (TILE_M / 2), simdgroup_column = index / 32 % 2 * 32;
   const int column = index % TILE_N, run = index / TILE_N * RUN_K;  // what this thread decodes
   InputRuns<TILE_M, T> next_x;
@@ -145,8 +145,8 @@ METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, i
   for (int i = 0; i < TILE_M / 16 * 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   next_x.fetch(x, m, w.k, row0, k_begin, index);
   next_w.fetch(w, column0 + column, k_begin + run, true);
-  next_x.put(x_tiles, index);
-  next_w.put(w_tiles + column * stride + run, k_begin + run, w.k);
+  next_x.put(x_slabs, index);
+  next_w.put(w_slabs + column * stride + run, k_begin + run, w.k);
   int buffer = 0;
   for (int k0 = k_begin; k0 < k_end; k0 += TILE_K) {
     threadgroup_barrier(mem_flags::mem_threadgroup);  // this buffer is full, and nobody reads the other any more
@@ -155,12 +155,12 @@ METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, i
       next_x.fetch(x, m, w.k, row0, k0 + TILE_K, index);
       next_w.fetch(w, column0 + column, k0 + TILE_K + run, false);
     }
-    multiply_tiles<TILE_M / 16, 4>(x_tiles + (buffer * TILE_M + simdgroup_row) * stride,
-                                   w_tiles + (buffer * TILE_N + simdgroup_column) * stride, sums);
+    multiply_slabs<TILE_M / 16, 4>(x_slabs + (buffer * TILE_M + simdgroup_row) * stride,
+                                   w_slabs + (buffer * TILE_N + simdgroup_column) * stride, sums);
     buffer = 1 - buffer;
     if (more) {
-      next_x.put(x_tiles + buffer * TILE_M * stride, index);
-      next_w.put(w_tiles + (buffer * TILE_N + column) * stride + run, k0 + TILE_K + run, w.k);
+      next_x.put(x_slabs + buffer * TILE_M * stride, index);
+      next_w.put(w_slabs + (buffer * TILE_N + column) * stride + run, k0 + TILE_K + run, w.k);
     }
   }
 }

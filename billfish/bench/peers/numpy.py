@@ -10,7 +10,7 @@ import numpy as np
 
 from billfish.bench.peers.base import Case, Floats, Peer, Prepared, Rotated, copies_for
 from billfish.errors import BackendUnavailable
-from billfish.parallel import available_cores
+from billfish.machine import available_cores
 
 # What OpenBLAS calls this in NumPy's own wheels, and elsewhere.
 SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads")

@@ -17,9 +17,11 @@
 
 #include "activations/rows.h"
 #include "bind/bind.h"
+#include "layout/digest.h"
 #include "layout/prepack.h"
 #include "layout/problem.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
+#include "threads/cores.h"
 #include "threads/threads.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -57,17 +59,14 @@ bool runs_here(const std::string& name) {
   return name == "portable";
 }
 
-// Best first.
-const std::vector<const Level*>& all_levels() {
+// Best first. Not in a container that is destroyed at the end of the process, when daemon threads may still look.
 #define LEVEL_POINTER(name) &name::level,
-  static const std::vector<const Level*> levels = {BILLFISH_LEVELS(LEVEL_POINTER)};
-  return levels;
-}
+const Level* const all_levels[] = {BILLFISH_LEVELS(LEVEL_POINTER)};
 
 }  // namespace
 
 const Level& billfish::find_level(const std::string& name) {
-  for (const Level* level : all_levels())
+  for (const Level* level : all_levels)
     if (level->name == name && runs_here(name)) return *level;
   throw nb::value_error(("no such level on this machine: " + name).c_str());
 }
@@ -119,7 +118,7 @@ void prepack(const std::string& name, const Description& d, Contiguous<const uin
   const std::vector<Field> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
   const Storage s = storage_of(bytes.data(), about);
   const CodeReader codes(level, s, words, w);
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
     for (int64_t tile = first; tile < last; tile++) pack_tile(w, codes, per_chunk, per_group, tile, out.data() + tile * shape.tile_bytes);
   });
@@ -154,7 +153,7 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
     tiles += (w.n + shape.rows - 1) / shape.rows;
   }
   std::vector<std::atomic<bool>> odd(jobs.size());
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   parallel_for(tiles, [&](int64_t first, int64_t last) {
     size_t at = 0;
     std::vector<uint8_t> integers;
@@ -188,7 +187,7 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
   static thread_local Prepared kept;  // room for x
   Prepared& x = kept;
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   x.begin(level, w, m, 1);
   for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
@@ -235,13 +234,13 @@ size_t multiply_one_x(const ProductArrays* all, size_t count) {
 void multiply(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const float> x, int planes, Bias bias,
               Contiguous<float> y) {
   const ProductArrays product{name, &d, std::move(stream), std::move(x), planes, std::move(bias), std::move(y)};
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   multiply_one_x(&product, 1);
 }
 
 // One after the other without Python in between, but those that have one x together.
 void multiply_all(const std::vector<ProductArrays>& all) {
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   for (size_t first = 0; first < all.size();) first += multiply_one_x(all.data() + first, all.size() - first);
 }
 
@@ -263,10 +262,15 @@ void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool w
   s.byte_values = byte_values ? byte_values->data() : nullptr;
   s.scaled_tables = scaled_tables ? scaled_tables->data() : nullptr;
   void* target = out.data();
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   parallel_for(s.n, [&](int64_t first, int64_t last) {
     (words ? level.dequantize_words : level.dequantize_rows)(s, target, type, first, last);
   });
+}
+
+uint64_t digest_of(Contiguous<const uint8_t> bytes) {
+  const Computing computing;
+  return digest(bytes.data(), int64_t(bytes.size()));
 }
 
 // The best of several rounds, on all threads: work() does `units` of something on each of them.
@@ -286,7 +290,7 @@ template <class Work> double best_rate(double units, Work work) {
 
 double read_rate(const std::string& name, int megabytes) {
   const Level& level = find_level(name);
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   const int64_t each = (int64_t(megabytes) << 20) / threads() / level.vector_bytes * level.vector_bytes;
   std::vector<uint8_t> memory(size_t(each) * threads(), 1);
   std::atomic<int> seen{0};
@@ -295,7 +299,7 @@ double read_rate(const std::string& name, int megabytes) {
 
 double dot_rate(const std::string& name) {
   const Level& level = find_level(name);
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   constexpr int64_t rounds = 300000;
   std::atomic<int> seen{0};
   return best_rate(rounds * level.dot_operations, [&](int64_t) { seen += level.dot_rounds(rounds) > 0; });
@@ -303,15 +307,20 @@ double dot_rate(const std::string& name) {
 
 double fma_rate(const std::string& name) {
   const Level& level = find_level(name);
-  nb::gil_scoped_release unlocked;
+  const Computing computing;
   constexpr int64_t rounds = 300000;
   std::atomic<int> seen{0};
   return best_rate(rounds * level.fma_operations, [&](int64_t) { seen += level.fma_rounds(rounds) > 0; });
 }
 
+// Arithmetic of NumPy, too, is to be known.
+struct PythonFloats {
+  std::optional<KnownFloats> known;
+};
+
 std::vector<std::string> levels_here() {
   std::vector<std::string> names;
-  for (const Level* level : all_levels())
+  for (const Level* level : all_levels)
     if (runs_here(level->name)) names.push_back(level->name);
   return names;
 }
@@ -319,8 +328,17 @@ std::vector<std::string> levels_here() {
 }  // namespace
 
 NB_MODULE(_cpu, module) {
+  nb::set_leak_warnings(false);  // at the end of the process, daemon threads still have their arguments
+  nb::class_<PythonFloats>(module, "KnownFloats", "A context in which this thread's floating-point mode is the known one.")
+      .def(nb::init<>())
+      .def("__enter__", [](PythonFloats& self) { self.known.emplace(); })
+      .def("__exit__", [](PythonFloats& self, nb::args) { self.known.reset(); });
   nb::class_<Description>(module, "Description")
-      .def(nb::init<int64_t, int64_t, int, int, int, int, float, std::vector<int>>());
+      .def("__init__", [](Description* self, int64_t n, int64_t k, int codes, int scales, int bias, int group, double factor, std::vector<int> table) {
+        const KnownFloats known;  // the factor may be subnormal as a float
+        const volatile double exact = factor;  // read, and so rounded, when the mode is set
+        new (self) Description{n, k, codes, scales, bias, group, float(exact), std::move(table)};
+      });
   module.def("levels", &levels_here, "The ISA levels that this machine can run, best first.");
   module.def("packed_bytes", &packed_bytes);
   module.def("prepack", &prepack);
@@ -330,10 +348,15 @@ NB_MODULE(_cpu, module) {
   module.def("multiply_codes", &multiply_codes);
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+  module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
   module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
   module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");
   module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
+  module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");
+  module.def("available_cores", &available_cores, "Those of the affinity, and not more than the quota; `root` as above.");
+  module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
   bind_decoder(module);
+  default_threads();  // looked at now, and then seldom: see threads.h
 }

@@ -2,15 +2,39 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <unistd.h>
 
 #include <string>
 #include <vector>
 
 #include "layout/problem.h"
+#include "threads/float_mode.h"
 
 namespace billfish {
 
 template <class T> using Contiguous = nanobind::ndarray<T, nanobind::c_contig, nanobind::device::cpu>;
+
+// While it lives, this thread computes: other threads may have Python, and floating-point arithmetic is as kernels know it. Every function
+// of the module that calls kernels has one.
+class Computing {
+ public:
+  Computing() : python_(PyEval_SaveThread()) {}
+  // A daemon thread that asks for Python while the process ends does not come back: up to Python 3.13, pthread_exit unwinds it like
+  // an exception, which no destructor lets out, and the process would abort. So it waits here for the end.
+  ~Computing() {
+    try {
+      PyEval_RestoreThread(python_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+  Computing(const Computing&) = delete;
+  Computing& operator=(const Computing&) = delete;
+
+ private:
+  PyThreadState* python_;
+  const KnownFloats known_;
+};
 
 // The description of packed weights, as the Python side keeps it.
 struct Description {

@@ -52,6 +52,7 @@ class PythonDecoder {
 
   // Rows of the embedding, decoded.
   void embed(const std::vector<int64_t>& tokens, Contiguous<float> out) const {
+    const Computing computing;
     for (size_t i = 0; i < tokens.size(); i++) {
       Storage row = embedding_;
       row.bytes += tokens[i] * row.row_bytes;
@@ -67,7 +68,7 @@ class PythonDecoder {
     for (const auto& [keys, values, start, count] : rows)
       spans.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
     float* data = x.data();
-    nb::gil_scoped_release unlocked;
+    const Computing computing;
     decoder_.run(data, spans, planes);
   }
 
@@ -81,7 +82,7 @@ class PythonDecoder {
   void finish(Numbers x, int planes, Contiguous<float> out) const {
     const float* data = x.data();
     const int64_t m = int64_t(x.shape(0));
-    nb::gil_scoped_release unlocked;
+    const Computing computing;
     decoder_.finish(data, m, norm_, head_, planes, out.data());
   }
 

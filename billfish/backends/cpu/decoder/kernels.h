@@ -3,10 +3,10 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "decoder/decoder.h"
 #include "simd/halves.h"
+#include "simd/room.h"
 #include "simd/unroll.h"
 
 namespace BILLFISH_ISA {
@@ -108,20 +108,20 @@ constexpr int64_t POSITIONS = 64;  // whose values stay in the first-level cache
 template <int T>
 void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more, int64_t head_size, float* out) {
   const int64_t padded = (seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
-  static thread_local std::vector<float> scores;
-  if (int64_t(scores.size()) < T * padded) scores.resize(size_t(2 * T * padded));
-  std::fill_n(scores.begin(), T * padded, 0.0f);
+  static thread_local Room room;
+  float* scores = room.take((T * padded + 4095) / 4096 * 4096);  // in steps, as each token sees one position more
+  std::fill_n(scores, T * padded, 0.0f);
   for (int64_t block = 0; block < padded; block += COLUMNS)
-    combine<T, 1>(q, stride, keys + block * head_size, COLUMNS, head_size, scores.data() + block, padded);
+    combine<T, 1>(q, stride, keys + block * head_size, COLUMNS, head_size, scores + block, padded);
   float sums[T];
-  for (int t = 0; t < T; t++) sums[t] = exponentials(scores.data() + t * padded, seen + t * more, padded);
+  for (int t = 0; t < T; t++) sums[t] = exponentials(scores + t * padded, seen + t * more, padded);
   for (int t = 0; t < T; t++) std::fill_n(out + t * stride, head_size, 0.0f);
   if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache already
-    for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores.data(), padded, values + c, head_size, padded, out + c, stride);
+    for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores, padded, values + c, head_size, padded, out + c, stride);
   } else {  // values come from memory, so they are read in the order in which they lie
     for (int64_t i = 0; i < padded; i += POSITIONS)
       for (int t = 0; t < T; t++) {
-        const float *weights = scores.data() + t * padded + i, *rows = values + i * head_size;
+        const float *weights = scores + t * padded + i, *rows = values + i * head_size;
         const int64_t count = std::min(POSITIONS, padded - i);
         int64_t c = 0;
         for (; c + 64 <= head_size; c += 64) combine<1, 4>(weights, 0, rows + c, head_size, count, out + t * stride + c, 0);

@@ -227,7 +227,6 @@ void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64
     for (GroupField* field : {&rows.scale, &rows.minimum, &rows.zero}) field->data += first * field->row_stride;
     first = 0, last = std::min<int64_t>(last, 1);
   }
-  const WithSubnormals with_subnormals;
   Run run(rows);
   const int64_t step = run.longest(type);
   for (int64_t row = first; row < last; row++)
@@ -292,7 +291,6 @@ GroupField turn_field(const GroupField& field, int64_t n, int64_t columns, int64
 void dequantize_words(const Storage& s, void* out, int type, int64_t first, int64_t last) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(s.bytes);
   const int64_t bits = s.plane[0].bits, per = 32 / bits;
-  const WithSubnormals with_subnormals;
   Storage turned = s;
   Run run(turned);
   const int64_t step = std::min({run.longest(type), STRIP_BYTES * 8 / bits, STRIP_GROUPS * s.group});

@@ -307,11 +307,13 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   }
   // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
   const int64_t each = x.groups() * x.lanes * TILE_ROWS;
-  std::vector<float> sums(size_t((last - first) * each));
+  Room room;
+  float* sums = room.take((last - first) * each);
+  std::fill_n(sums, (last - first) * each, 0.0f);
   each_slice(shape, [&](int64_t chunk, int64_t blocks) {
-    for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums.data() + (tile - first) * each);
+    for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums + (tile - first) * each);
   });
-  for (int64_t tile = first; tile < last; tile++) write_tile(sums.data() + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
 }
 
 // A copy of the table: for all the compiler knows, what is written between two looks at the weights' own is a part of it.

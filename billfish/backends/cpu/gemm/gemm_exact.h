@@ -149,15 +149,16 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
   const TileShape shape(w, TILE_ROWS);
   alignas(64) float values[CHUNK * TILE_ROWS];
   GroupScales scales[16];
-  std::vector<float> sums(size_t((last - first) * panel * TILE_ROWS));
+  Room room;
+  float* sums = room.take((last - first) * panel * TILE_ROWS);
   for (int64_t first_row = 0; first_row < padded; first_row += panel) {
     const int64_t last_row = std::min(padded, first_row + panel);
-    std::fill(sums.begin(), sums.end(), 0.0f);
+    std::fill_n(sums, (last - first) * panel * TILE_ROWS, 0.0f);
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
       for (int64_t tile = first; tile < last; tile++) {
         const int blocks = shape.blocks_in(chunk);
         const Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
-        float* to = sums.data() + (tile - first) * panel * TILE_ROWS;
+        float* to = sums + (tile - first) * panel * TILE_ROWS;
         const float* from = x.x + (first_row / X_ROWS * x.blocks + chunk * 8) * BLOCK * X_ROWS;
         read_scales<false>(w, shape, run.stream, blocks, scales, 0, w.factor);
         const uint8_t* codes = run.stream + run.chunk_header;
@@ -169,7 +170,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
           unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) { add_values<decltype(part)::value * SUM_VECTORS>(values, from, blocks * BLOCK, to); });
       }
     for (int64_t tile = first; tile < last; tile++)
-      write_tile(sums.data() + (tile - first) * panel * TILE_ROWS, 1, nullptr, bias, w.n, tile, first_row, std::min(last_row, x.m), y);
+      write_tile(sums + (tile - first) * panel * TILE_ROWS, 1, nullptr, bias, w.n, tile, first_row, std::min(last_row, x.m), y);
   }
 }
 

@@ -1,9 +1,9 @@
 // Tiles of W in the stream, slice by slice, and rows of x in panels: what products in integers have in common.
 #pragma once
 #include <algorithm>
-#include <vector>
 
 #include "gemm/scales.h"
+#include "simd/room.h"
 
 namespace BILLFISH_ISA {
 
@@ -59,18 +59,19 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
   // Rows of x in panels that stay in the second-level cache while all tiles pass over them.
   const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.planes) / X_ROWS * X_ROWS, 32, 256);
   const TileShape shape(w, TILE_ROWS);
-  std::vector<float> sums(size_t(panel) * TILE_ROWS);
+  Room room;
+  float* sums = room.take(panel * TILE_ROWS);
   for (int64_t first_row = 0; first_row < x.m; first_row += panel) {
     const int64_t last_row = std::min(x.m, first_row + panel);
     for (int64_t tile = first; tile < last; tile++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
+      std::fill_n(sums, panel * TILE_ROWS, 0.0f);
       each_slice(shape, [&](int64_t chunk, int64_t blocks) {
         Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
-        for (int64_t row = first_row; row < last_row; row += X_ROWS) add(run, row, sums.data() + (row - first_row) * TILE_ROWS);
+        for (int64_t row = first_row; row < last_row; row += X_ROWS) add(run, row, sums + (row - first_row) * TILE_ROWS);
       });
-      write_tile(sums.data(), w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
+      write_tile(sums, w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
     }
   }
 }

@@ -2,6 +2,11 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace BILLFISH_ISA {
 
 inline float bits_to_float(uint32_t bits) {
   float f;
@@ -57,10 +62,11 @@ inline uint16_t float_to_half_fast(float f) {
   return h;
 }
 #elif defined(__F16C__)
-#include <immintrin.h>
 inline float half_to_float_fast(uint16_t h) { return _cvtsh_ss(h); }
 inline uint16_t float_to_half_fast(float f) { return uint16_t(_cvtss_sh(f, 0)); }
 #else
 inline float half_to_float_fast(uint16_t h) { return half_to_float(h); }
 inline uint16_t float_to_half_fast(float f) { return float_to_half(f); }
 #endif
+
+}  // namespace BILLFISH_ISA

@@ -207,24 +207,6 @@ class Subnormal {
 };
 constexpr bool SUBNORMALS_PAY = true;
 
-// While it lives, this thread does not flush subnormals to zero, as somebody may have told it to.
-class WithSubnormals {
- public:
-  WithSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_) : : "memory");
-    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_ & ~FLUSH) : "memory");
-  }
-  ~WithSubnormals() {
-    if (before_ & FLUSH) asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
-  }
-  WithSubnormals(const WithSubnormals&) = delete;
-  WithSubnormals& operator=(const WithSubnormals&) = delete;
-
- private:
-  static constexpr uint64_t FLUSH = 1 << 24;
-  uint64_t before_;
-};
-
 // In assembly also because gcc would first copy the scale to all lanes, and the offset for each use. It stands in memory four
 // times: loads are free here, and copies of registers are not.
 template <Rest REST> INLINED inline Floats finish(Floats x, Floats sum, const Group& group) {
@@ -281,9 +263,6 @@ template <int MASK> inline Sixteen insert(Sixteen v, Sixteen other) { return v |
 
 constexpr bool TABLES_PAY = false, SUBNORMALS_PAY = false;
 struct Subnormal {};
-struct WithSubnormals {
-  ~WithSubnormals() {}
-};
 
 #if defined(BILLFISH_simd_avx512)
 inline __m512i widened(Sixteen codes) { return _mm512_cvtepu8_epi32(reinterpret_cast<__m128i>(codes)); }

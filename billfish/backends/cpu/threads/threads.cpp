@@ -10,14 +10,18 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
-#include <memory>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "threads/cores.h"
+#include "threads/float_mode.h"
+
 namespace billfish {
 namespace {
 
+constexpr int MOST_THREADS = 1024;
 constexpr auto SPIN = std::chrono::microseconds(300);
 
 inline void pause() {
@@ -46,8 +50,14 @@ void leave_core(int) {}
 
 class Pool {
  public:
+  // Where the system gives fewer threads (a limit of a container, no memory for a stack), those that there are do the work of all: lanes,
+  // and with them the pieces, are the same. It is not asked again before another number is wanted.
   explicit Pool(int helpers) : lanes_(size_t(helpers) + 1) {
-    for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
+    workers_.reserve(size_t(helpers));
+    try {
+      for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
+    } catch (const std::exception&) {
+    }
   }
 
   ~Pool() {
@@ -104,6 +114,7 @@ class Pool {
   }
 
   void serve(size_t own) {
+    const KnownFloats known;
     uint64_t seen = 0;
     for (;;) {
       seen = wait_for_round_after(seen);
@@ -142,53 +153,77 @@ class Pool {
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };
 
-std::mutex in_use;
-std::unique_ptr<Pool> pool;
-int pool_size = 0;
-std::atomic<int> wanted{0};
+// Never destroyed: at the end of the process, daemon threads of Python may still be in a loop, and helpers always wait for one.
+struct State {
+  std::atomic<bool> in_use{false};
+  Pool* pool = nullptr;  // of whoever has set in_use
+  int pool_size = 0;
+  std::atomic<int> wanted{0};  // by set_threads; 0 for the usual number
+  std::atomic<int> usual{0};   // 0 where it is to be found out
+};
 
-int default_threads() {
-  if (const char* text = std::getenv("OMP_NUM_THREADS")) {
-    int count = std::atoi(text);
-    if (count > 0) return count;
-  }
-#if defined(__linux__)
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return std::max(1, CPU_COUNT(&cores));
-#endif
-  return std::max(1u, std::thread::hardware_concurrency());
+void forget_in_child();
+
+State& state() {
+  static State& kept = []() -> State& {
+    pthread_atfork(nullptr, nullptr, forget_in_child);
+    return *new State;
+  }();
+  return kept;
 }
 
-// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own.
+// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own. It may also have
+// fewer cores.
 void forget_in_child() {
-  pool.release();
-  pool_size = 0;
-  new (&in_use) std::mutex;
+  State& s = state();
+  s.pool = nullptr, s.pool_size = 0;
+  s.usual = 0;
+  s.in_use = false;
+}
+
+int find_usual() {
+  const char* text = std::getenv("OMP_NUM_THREADS");
+  const int count = text ? std::atoi(text) : 0;
+  return count > 0 ? std::min(count, MOST_THREADS) : available_cores();
 }
 
 }  // namespace
 
+int default_threads() {
+  State& s = state();
+  if (s.usual == 0) s.usual = find_usual();
+  return s.usual;
+}
+
 int threads() {
-  int count = wanted.load();
+  const int count = state().wanted;
   return count > 0 ? count : default_threads();
 }
 
-void set_threads(int count) { wanted.store(count); }
+void set_threads(int count) {
+  State& s = state();
+  if (count == 0) s.usual = find_usual();
+  s.wanted = count;
+}
 
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
-  static const int registered = pthread_atfork(nullptr, nullptr, forget_in_child);
-  (void)registered;
-  std::unique_lock<std::mutex> lock(in_use, std::try_to_lock);
+  State& s = state();
   const int size = threads();
-  if (!lock.owns_lock() || size == 1 || count < 2) {
+  if (size == 1 || count < 2 || s.in_use.exchange(true)) {
     if (count > 0) body(0, count);
     return;
   }
-  if (pool_size != size) {
-    pool = std::make_unique<Pool>(size - 1);
-    pool_size = size;
+  struct Leaving {
+    std::atomic<bool>& in_use;
+    ~Leaving() { in_use = false; }
+  } leaving{s.in_use};
+  if (s.pool_size != size) {
+    delete s.pool;
+    s.pool = nullptr, s.pool_size = 0;  // where the next line throws
+    s.pool = new Pool(size - 1);
+    s.pool_size = size;
   }
-  pool->run(count, body);
+  s.pool->run(count, body);
 }
 
 }  // namespace billfish

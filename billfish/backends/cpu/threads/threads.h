@@ -8,12 +8,17 @@
 
 namespace billfish {
 
-// The number of threads to use: what set_threads() said, else OMP_NUM_THREADS, else the cores this process may use.
+// OMP_NUM_THREADS, else the cores this process may use: its affinity and its CPU quota. These are looked at when the module loads, in the
+// child after a fork, and by set_threads(0); a product does not ask the system for anything.
+int default_threads();
+
+// The number of threads to use, from 1 to 1024: what set_threads() said, or by default, and after set_threads(0), the above.
 int threads();
 void set_threads(int count);
 
 // Calls body(first, last) on pieces that cover [0, count), on several threads; returns when all are done. A second
-// caller at the same time runs its whole loop alone instead of waiting. Exceptions must not leave the body.
+// caller at the same time runs its whole loop alone instead of waiting. Exceptions must not leave the body. The threads of the
+// pool have a known floating-point mode; the caller, who works too, sees to its own (see float_mode.h).
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body);
 
 }  // namespace billfish

@@ -1,0 +1,35 @@
+// Room for floats, for which kernels do not use std::vector.
+//
+// Functions of std::vector that are not inlined are weak symbols with the same name in every level, and of these the linker keeps one for
+// all: perhaps that with AVX-512, which then runs on machines without. Hidden visibility does not help inside one library. What is in
+// a level's namespace is the level's own; tests/test_cpu_levels.py looks at the object files for anything else.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace BILLFISH_ISA {
+
+class Room {
+ public:
+  Room() = default;
+  ~Room() { delete[] floats_; }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+
+  // For `count` floats, with anything in them. It stays where it is until more is asked for.
+  float* take(int64_t count) {
+    if (count > count_) {
+      delete[] floats_;
+      floats_ = nullptr, count_ = 0;
+      floats_ = new float[size_t(count)];
+      count_ = count;
+    }
+    return floats_;
+  }
+
+ private:
+  float* floats_ = nullptr;
+  int64_t count_ = 0;
+};
+
+}  // namespace BILLFISH_ISA

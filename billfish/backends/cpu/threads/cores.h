@@ -1,0 +1,14 @@
+// How many cores this process may use.
+#pragma once
+#include <string>
+
+namespace billfish {
+
+// What the CPU quotas of this process's cgroup and of all above it leave, rounded up, at least 1; 0 where there is none. Both versions of
+// cgroups count. `root` stands before /proc and before every mount point: empty, but for tests.
+int quota_cores(const std::string& root = "");
+
+// The cores that the scheduler may give to this thread, but no more than the quota.
+int available_cores(const std::string& root = "");
+
+}  // namespace billfish

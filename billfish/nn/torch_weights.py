@@ -1,0 +1,236 @@
+"""The weights of a torch layer: its storage tensors, and what backends made of them, which is never out of date.
+
+    Weights   the `_buffers` of one layer, which knows what was taken out of it
+    Made      the matrix of storage tensors, with its packed forms, as long as the contents are the same
+
+What was made lies on the first storage tensor. So layers that share tensors share it, and a compiled graph, which
+has nothing but the tensors, finds it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from billfish.backends import BACKENDS
+from billfish.format import Format
+from billfish.nn.base import check_order
+from billfish.nn.torch_watch import Watch, lent, order_array, own, to_numpy, to_torch
+from billfish.tensor import QuantizedTensor
+
+ORDER = "permutation"
+
+
+class Made:
+    """The matrix that storage tensors hold, and in it what backends make of it, for these contents of the tensors."""
+
+    __slots__ = ("__weakref__", "settled", "tensor", "watched")
+
+    def __init__(self, format: Format, group_size: int, watches: list[Watch]) -> None:
+        arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
+        storage = dict(zip(format.storage_names, arrays, strict=True))
+        self.tensor = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+        self.watched = [(watch, watch.state) for watch in watches]
+        self.settled = False  # whether `Weights.settle` has seen what backends made
+        _all.add(self)
+
+    def fits(self, format: Format, group_size: int, watches: list[Watch]) -> bool:
+        """Whether it was made of these contents."""
+        about = self.tensor.format, self.tensor.group_size
+        return about == (format, group_size) and self.watched == [(watch, watch.state) for watch in watches]
+
+
+_all: weakref.WeakSet[Made] = weakref.WeakSet()
+
+
+@atexit.register
+def _drop_all() -> None:
+    """torch.jit keeps tensors beyond the end of Python, and what was made of them needs our native core."""
+    for made in _all:
+        made.tensor._made.clear()
+
+
+def made_of(tensors: Sequence[Tensor], format: Format, group_size: int) -> Made:
+    """What was made of storage tensors, or is made of them now."""
+    watches = [Watch.on(tensor) for tensor in tensors]
+    for tensor, watch in zip(tensors, watches, strict=True):
+        watch.look(tensor)
+    made = watches[0].made
+    if not isinstance(made, Made) or not made.fits(format, group_size, watches):
+        made = watches[0].made = Made(format, group_size, watches)
+    return made
+
+
+def matrix_of(
+    tensors: Sequence[Tensor], format: Format, shape: tuple[int, int], group_size: int, form: str
+) -> QuantizedTensor:
+    """The matrix for an operator, which gets a layer's tensors: its storage, or its packed form as `form` says."""
+    if not form:
+        return made_of(tensors, format, group_size).tensor
+    backend, _, about = form.partition(":")
+    device = tensors[0].device
+    place = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+    made = {(backend, place): BACKENDS[backend].from_tensors(tensors, about)}
+    return QuantizedTensor.packed_only(format, shape, group_size, made)
+
+
+class Packed(NamedTuple):
+    """Weights that a layer holds in the place of storage."""
+
+    form: str  # the backend's name, ":", and what it says about them
+    tensors: list[Tensor]
+    matrix: QuantizedTensor
+
+
+class Weights(dict[str, Any]):
+    """The buffers of a layer: storage tensors by name, and `permutation`.
+
+    Where a backend's packed form can be unpacked (`Backend.to_tensors`), the layer holds only that once it has
+    computed. Storage comes back when somebody asks for it.
+    """
+
+    def __init__(self, format: Format, shape: tuple[int, int], group_size: int) -> None:
+        self.format, self.shape, self.group_size = format, shape, group_size
+        self.names = format.storage_names
+        self.features: int | None = None  # of x, where W is some columns of a larger matrix
+        self.made: Made | None = None  # of storage
+        self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
+        self._lock = threading.RLock()  # for changing from one to the other
+
+    # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
+
+    if not TYPE_CHECKING:  # the other methods of a mapping, in terms of these
+        get, items, values = MutableMapping.get, MutableMapping.items, MutableMapping.values
+        pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+        update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+    def __getitem__(self, name: str) -> Any:
+        if torch.compiler.is_compiling():
+            return dict.__getitem__(self, name)
+        with self._lock:
+            self.made = None
+            if name in self.names:
+                self.restore()
+            held = dict.__getitem__(self, name)
+            return lent(held) if name in self.names and isinstance(held, Tensor) else held
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.made = None
+        if name in self.names and not torch.compiler.is_compiling():
+            self.restore()
+            held = self.own(name)
+            if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
+                return
+            if isinstance(value, Tensor):
+                value = own(value)
+        dict.__setitem__(self, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.made = None
+        self.restore()
+        dict.__delitem__(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        """As a dict's own; but dict(weights) copies a dict without asking it, unless it has an `__iter__`."""
+        return dict.__iter__(self)
+
+    def copy(self) -> Weights:
+        other = Weights(self.format, self.shape, self.group_size)
+        other.features = self.features
+        other.update(self)
+        return other
+
+    def __reduce__(self) -> Any:
+        about = self.format, self.shape, self.group_size
+        return Weights, about, {"features": self.features}, None, iter(list(self.items()))
+
+    # ---- for the layer -----------------------------------------------------------------------------------------------
+
+    def own(self, name: str) -> Any:
+        """The layer's own tensor, which nobody else gets."""
+        return dict.get(self, name)
+
+    def for_operator(self) -> tuple[list[Tensor], str]:
+        """(The storage tensors, ""), or (the packed ones, their form). Nobody may write to them."""
+        packed = self.packed
+        if packed is not None:
+            return packed.tensors, packed.form
+        storage = [self.own(name) for name in self.names]
+        # Another thread may have packed them just now.
+        return self.for_operator() if any(tensor is None for tensor in storage) else (storage, "")
+
+    def matrix_beside(self, x: Tensor) -> QuantizedTensor:
+        """The matrix for a product with x."""
+        packed = self.packed
+        if packed is not None and x.device == packed.tensors[0].device:
+            return packed.matrix
+        return self.current().tensor
+
+    def current(self) -> Made:
+        """What was made of the storage as it is now."""
+        made = self.made
+        if made is not None:
+            for name, (watch, state) in zip(self.names, made.watched, strict=True):
+                tensor = self.own(name)
+                if tensor is None or watch.lent or watch.state is not state:
+                    break
+                if watch.version is not None and tensor._version != watch.version:
+                    break
+            else:
+                return made
+        with self._lock:
+            self.restore()
+            order = self.own(ORDER)
+            if order is not None:
+                check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
+            self.made = made = made_of(self.for_operator()[0], self.format, self.group_size)
+            return made
+
+    def settle(self) -> None:
+        """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
+        made = self.made
+        if made is None or made.settled or any(watch.lent or watch.shared for watch, _ in made.watched):
+            return
+        made.settled = True
+        for key, weights in list(made.tensor._made.items()):
+            kept = BACKENDS[key[0]].to_tensors(weights) if key[0] in BACKENDS else None
+            if kept is not None:
+                self._hold(made, key, weights, *kept)
+                return
+
+    def _hold(self, made: Made, key: Any, weights: Any, tensors: list[Tensor], about: str) -> None:
+        """These packed weights in the place of storage, unless somebody has changed or taken it meanwhile."""
+        with self._lock:
+            if self.made is made and not any(watch.lent for watch, _ in made.watched):
+                matrix = QuantizedTensor.packed_only(self.format, self.shape, self.group_size, {key: weights})
+                self.packed, self.made = Packed(f"{key[0]}:{about}", tensors, matrix), None
+                for name in self.names:
+                    dict.__setitem__(self, name, None)
+
+    def restore(self) -> None:
+        """Storage in the place of the packed form."""
+        if self.packed is None:
+            return
+        with self._lock:
+            if self.packed is not None:
+                form, tensors, _ = self.packed
+                name, _, about = form.partition(":")
+                weights = BACKENDS[name].from_tensors(tensors, about)
+                storage = BACKENDS[name].unpack(weights, self.format, self.shape, self.group_size)
+                for part in self.names:
+                    dict.__setitem__(self, part, own(to_torch(storage[part], tensors[0].device)))
+                self.packed = None
+
+    def repack(self) -> None:
+        """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""
+        self.restore()
+        self.made = None
+        for tensor in self.for_operator()[0]:
+            Watch.on(tensor).forget(tensor)
