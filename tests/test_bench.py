@@ -25,6 +25,7 @@ from billfish.bench import plot
 from billfish.bench.limits import Limits
 from billfish.bench.peers import PEERS, Case, copies_for, select
 from billfish.bench.peers.cuda import Captured
+from billfish.bench.peers.numpy import set_blas_threads
 from billfish.bench.peers.turns import take_turns
 from billfish.cli import main
 from billfish.files import write_atomically
@@ -53,6 +54,14 @@ def settings(**flags):
 def case_of(format, activations="q8", k=256, n=96, group_size=None):
     found = bf.get_format(format)
     return Case(found, found.check_group_size("test", group_size, k), k, n, activations)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads_of_blas():
+    """NumPy as a peer sets them for the whole process: the tests after these want as many as they started with."""
+    yield
+    if "OPENBLAS_NUM_THREADS" in os.environ:
+        set_blas_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))
 
 
 @pytest.fixture

@@ -164,7 +164,6 @@ def test_settings_belong_to_the_format_that_they_are_given_with(make):
         {"predicate": lambda path, _: {"format": "q8_0", "zero_point": "integer"} if path == "head" else True},
         {"predicate": lambda path, _: {"colour": "red"} if path == "head" else True},
     ],
-    ids=str,
 )
 def test_everything_is_checked_before_the_first_layer_is_replaced(make, settings):
     model = make()
