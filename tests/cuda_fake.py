@@ -67,6 +67,9 @@ class FakeDriver:
     def cuDevicePrimaryCtxRetain(self, device: str) -> tuple:
         return 0, f"context of {device}"
 
+    def cuCtxGetCurrent(self) -> tuple:
+        return 0, int(bool(self.stack))  # a handle, of which 0 is none
+
     def cuCtxPushCurrent(self, context: str) -> tuple:
         self.stack.append(context)
         return (0,)
