@@ -70,6 +70,10 @@ class FakeDriver:
     def cuCtxGetCurrent(self) -> tuple:
         return 0, int(bool(self.stack))  # a handle, of which 0 is none
 
+    def cuCtxSetCurrent(self, context: str) -> tuple:
+        self.stack[-1:] = [context]
+        return (0,)
+
     def cuCtxPushCurrent(self, context: str) -> tuple:
         self.stack.append(context)
         return (0,)

@@ -19,7 +19,7 @@ from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import CudaBackend
 from billfish.backends.cuda.arrays import can_be_read, row_stride
 from billfish.backends.cuda.describe import describe, why_not
-from billfish.backends.cuda.driver import Buffer, Device
+from billfish.backends.cuda.driver import Buffer, Device, current
 from billfish.backends.cuda.kind import Kind, read_kind
 from billfish.backends.cuda.plans import Gemm, plan
 from billfish.backends.cuda.weights import ROWS_AT_ONCE, About, DeviceWeights, brick_kernel, read_about
@@ -282,7 +282,8 @@ def test_more_rows_than_a_grid_has_go_in_parts(fake):
     weights = DeviceWeights.pack(bf.quantize(np.ones((16, 64), np.float32), "u4b8"), "cpu")
     fake.launches.clear()
     gemm = Gemm(weights.kind, 2 * ROWS_AT_ONCE + 5, 16, 64, batch_invariant=True)
-    assert weights.multiply(0, gemm, 0, 64, 0, 0)
+    with current(0):
+        assert weights.multiply(0, gemm, 0, 64, 0, 0)
     assert fake.launches == ["gemm_small.cu"] * 3
 
 
