@@ -71,17 +71,16 @@ BACKENDS = Backends(
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
     """The backend of that name, or without one the first that can run the problem."""
-    if name is not None:
-        if not isinstance(name, str) or name not in BACKENDS:
-            raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
-        names = [name]
-    else:
-        names = [entry.name for entry in BACKENDS.entries.values() if entry.priority >= 0 and entry.concerns(problem)]
+    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
+        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
     reasons = []
-    for candidate in names:
-        backend = BACKENDS[candidate]
+    for entry in BACKENDS.entries.values():
+        asked = entry.priority >= 0 and entry.concerns(problem) if name is None else entry.name == name
+        if not asked:
+            continue
+        backend = BACKENDS[entry.name]
         able, reason = backend.can_run(problem)
         if able:
             return backend
-        reasons.append(f"{candidate}: {reason}")
+        reasons.append(f"{entry.name}: {reason}")
     raise BackendUnavailable(f"[{call}] no backend can run this: {'; '.join(reasons)}")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from billfish.activations import IntegerActivations
 from billfish.arrays import Input
+from billfish.errors import BackendUnavailable
 from billfish.format import Format
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
@@ -87,11 +88,15 @@ class Backend(ABC):
 
     def from_tensors(self, tensors: Sequence[Any], about: str) -> Any:
         """The inverse of `to_tensors`, at every call of a compiled graph: cheap, and on the same memory."""
-        raise NotImplementedError(f"{self.name} has no `to_tensors`")
+        raise BackendUnavailable(
+            f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"
+        )
 
     def unpack(self, weights: Any, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
         """The storage that `weights` were packed from, bit for bit and in its types: NumPy arrays by name."""
-        raise NotImplementedError(f"{self.name} has no `to_tensors`")
+        raise BackendUnavailable(
+            f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"
+        )
 
 
 class NumpyBackend(Backend):
