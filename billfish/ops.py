@@ -246,8 +246,9 @@ def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> A
     """The weights as a backend wants them beside x; a tensor keeps them, one for each place."""
     if isinstance(tensor, Loose):
         return tensor.packed_for(backend, x)
-    place = x.place
-    return tensor.made((backend.name, place), lambda: backend.pack(tensor, place))
+    key = backend.name, x.place
+    packed = tensor._made.get(key)
+    return tensor.made(key, lambda: backend.pack(tensor, key[1])) if packed is None else packed
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:
