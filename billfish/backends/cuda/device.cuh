@@ -7,6 +7,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define DEVICE static __device__ __forceinline__
+#define INFINITE __int_as_float(0x7f800000)
 
 // ---- bits ---------------------------------------------------------------------------------------------------------
 
@@ -111,14 +112,25 @@ DEVICE float bias_value(Bias b) { return TYPE::to_float(b); }
 DEVICE Bias load_bias(const void* bias, int i) { return bias ? __ldg((const Bias*)bias + i) : (Bias)0; }
 #endif
 
-enum Activation { IDENTITY, RELU, SILU, GELU };
+enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH };
 
 #ifndef ACTIVATION
 #define ACTIVATION IDENTITY
 #endif
-DEVICE float activate(float v) {
-  if constexpr (ACTIVATION == RELU) return fmaxf(v, 0.0f);
-  else if constexpr (ACTIVATION == SILU) return v / (1.0f + expf(-v));
-  else if constexpr (ACTIVATION == GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+template <Activation A> DEVICE float activated(float v) {
+  if constexpr (A == RELU) return fmaxf(v, 0.0f);
+  else if constexpr (A == SILU) return v / (1.0f + expf(-v));
+  else if constexpr (A == GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
+  else if constexpr (A == GELU_TANH) return v / (1.0f + expf(-1.59576912f * (v + 0.044715f * v * v * v)));  // 2 sqrt(2 / pi)
   else return v;
 }
+DEVICE float activate(float v) { return activated<ACTIVATION>(v); }
+
+// GATE: columns of y come in sixteens, eight gates and the eight numbers that they let through: y has half as many columns.
+#ifdef GATE
+constexpr int GATED = 1;
+DEVICE float pass_gate(float gate, float v) { return activated<GATE>(gate) * v; }
+#else
+constexpr int GATED = 0;
+DEVICE float pass_gate(float gate, float v) { return v; }
+#endif

@@ -107,7 +107,7 @@ class KernelLaunch:
     source: str
     name: str
     macros: Macros
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
@@ -118,7 +118,7 @@ class KernelLaunch:
         d = driver()
         adopt(ordinal)
         config = d.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = *self.grid, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*self.grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
         config.sharedMemBytes, config.hStream = self.shared_bytes, stream
         attributes = []
@@ -133,7 +133,13 @@ class KernelLaunch:
         config.attrs, config.numAttrs = attributes, len(attributes)
         values = tuple((a.value or 0) if isinstance(a, ctypes.c_void_p) else a for a in arguments)
         types = tuple(
-            ctypes.c_void_p if isinstance(a, ctypes.c_void_p) else ctypes.c_int if isinstance(a, int) else None
+            ctypes.c_void_p
+            if isinstance(a, ctypes.c_void_p)
+            else ctypes.c_int
+            if isinstance(a, int)
+            else ctypes.c_float
+            if isinstance(a, float)
+            else None
             for a in arguments
         )
         function = kernel(self.source, self.name, self.macros, ordinal, self.shared_bytes)

@@ -173,24 +173,39 @@ struct Column {
   __device__ __forceinline__ float finish(float v) const { return activate(v * (scale * (1 / REDUCED)) + bias_value(bias)); }
 };
 
-// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on. It turns 16 rows at a time, by stmatrix, in the
-// halves of its four kilobytes at `turned`, and each warp stores 128 bytes of four of them while the next ones are turned.
+// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It turns 16 rows at
+// a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are turned.
 template <int ROWS, int COUNT>
 DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, int first_row, int last_row, int column, int n) {
-  constexpr int TIMES = (ROWS + 15) / 16;
-  // The 16 bytes i of row r are at i ^ (r % 8): eight rows then fill all banks.
-  auto at = [&](int row, int sixteen) { return turned + row * 128 + ((sixteen ^ (row & 7)) << 4); };
-  const u32 write_at = at(lane & 15, warp * 2 + (lane >> 4)), read_at = at(warp * 4 + (lane >> 3), lane & 7);
-  const int to_column = column + (lane & 7) * 8;
+  constexpr int TIMES = (ROWS + 15) / 16, SIXTEENS = 8 >> GATED;  // 16 bytes of a row
+  // The 16 bytes i of row r are at i ^ (r % 8), or, of rows of 64 bytes, at i ^ (r / 2 % 4): eight rows then fill all banks.
+  auto at = [&](int row, int sixteen) { return turned + row * SIXTEENS * 16 + ((sixteen ^ (row >> GATED & SIXTEENS - 1)) << 4); };
+  const int thread = warp * 32 + lane, my_row = thread / SIXTEENS;
+  const u32 write_at = GATED ? at(lane & 15, warp) : at(lane & 15, warp * 2 + (lane >> 4)), read_at = at(my_row & 15, thread % SIXTEENS);
+  const int out_n = n >> GATED, to_column = (column >> GATED) + thread % SIXTEENS * 8;
+  // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
   auto turn = [&](int j) {
-    // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
-    u32 pairs[4];
+    auto pair = [&](int eight, int h) {
+      const int from = j * 8 + eight * 4 + h * 2;
+      return from < ROWS / 2 ? make_float2(columns[h].finish(sums[from]), columns[h].finish(sums[from + 1])) : make_float2(0, 0);
+    };
+    if constexpr (GATED) {
+      u32 pairs[2];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int h = i >> 1, from = j * 8 + (i & 1) * 4 + h * 2;
-      pairs[i] = from < ROWS / 2 ? TYPE::pack(columns[h].finish(sums[from]), columns[h].finish(sums[from + 1])) : 0;
+      for (int i = 0; i < 2; i++) {
+        const float2 gate = pair(i, 0), v = pair(i, 1);
+        pairs[i] = TYPE::pack(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
+      }
+      store_matrices_transposed(write_at + j % 2 * 2048, pairs);
+    } else {
+      u32 pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 v = pair(i & 1, i >> 1);
+        pairs[i] = TYPE::pack(v.x, v.y);
+      }
+      store_matrices_transposed(write_at + j % 2 * 2048, pairs);
     }
-    store_matrices_transposed(write_at + j % 2 * 2048, pairs);
   };
   turn(0);
 #pragma unroll
@@ -198,15 +213,15 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
     meet(barrier, 128);
     const uint4 v = load_shared16(read_at + j % 2 * 2048);
     if (j + 1 < TIMES) turn(j + 1);
-    const int row = j * 16 + warp * 4 + (lane >> 3), to_row = first_row + row;
-    if (row < ROWS && to_row < last_row && to_column < n) {
-      u16* to = y + (size_t)to_row * n + to_column;
-      if (n % 8 == 0) *(uint4*)to = v;
+    const int row = j * 16 + my_row, to_row = first_row + row;
+    if (my_row < 16 && row < ROWS && to_row < last_row && to_column < out_n) {
+      u16* to = y + (size_t)to_row * out_n + to_column;
+      if (out_n % 8 == 0) *(uint4*)to = v;
       else {
         const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int e = 0; e < 8; e++)
-          if (to_column + e < n) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
+          if (to_column + e < out_n) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
       }
     }
   }

@@ -115,9 +115,18 @@ struct Ring {
   }
 };
 
+// Y_F32: y is float32, as the scores of tokens are.
+#ifdef Y_F32
+typedef float Output;
+DEVICE void put(float* y, size_t i, float v) { y[i] = v; }
+#else
+typedef u16 Output;
+DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack(v, 0); }
+#endif
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
-                  const u16* __restrict__ x, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int x_stride) {
+                  const u16* __restrict__ x, const void* __restrict__ bias, Output* __restrict__ y, int m, int n, int k, int x_stride) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[SLOTS];
   __shared__ uint4 zeros[WARPS];
@@ -290,14 +299,20 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     if (threadIdx.x < WIDTH) scales[threadIdx.x] = scale_of_column, scales[WIDTH + threadIdx.x] = bias_value(bias_of_column);
     __syncthreads();
     if constexpr (SHARERS > 1) __syncthreads();  // for racecheck, which takes the team's barrier for one of these; it is no slower
-    for (int i = threadIdx.x; i < WIDTH * rows; i += WARPS * 32) {
-      const int column = i % WIDTH, row = i / WIDTH, out = first_course * 16 + column;
-      if (out >= n) continue;
+    auto finished = [&](int row, int column) {
       float v = 0;
 #pragma unroll
       for (int s = 0; s < TEAMS; s++) v += sums[(s * Y_ROWS + row) * LINE + column];
       const float unit = (column & 8 ? 1 / UNIT_HIGH : 1 / UNIT_LOW) * (1 / SCALE::raw);
-      y[(size_t)(first_row + row) * n + out] = (u16)TYPE::pack(activate(v * unit * scales[column] + scales[WIDTH + column]), 0);
+      return activate(v * unit * scales[column] + scales[WIDTH + column]);
+    };
+    constexpr int OUT_WIDTH = WIDTH >> GATED;
+    for (int i = threadIdx.x; i < OUT_WIDTH * rows; i += WARPS * 32) {
+      const int column = i % OUT_WIDTH, row = i / OUT_WIDTH, out = (first_course * 16 >> GATED) + column;
+      if (out >= n >> GATED) continue;
+      const int from = GATED ? (column & ~7) * 2 + (column & 7) : column;
+      const float v = GATED ? pass_gate(finished(row, from), finished(row, from + 8)) : finished(row, column);
+      put(y, (size_t)(first_row + row) * (n >> GATED) + out, v);
     }
   }
 }

@@ -30,6 +30,9 @@ DEVICE bool elect() {
 }
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 DEVICE void cluster_assemble() { asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+// All threads of a cluster; what they wrote to shared memory before is seen by all after.
+DEVICE void cluster_meet() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE float2 load_cluster(u32 address) { float2 r; asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address)); return r; }
 DEVICE u32 cluster_address(u32 address, u32 rank) { u32 r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank)); return r; }
 // 16 bytes to the shared memory of a CTA of the cluster, completing on a barrier there.
 DEVICE void store_async(u32 to, float4 v, u32 bar) {
@@ -37,4 +40,7 @@ DEVICE void store_async(u32 to, float4 v, u32 bar) {
 }
 DEVICE void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+DEVICE void store_matrices_transposed(u32 address, const u32 (&r)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address), "r"(r[0]), "r"(r[1]) : "memory");
 }

@@ -23,6 +23,7 @@ LONG_K = 4096  # a team has more slots for K = 8192, and not yet for K = 4096
 CTA_BYTES = STATIC_BYTES + 1024
 X_BYTES = 2 * BRICK  # of a row of x, 128 k of 16 bits
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
+GATES = {"silu": "SILU", "gelu": "GELU_TANH"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Gemm:
     float_bias: bool = False
     activation: str | None = None
     batch_invariant: bool = False
+    gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
+    float_y: bool = False  # y is float32; gemm_small alone writes it
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -45,6 +48,10 @@ class Gemm:
             names["BIAS_F32"] = "1"
         if self.activation is not None:
             names["ACTIVATION"] = ACTIVATIONS[self.activation]
+        if self.gate is not None:
+            names["GATE"] = GATES[self.gate]
+        if self.float_y:
+            names["Y_F32"] = "1"
         return tuple(sorted(names.items()))
 
 
@@ -60,7 +67,7 @@ class Plan:
 def plan(gemm: Gemm, device: Device) -> Plan | None:
     """The plan of a product on a device; None: decode the weights and let a library multiply."""
     m, hopper = gemm.m, device.capability == (9, 0)
-    if gemm.batch_invariant or m <= 8 or (m <= 16 and gemm.n < SMALL_N):
+    if gemm.batch_invariant or gemm.float_y or m <= 8 or (m <= 16 and gemm.n < SMALL_N):
         return small(gemm, device)
     if hopper:
         return large(gemm, device)

@@ -1,0 +1,266 @@
+// softmax(q K^T) V by mma.m16n8k16, over the pages of a text, 64 keys at a time.
+//
+// Sixteen rows of q are a warp's operand. Heads that share keys go together: row i of a CTA is the head i % GROUP of the position i / GROUP.
+//
+// FEW: one position of a text, so up to 16 heads. The warps of a CTA share out the keys of a tile, sixteen each; the CTAs of a cluster
+// share out the tiles. In the end all add up what they found, in a fixed order.
+// Otherwise: WARPS * 16 rows of one passage. Every warp sees all keys up to its own positions.
+//
+// Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory) and FEW.
+#include "hopper.cuh"
+#include "pages.cuh"
+
+constexpr int STEPS = WIDE / 16, EIGHTS = WIDE / 8;                     // of 16 and of 8 numbers of a head
+constexpr int KEYS = FEW ? PAGE / WARPS : PAGE;                         // that a warp takes of a tile
+constexpr int CHUNKS = FEW ? (GROUP + 15) / 16 : 1;  // CTAs for the heads of a group
+static_assert(!FEW || KEYS == 16, "sixteen keys for each warp");
+
+// Tiles on their way: keys and values of 64 positions, by bulk copies; before Hopper, by all threads.
+struct Tiles {
+  u32 keys, values, full;  // STAGES of each, and a barrier
+  const u64* pages;
+  int layer, kv_heads, head;
+  __device__ __forceinline__ void fetch(int tile, int stage) const {
+    const u64 k = tile_at(pages[tile], layer, 0, kv_heads, head), v = tile_at(pages[tile], layer, 1, kv_heads, head);
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      barrier_expect(full + 8 * stage, 2 * TILE_BYTES);
+      copy_bulk(keys + stage * TILE_BYTES, (const void*)k, TILE_BYTES, full + 8 * stage);
+      copy_bulk(values + stage * TILE_BYTES, (const void*)v, TILE_BYTES, full + 8 * stage);
+    }
+#else
+    for (int i = threadIdx.x * 16; i < TILE_BYTES; i += WARPS * 32 * 16) {
+      copy_async(keys + stage * TILE_BYTES + i, (const u8*)k + i, 16);
+      copy_async(values + stage * TILE_BYTES + i, (const u8*)v + i, 16);
+    }
+#endif
+  }
+  __device__ __forceinline__ void commit() const {
+#if __CUDA_ARCH__ < 900
+    copy_commit();
+#endif
+  }
+  __device__ __forceinline__ void wait(int stage, u32 parity) const {
+#if __CUDA_ARCH__ >= 900
+    barrier_wait(full + 8 * stage, parity);
+#else
+    copy_wait<STAGES - 1>();
+    __syncthreads();
+#endif
+  }
+};
+
+DEVICE void load_matrices_transposed(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DEVICE float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
+
+// What several have found for a row: the largest score, the sum of powers, and two numbers of the values times powers.
+struct Sum {
+  float largest, sum, low, high;
+};
+// Adds up `used` of COUNT, in their order: `of(i)` gives largest and sum, `values(i)` the two numbers.
+template <int COUNT, class Of, class Values> DEVICE Sum add_up(Of of, Values values, int used) {
+  float2 about[COUNT], pair[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    if (i < used) about[i] = of(i), pair[i] = values(i);
+  Sum all = {-INFINITE, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    if (i < used) all.largest = fmaxf(all.largest, about[i].x);
+  const float base = all.largest == -INFINITE ? 0 : all.largest;
+#pragma unroll
+  for (int i = 0; i < COUNT; i++)
+    if (i < used) {
+      const float weight = power_of_two(about[i].x - base);
+      all.sum += weight * about[i].y, all.low += weight * pair[i].x, all.high += weight * pair[i].y;
+    }
+  return all;
+}
+
+// What a warp has found for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers, and values times powers.
+struct Found {
+  float largest[2] = {-INFINITE, -INFINITE}, sum[2] = {}, out[EIGHTS][4] = {};
+
+  // Takes in COUNT keys from `first` on, whose tile is at `keys` and `values`; row h sees those below `seen[h]`.
+  template <int COUNT> __device__ __forceinline__ void take(const u32 (&q)[STEPS][4], u32 keys, u32 values, int first, int from, const int (&seen)[2], int lane, bool masked) {
+    float s[COUNT / 8][4] = {};
+    const int i = lane >> 3, r = lane & 7, c = lane & 3;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+#pragma unroll
+      for (int n = 0; n < COUNT / 16; n++) {
+        u32 b[4];
+        load_matrices(b, keys + (first + n * 16 + (i >> 1) * 8 + r) * ROW_BYTES + ((step * 2 + (i & 1) ^ r) << 4));
+        TYPE::mma(s[2 * n], q[step], b[0], b[1]);
+        TYPE::mma(s[2 * n + 1], q[step], b[2], b[3]);
+      }
+    if (masked)
+#pragma unroll
+      for (int n = 0; n < COUNT / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (from + first + n * 8 + 2 * c + (e & 1) >= seen[e >> 1]) s[n][e] = -INFINITE;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float most = largest[h];
+#pragma unroll
+      for (int n = 0; n < COUNT / 8; n++) most = fmaxf(most, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, 2));
+      const float base = most == -INFINITE ? 0 : most, shrink = power_of_two(largest[h] - base);
+      largest[h] = most;
+      sum[h] *= shrink;
+#pragma unroll
+      for (int n = 0; n < EIGHTS; n++) out[n][2 * h] *= shrink, out[n][2 * h + 1] *= shrink;
+#pragma unroll
+      for (int n = 0; n < COUNT / 8; n++)
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; e++) s[n][e] = power_of_two(s[n][e] - base), sum[h] += s[n][e];
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT / 16; n++) {
+      // The sums' places in registers are those of an operand.
+      const u32 p[4] = {TYPE::pack(s[2 * n][0], s[2 * n][1]), TYPE::pack(s[2 * n][2], s[2 * n][3]), TYPE::pack(s[2 * n + 1][0], s[2 * n + 1][1]), TYPE::pack(s[2 * n + 1][2], s[2 * n + 1][3])};
+#pragma unroll
+      for (int d = 0; d < EIGHTS / 2; d++) {
+        u32 b[4];
+        load_matrices_transposed(b, values + (first + n * 16 + (i & 1) * 8 + r) * ROW_BYTES + ((d * 2 + (i >> 1) ^ r) << 4));
+        TYPE::mma(out[2 * d], p, b[0], b[1]);
+        TYPE::mma(out[2 * d + 1], p, b[2], b[3]);
+      }
+    }
+  }
+  // The sums of a row are with four lanes.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum[h] += __shfl_xor_sync(0xffffffff, sum[h], 1);
+      sum[h] += __shfl_xor_sync(0xffffffff, sum[h], 2);
+    }
+  }
+};
+
+// q: rows of qkv, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
+// text and its first position; of FEW there are none, as row i is text i. out [m, heads * HEAD].
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
+              int heads, int kv_heads, int layer, int pages_of_text) {
+  extern __shared__ __align__(1024) u8 shared[];
+  __shared__ __align__(8) u64 barriers[STAGES];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int kv_head = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS;
+  const int4 block = FEW ? make_int4(blockIdx.z, 1, blockIdx.z, positions[blockIdx.z]) : blocks[blockIdx.x];
+  const int first_row = block.x, count = block.y, text = block.z, first_position = block.w;
+  const int part = FEW ? blockIdx.x : 0, parts = FEW ? gridDim.x : 1;
+  Tiles tiles;
+  tiles.keys = shared_address(shared), tiles.values = tiles.keys + STAGES * TILE_BYTES, tiles.full = shared_address(barriers);
+  tiles.pages = pages + (size_t)text * pages_of_text, tiles.layer = layer, tiles.kv_heads = kv_heads, tiles.head = kv_head;
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) barrier_init(tiles.full + 8 * i, 1);
+    barrier_init_done();
+  }
+  __syncthreads();
+#endif
+  let_next_start();
+  const int length = first_position + count, all = (length + PAGE - 1) / PAGE, mine = (all - part + parts - 1) / parts;  // tiles
+  // Tiles before the first new position were there before the previous kernel began.
+  auto fetch = [&](int i, bool old) {
+    if (i < mine && (part + i * parts < first_position / PAGE) == old) tiles.fetch(part + i * parts, i % STAGES);
+  };
+#if __CUDA_ARCH__ >= 900
+  for (int i = 0; i < STAGES; i++) fetch(i, true);
+  wait_for_previous();
+  for (int i = 0; i < STAGES; i++) fetch(i, false);
+#else
+  for (int i = 0; i < STAGES; i++) {
+    fetch(i, true), fetch(i, false);
+    tiles.commit();
+  }
+#endif
+  // A lane's rows, g and g + 8 of its warp's.
+  u32 a[STEPS][4];
+  int seen[2], row_of[2], head_of[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int i = (FEW ? chunk : warp) * 16 + g + 8 * h, position = i / GROUP;
+    const bool valid = FEW ? i < GROUP : position < count;
+    row_of[h] = valid ? first_row + position : -1, head_of[h] = kv_head * GROUP + i % GROUP;
+    seen[h] = first_position + (valid ? position : 0) + 1;
+    const u16* from = q + ((size_t)max(0, row_of[h]) * (heads + 2 * kv_heads) + head_of[h]) * HEAD;
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int at = step * 16 + j * 8 + 2 * c;
+        a[step][j * 2 + h] = valid && at < HEAD ? *(const u32*)(from + at) : 0;
+      }
+  }
+  // Of a warp's rows, the first sees the fewest keys and the last the most.
+  const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
+  Found found;
+  u32 parity = 0;
+  for (int i = 0; i < mine; i++) {
+    const int stage = i % STAGES, tile = part + i * parts, from = tile * PAGE;
+    tiles.wait(stage, parity);
+    const u32 keys = tiles.keys + stage * TILE_BYTES, values = tiles.values + stage * TILE_BYTES;
+    if (from + PAGE > length) {  // what lies behind the text is anything: 0 * NaN is NaN
+      for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
+      __syncthreads();
+    }
+    if (from < most) found.take<KEYS>(a, keys, values, FEW ? warp * KEYS : 0, from, seen, lane, from + PAGE > least);
+    __syncthreads();
+    if (i + STAGES < mine) tiles.fetch(part + (i + STAGES) * parts, stage);
+    tiles.commit();
+    if (stage == STAGES - 1) parity ^= 1;
+  }
+  found.finish();
+  auto put = [&](int row, int head, int at, float low, float high) {
+    if (at < HEAD) *(u32*)(out + ((size_t)row * heads + head) * HEAD + at) = TYPE::pack(low, high);
+  };
+  if constexpr (!FEW) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int n = 0; n < EIGHTS; n++)
+        if (row_of[h] >= 0) put(row_of[h], head_of[h], n * 8 + 2 * c, found.out[n][2 * h] / found.sum[h], found.out[n][2 * h + 1] / found.sum[h]);
+    return;
+  }
+  // Of the warps, [WARPS][16][WIDE] values, [WARPS][16] largest and sums, in the place of the tiles; the CTA's own are the first ones.
+  float* outs = (float*)shared;
+  float* largest = outs + WARPS * 16 * WIDE;
+  float* sums = largest + WARPS * 16;
+  __shared__ float2 of_row[16];  // the CTA's largest and sum
+  __syncthreads();
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = warp * 16 + g + 8 * h;
+    if (c == 0) largest[row] = found.largest[h], sums[row] = found.sum[h];
+#pragma unroll
+    for (int n = 0; n < EIGHTS; n++) *(float2*)(outs + row * WIDE + n * 8 + 2 * c) = make_float2(found.out[n][2 * h], found.out[n][2 * h + 1]);
+  }
+  __syncthreads();
+  const int rows = min(16, GROUP - chunk * 16), used = min(parts, all);
+  for (int i = threadIdx.x * 2; i < rows * WIDE; i += WARPS * 64) {
+    const int row = i / WIDE;
+    const Sum sum = add_up<WARPS>([&](int w) { return make_float2(largest[w * 16 + row], sums[w * 16 + row]); },
+                        [&](int w) { return *(float2*)(outs + w * 16 * WIDE + i); }, WARPS);
+    if (used == 1 && part == 0) put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.low / sum.sum, sum.high / sum.sum);
+    *(float2*)(outs + i) = make_float2(sum.low, sum.high);
+    if (i % WIDE == 0) of_row[row] = make_float2(sum.largest, sum.sum);
+  }
+#if __CUDA_ARCH__ >= 900
+  if (used == 1) return;  // the same for all CTAs of a cluster
+  cluster_meet();
+  for (int i = (part * WARPS * 32 + threadIdx.x) * 2; i < rows * WIDE; i += parts * WARPS * 64) {
+    const int row = i / WIDE;
+    const u32 about = shared_address(of_row + row), values = shared_address(outs + i);
+    const Sum sum = add_up<8>([&](int from) { return load_cluster(cluster_address(about, from)); },
+                        [&](int from) { return load_cluster(cluster_address(values, from)); }, used);
+    put(first_row, kv_head * GROUP + chunk * 16 + row, i % WIDE, sum.low / sum.sum, sum.high / sum.sum);
+  }
+  cluster_meet();  // others may still read here
+#endif
+}

@@ -1,0 +1,25 @@
+// The beginning of a token's way: its row of the embedding, in float32, and the angles by which pairs rotate at its position.
+//
+// One warp for each row of x and 128 k: it decodes the brick that has the token's row. The first of a row's warps turn the angles, in
+// float64, as positions are large and angles are wanted to the last bit.
+//
+// Compiled with ELEMENT, SCALE, OFFSET, GROUPS.
+#define TYPE F16  // every code of every element is exact in it
+#include "decode.cuh"
+#include "values.cuh"
+
+extern "C" __global__ void marlin_embed(const u8* __restrict__ weights, const float* __restrict__ row_scale, const int* __restrict__ tokens,
+                                        const int* __restrict__ positions, const double* __restrict__ frequencies, float* __restrict__ x,
+                                        float2* __restrict__ angles, int n, int k, int pairs, float scale) {
+  __shared__ float values[16][128 + 4];
+  let_next_start();
+  wait_for_previous();
+  const int lane = threadIdx.x, along = (k + 127) / 128, brick = blockIdx.x, row = blockIdx.y, token = tokens[row];
+  for (int i = brick * 32 + lane; i < pairs; i += 32 * gridDim.x) {
+    double sine, cosine;
+    sincos(positions[row] * frequencies[i], &sine, &cosine);
+    angles[(size_t)row * pairs + i] = make_float2((float)cosine, (float)sine);
+  }
+  decode_brick<false>(weights, row_scale, token / 16, brick, n, along, lane, values);
+  for (int i = lane; i < 128 && brick * 128 + i < k; i += 32) x[(size_t)row * k + brick * 128 + i] = values[token % 16][i] * scale;
+}
