@@ -15,7 +15,6 @@ import math
 import statistics
 import sys
 import time
-from ctypes import c_void_p
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,14 +123,12 @@ class Weights:
     def read(self, i: int) -> None:
         bricks = self.ours[i % len(self.ours)].bricks
         launch = KernelLaunch("read.cu", "read_all", (), (4 * device().multiprocessors, 1), 512, 0, 1, True)
-        launch(0, stream(), c_void_p(address(bricks)), bricks.nbytes // 16, c_void_p(self.exact.data_ptr()))
+        launch(0, stream(), address(bricks), bricks.nbytes // 16, self.exact.data_ptr())
 
     def multiply(self, i: int, launch: KernelLaunch, box: Any, x: Any, y: Any) -> None:
         held = self.ours[i % len(self.ours)]
-        few = launch.name == "marlin_gemm_small"
-        pointers = [address(held.bricks), address(held.row_scale), *([x.data_ptr()] if few else []), 0, y.data_ptr()]
-        sizes = (len(x), self.n, self.k, *([self.k] if few else []))
-        launch(0, stream(), box, *map(c_void_p, pointers), *sizes)
+        pointers = address(held.bricks), address(held.row_scale), x.data_ptr(), 0, y.data_ptr()
+        launch(0, stream(), box, *pointers, len(x), self.n, self.k, self.k)
 
     def prepare(self, m: int, x: Any, y: Any) -> tuple[Plan, Any]:
         """A plan, and a function for the i-th call."""

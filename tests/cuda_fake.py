@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from billfish.backends.cuda import driver
+from billfish.backends.cuda import driver, weights
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack_codes, split, unpack_codes
 
@@ -28,7 +30,6 @@ class FakeDriver:
     """
 
     CUdevice_attribute = CUlaunchAttributeID = Names()
-    CUlaunchConfig = CUlaunchAttributeValue = CUlaunchAttribute = CUtensorMap = SimpleNamespace
     ATTRIBUTES = {
         "COMPUTE_CAPABILITY_MAJOR": 8,
         "COMPUTE_CAPABILITY_MINOR": 9,
@@ -38,16 +39,24 @@ class FakeDriver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live: dict[int, np.ndarray] = {}
-        self.stack: list[str] = []
+        self.stack: list[int] = []
         self.launches: list[str] = []
-        self._cached = (driver.device, driver._primary_context)
+        self._cached = (driver.device, driver._primary_context, driver.native)
+        self._kernels: list[tuple[str, dict[str, str]]] = []  # their handle is their place
+        native = SimpleNamespace(Launch=partial(Launch, self), Product=Product, tensor_map=lambda *_: None)
+        for module in (driver, weights):
+            monkeypatch.setattr(module, "launcher", lambda: native)
         monkeypatch.setattr(driver, "driver", lambda: self)
-        monkeypatch.setattr(driver, "kernel", lambda source, name, macros, *_: (source, dict(macros)))
+        monkeypatch.setattr(driver, "kernel", self.kernel)
         self.forget()
 
     def forget(self) -> None:
         for function in self._cached:
             function.cache_clear()
+
+    def kernel(self, source: str, name: str, macros: driver.Macros, *rest: int) -> int:
+        self._kernels.append((source, dict(macros)))
+        return len(self._kernels) - 1
 
     def cuInit(self, flags: int) -> tuple:
         return (0,)
@@ -65,16 +74,16 @@ class FakeDriver:
         return 0, b"fake\0"
 
     def cuDevicePrimaryCtxRetain(self, device: str) -> tuple:
-        return 0, f"context of {device}"
+        return 0, 1 + int(device.removeprefix("device "))  # a handle
 
     def cuCtxGetCurrent(self) -> tuple:
         return 0, int(bool(self.stack))  # a handle, of which 0 is none
 
-    def cuCtxSetCurrent(self, context: str) -> tuple:
+    def cuCtxSetCurrent(self, context: int) -> tuple:
         self.stack[-1:] = [context]
         return (0,)
 
-    def cuCtxPushCurrent(self, context: str) -> tuple:
+    def cuCtxPushCurrent(self, context: int) -> tuple:
         self.stack.append(context)
         return (0,)
 
@@ -110,18 +119,16 @@ class FakeDriver:
     def cuStreamSynchronize(self, stream: int) -> tuple:
         return (0,)
 
-    def cuLaunchKernelEx(
-        self, config: Any, function: tuple[str, dict[str, str]], arguments: tuple, extra: int
-    ) -> tuple:
-        (source, macros), values = function, arguments[0]
+    def launch(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        source, macros = self._kernels[function]
         self.launches.append(source)
-        assert config.gridDimX < 2**31
-        assert config.gridDimY <= 65535
+        assert grid[0] < 2**31
+        assert grid[1] <= 65535
         if source in ("pack.cu", "unpack.cu"):
             kind = Kind(*(macros[name] for name in ("ELEMENT", "SCALE", "OFFSET")), int(macros["GROUPS"]))
             first, *others = values
             n, k = values[3:5] if source == "pack.cu" else values[2:4]
-            assert config.gridDimX == np.prod(brick_shape(n, k))
+            assert grid[0] == np.prod(brick_shape(n, k))
             if source == "pack.cu":
                 groups, bricks = (self.live[pointer] for pointer in others[:2])
                 codes = pack_codes(kind, self.live[first][: n * k].reshape(n, k))
@@ -132,4 +139,27 @@ class FakeDriver:
                 parts = split(kind, self.live[first], n, k)[..., : kind.code_bytes]
                 codes = unpack_codes(kind, parts, n, k) - np.uint8(values[4])
                 self.live[others[0]][: n * k] = codes.ravel()
-        return (0,)
+
+
+class Launch:
+    """As _cuda.Launch."""
+
+    def __init__(
+        self, fake: FakeDriver, function: int, context: int, grid: tuple[int, int, int], *shape: int | str
+    ) -> None:
+        self.fake, self.function, self.grid, self.layout = fake, function, grid, shape[-1]
+
+    def __call__(self, stream: int, *values: Any) -> None:
+        assert len(values) == len(str(self.layout))
+        assert all(isinstance(v, float) == (c == "f") for v, c in zip(values, str(self.layout), strict=True))
+        self.fake.launch(self.function, self.grid, values)
+
+
+class Product:
+    """As _cuda.Product."""
+
+    def __init__(self, launch: Launch, bricks: int, row_scale: int, m: int, n: int, k: int, *rest: int) -> None:
+        self.launch, self.memory, self.sizes = launch, (bricks, row_scale), (m, n, k)
+
+    def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int) -> None:
+        self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride)

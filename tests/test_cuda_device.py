@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from ctypes import c_void_p
 from dataclasses import replace
 
 import numpy as np
@@ -152,8 +151,8 @@ def test_any_zero_point_is_as_good_as_the_middle(shape, name, most):
         held = packed(q)
         chosen = launch_large(Gemm(held.kind, rows, 16, 1024), GPU, shape)
         box = tensor_map(x.data_ptr(), False, rows, 1024, 1024, chosen.box_rows)
-        addresses = (address(held.bricks), address(held.row_scale), 0, y.data_ptr())
-        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *map(c_void_p, addresses), rows, 16, 1024)
+        addresses = (address(held.bricks), address(held.row_scale), x.data_ptr(), 0, y.data_ptr())
+        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *addresses, rows, 16, 1024, 1024)
     exact = x.double() @ dense.double().T
     error, library = (((v.double() - exact) ** 2).sum(0).sqrt() for v in (y, x @ dense.half().T))
     assert (error <= 2 * library + 1e-6).all()
@@ -198,8 +197,8 @@ def test_every_shape_of_the_large_kernel(shape, n):
         gemm = Gemm(held.kind, m, n, k)
         chosen = launch_large(gemm, GPU, shape)
         box = tensor_map(x.data_ptr(), False, m, k, k, chosen.box_rows)
-        addresses = (address(held.bricks), address(held.row_scale), 0, y.data_ptr())
-        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *map(c_void_p, addresses), m, n, k)
+        addresses = (address(held.bricks), address(held.row_scale), x.data_ptr(), 0, y.data_ptr())
+        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *addresses, m, n, k, k)
         assert error_of(y, exact[:m]) < 1e-3 * float(exact[:m].norm())
 
 
@@ -223,7 +222,7 @@ def test_every_shape_of_the_small_kernel(shape, multiprocessors, name, size):
         chosen = launch_small(gemm, few, fitting(gemm, few, shape))
         box = tensor_map(x.data_ptr(), gemm.bfloat16, m, k, k, chosen.box_rows)
         addresses = (address(held.bricks), address(held.row_scale), x.data_ptr(), 0, y.data_ptr())
-        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *map(c_void_p, addresses), m, n, k, k)
+        chosen.launch(0, torch.cuda.current_stream().cuda_stream, box, *addresses, m, n, k, k)
         exact = x.double() @ dense.T
         assert error_of(y, exact) < (1e-3 if dtype == torch.float16 else 6e-3) * float(exact.norm()), (dtype, m)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from ctypes import c_void_p
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ class CudaEngine(Engine):
 
         def read(x: Any, buffer: Buffer) -> Any:
             stream = torch.cuda.current_stream().cuda_stream
-            launch(0, stream, c_void_p(buffer.pointer), READ_BYTES // 16, c_void_p(sink.data_ptr()))
+            launch(0, stream, buffer.pointer, READ_BYTES // 16, sink.data_ptr())
             return sink
 
         square = torch.randn((PEAK_SIZE, PEAK_SIZE), device="cuda").half()

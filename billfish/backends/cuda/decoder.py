@@ -9,7 +9,6 @@ rows attend to: its pages hold keys and values of 64 positions each (pages.cuh).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,7 +168,14 @@ class DeviceDecoder:
             raise NotImplementedError
 
     def launch(
-        self, stream: int, source: str, macros: dict[str, object], grid: tuple[int, ...], threads: int, *arguments: Any, **more: Any
+        self,
+        stream: int,
+        source: str,
+        macros: dict[str, object],
+        grid: tuple[int, ...],
+        threads: int,
+        *arguments: Any,
+        **more: Any,
     ) -> None:
         defined = tuple(sorted((name, str(value)) for name, value in macros.items()))
         launch = KernelLaunch(f"{source}.cu", f"marlin_{source}", defined, grid, threads, overlap=True, **more)
@@ -180,7 +186,7 @@ class DeviceDecoder:
         threads = min(1024, max(32, -(-s.hidden // 8 // 32) * 32))
         macros = {"TYPE": self.type, "HIDDEN": s.hidden, "THREADS": threads, "ADD": int(added)}
         pointers = step.at("hidden"), step.at("added"), weight.pointer, rows, step.at("x")
-        self.launch(stream, "normalize", macros, (m,), threads, *map(c_void_p, pointers), s.epsilon)
+        self.launch(stream, "normalize", macros, (m,), threads, *pointers, s.epsilon)
 
     def run(self, stream: int, step: Step, m: int, blocks: int = 0, scored: int = 0, splits: int = 8) -> None:
         """All layers for m rows. blocks: of queries, for passages of several rows; 0: each row is a text of its own.
@@ -192,8 +198,13 @@ class DeviceDecoder:
         launch(
             self.ordinal,
             stream,
-            *map(c_void_p, (address(self.embedding.bricks), address(self.embedding.row_scale), at("tokens"))),
-            *map(c_void_p, (at("positions"), self.frequencies.pointer, at("hidden"), at("angles"))),
+            address(self.embedding.bricks),
+            address(self.embedding.row_scale),
+            at("tokens"),
+            at("positions"),
+            self.frequencies.pointer,
+            at("hidden"),
+            at("angles"),
             n,
             k,
             len(s.frequencies),
@@ -225,7 +236,7 @@ class DeviceDecoder:
         pointers = at("qkv"), at("angles"), at("positions"), at("texts"), at("pages"), *norms
         grid, threads = (s.heads + 2 * s.kv_heads, m), -(-s.head_size // 64) * 32
         numbers = s.heads, s.kv_heads, i, step.pages_of_text
-        self.launch(stream, "rotate", macros, grid, threads, *map(c_void_p, pointers), s.epsilon, *numbers)
+        self.launch(stream, "rotate", macros, grid, threads, *pointers, s.epsilon, *numbers)
 
     def attend(self, stream: int, step: Step, m: int, i: int, blocks: int, splits: int) -> None:
         s, at = self.shape, step.at
@@ -235,14 +246,21 @@ class DeviceDecoder:
         shared = STAGES * 2 * tile
         if few:
             shared = max(shared, warps * 16 * (s.wide + 2) * 4)
-        macros = {"TYPE": self.type, "HEAD": s.head_size, "GROUP": group, "WARPS": warps, "STAGES": STAGES, "FEW": int(few)}
+        macros = {
+            "TYPE": self.type,
+            "HEAD": s.head_size,
+            "GROUP": group,
+            "WARPS": warps,
+            "STAGES": STAGES,
+            "FEW": int(few),
+        }
         chunks = -(-group // 16)
         grid = (splits, s.kv_heads * chunks, m) if few else (blocks, s.kv_heads)
         pointers = at("qkv"), at("positions"), at("blocks"), at("pages"), at("attended")
         numbers = s.heads, s.kv_heads, i, step.pages_of_text
         cluster = splits if few else 1
         self.launch(
-            stream, "attend", macros, grid, warps * 32, *map(c_void_p, pointers), *numbers, shared_bytes=shared, cluster=cluster
+            stream, "attend", macros, grid, warps * 32, *pointers, *numbers, shared_bytes=shared, cluster=cluster
         )
 
     def choose(self, stream: int, step: Step, m: int) -> None:
@@ -250,9 +268,7 @@ class DeviceDecoder:
         parts = max(1, min(64, 128 // m))
         pointers = at("bests"), at("ended"), at("tokens"), at("positions")
         numbers = self.shape.vocabulary
-        self.launch(
-            stream, "choose", {"THREADS": 256}, (parts, m), 256, c_void_p(at("scores")), numbers, *map(c_void_p, pointers)
-        )
+        self.launch(stream, "choose", {"THREADS": 256}, (parts, m), 256, at("scores"), numbers, *pointers)
 
     def query_block(self) -> int:
         """Positions of a block of queries."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.compile import compile_kernel, cuda_module
+from billfish.backends.cuda.compile import SOURCES, compile_kernel, cuda_module
 from billfish.errors import BackendUnavailable, BillfishError
 
 Macros = tuple[tuple[str, str], ...]
@@ -114,36 +113,34 @@ class KernelLaunch:
     overlap: bool = False  # programmatic dependent launch: the kernel may start before the one ahead has ended
 
     def __call__(self, ordinal: int, stream: int, *arguments: Any) -> None:
-        """The device is current. Integers are ints, pointers ctypes.c_void_p; a tensor map goes by value."""
-        d = driver()
-        adopt(ordinal)
-        config = d.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*self.grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared_bytes, stream
-        attributes = []
-        if self.overlap:
-            value = d.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attributes.append(_attribute("PROGRAMMATIC_STREAM_SERIALIZATION", value))
-        if self.cluster > 1:
-            value = d.CUlaunchAttributeValue()
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = self.cluster, 1, 1
-            attributes.append(_attribute("CLUSTER_DIMENSION", value))
-        config.attrs, config.numAttrs = attributes, len(attributes)
-        values = tuple((a.value or 0) if isinstance(a, ctypes.c_void_p) else a for a in arguments)
-        types = tuple(
-            ctypes.c_void_p
-            if isinstance(a, ctypes.c_void_p)
-            else ctypes.c_int
-            if isinstance(a, int)
-            else ctypes.c_float
-            if isinstance(a, float)
-            else None
-            for a in arguments
-        )
-        function = kernel(self.source, self.name, self.macros, ordinal, self.shared_bytes)
-        check(d.cuLaunchKernelEx(config, function, (values, types), 0), self.name)
+        """Pointers and numbers as the kernel's signature has them; a tensor map is a `_cuda.TensorMap`."""
+        native(self, ordinal)(stream, *arguments)
+
+
+@lru_cache(maxsize=4096)
+def native(launch: KernelLaunch, ordinal: int) -> Any:
+    """The same in native code, for one device: a `_cuda.Launch`."""
+    function = kernel(launch.source, launch.name, launch.macros, ordinal, launch.shared_bytes)
+    x, y, z = (*launch.grid, 1, 1)[:3]
+    shape = (x, y, z), launch.threads, launch.shared_bytes, launch.cluster, launch.overlap
+    context = int(_primary_context(ordinal))
+    return launcher().Launch(int(function), context, *shape, signature(launch.source, launch.name))
+
+
+def launcher() -> Any:
+    """The native module."""
+    from billfish.backends.cuda import _cuda
+
+    return _cuda
+
+
+@cache
+def signature(source: str, name: str) -> str:
+    """What a kernel takes, a letter for each argument: p a pointer, i an int, f a float, m a tensor map by value."""
+    text = (SOURCES / source).read_text()
+    arguments = text[text.index(f"{name}(") + len(name) + 1 :].partition(") {")[0].split(",")
+    letters = {"*": "p", "TensorMap": "m", "float": "f", "int": "i"}  # a pointer to floats is a pointer
+    return "".join(next(letter for word, letter in letters.items() if word in argument) for argument in arguments)
 
 
 @cache
@@ -222,41 +219,10 @@ def synchronize(stream: int) -> None:
     check(driver().cuStreamSynchronize(stream), "waiting for the device")
 
 
-def _attribute(name: str, value: Any) -> Any:
-    d = driver()
-    attribute = d.CUlaunchAttribute()
-    attribute.id = getattr(d.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
-    attribute.value = value
-    return attribute
-
-
-def no_tensor_map() -> Any:
-    """An empty one, for GPUs before Hopper: their kernels have the argument and do not read it."""
-    return driver().CUtensorMap()
-
-
 @lru_cache(maxsize=256)
 def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int) -> Any:
     """x [rows, k] in boxes of `box_rows` by 64, or 1 by 128; outside of x are zeros. stride: numbers from row to row.
 
     Rows must not overlap, and begin at multiples of 16 bytes: 16 | pointer, 8 | stride, stride >= k.
     """
-    d = driver()
-    swizzle = "NONE" if box_rows == 1 else "128B"  # with it, eight rows lie in different banks
-    kind = "BFLOAT16" if bfloat16 else "FLOAT16"
-    return check(
-        d.cuTensorMapEncodeTiled(
-            getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
-            2,
-            pointer,
-            [d.cuuint64_t(k), d.cuuint64_t(rows)],
-            [d.cuuint64_t(stride * 2)],
-            [d.cuuint32_t(128 if box_rows == 1 else 64), d.cuuint32_t(box_rows)],
-            [d.cuuint32_t(1), d.cuuint32_t(1)],
-            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        ),
-        "tensor map of x",
-    )
+    return launcher().tensor_map(pointer, bfloat16, rows, k, stride, box_rows)

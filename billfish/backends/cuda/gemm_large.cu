@@ -230,7 +230,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
-                  const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k) {
+                  const u16*, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], received_bars[TEAMS];
   const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, turned = ws + STAGES * W_BYTES, inboxes = turned + CONSUMERS * 32;

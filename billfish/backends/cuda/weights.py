@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from ctypes import c_void_p
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from billfish.backends.cuda.describe import describe
-from billfish.backends.cuda.driver import KernelLaunch, device, no_tensor_map, synchronize, tensor_map
+from billfish.backends.cuda.driver import KernelLaunch, device, launcher, native, synchronize
 from billfish.backends.cuda.kind import Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, fetch, room_for, room_of, send
@@ -24,6 +24,7 @@ from billfish.tensor import QuantizedTensor
 OUTPUTS = {"float32": "float", "float16": "Stored<F16>", "bfloat16": "Stored<BF16>"}
 # gridDim.y of gemm_small, at most 65,535, counts rows of x; a CTA has 8 of them or more where there are many.
 ROWS_AT_ONCE = 1 << 18
+PRODUCTS_KEPT = 1024  # of one matrix, each for another number of rows
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class DeviceWeights:
     bricks: Memory
     row_scale: Memory  # float32 [N]
     planes: tuple[Memory, ...] = ()
+    _products: dict[Gemm, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
@@ -75,7 +77,7 @@ class DeviceWeights:
             row_scale = send(description.row_scale, room)
             beside = tuple(send(plane, room) for plane in planes.values())
             launch, pointers = brick_kernel("pack", about, 128), map(address, (codes, groups, bricks))
-            launch(room.ordinal, room.stream, *map(c_void_p, pointers), *tensor.shape)
+            launch(room.ordinal, room.stream, *pointers, *tensor.shape)
             synchronize(room.stream)  # `codes` and `groups` must stay until the kernel has read them, too
         return cls(about, bricks, row_scale, beside)
 
@@ -109,7 +111,7 @@ class DeviceWeights:
         zero = {"ONE_ZERO": "1"} if self.kind.one_zero else {}
         launch = brick_kernel("dequantize", self.about, 32, OUTPUT=OUTPUTS[dtype], **zero)
         pointers = address(self.bricks), address(self.row_scale), out
-        launch(self.room.ordinal, stream, *map(c_void_p, pointers), *self.shape)
+        launch(self.room.ordinal, stream, *pointers, *self.shape)
 
     def unpack(self, format: Format) -> Storage:
         """The storage that the weights were packed from, bit for bit."""
@@ -121,7 +123,7 @@ class DeviceWeights:
         with room.current():
             codes = room.empty(n * k)
             launch, pointers = brick_kernel("unpack", self.about, 128), map(address, (self.bricks, codes))
-            launch(room.ordinal, room.stream, *map(c_void_p, pointers), n, k, self.about.shift)
+            launch(room.ordinal, room.stream, *pointers, n, k, self.about.shift)
             planes: Planes = {"codes": fetch(codes, room, np.uint8, (n, k))}
             for (name, dtype, shape), memory in zip(self.about.planes, self.planes, strict=True):
                 planes[name] = fetch(memory, room, np.dtype(dtype), shape)
@@ -144,21 +146,29 @@ class DeviceWeights:
                 )
                 for first in range(0, gemm.m, ROWS_AT_ONCE)
             )
+        product = self._products.get(gemm)
+        if product is None:
+            product = self._planned(gemm)
+        if product is False:
+            return False
+        product(stream, x, x_stride, bias, y)
+        return True
+
+    def _planned(self, gemm: Gemm) -> Any:
+        """The product in native code, kept for the next call; False if it is one for a library."""
         ordinal = self.room.ordinal
         found = device(ordinal)
         chosen = plan(gemm, found)
-        if chosen is None:
-            return False
-        m, n, k = gemm.m, gemm.n, gemm.k
-        hopper = found.capability >= (9, 0)
-        box = tensor_map(x, gemm.bfloat16, m, k, x_stride, chosen.box_rows) if hopper else no_tensor_map()
-        pointers = [address(self.bricks), address(self.row_scale)]
-        if chosen.launch.name == "marlin_gemm_small":
-            pointers += [x, bias, y]
-            chosen.launch(ordinal, stream, box, *map(c_void_p, pointers), m, n, k, x_stride)
-        else:
-            chosen.launch(ordinal, stream, box, *map(c_void_p, [*pointers, bias, y]), m, n, k)
-        return True
+        product: Any = False
+        if chosen is not None:
+            memory = address(self.bricks), address(self.row_scale)
+            box_rows = chosen.box_rows if found.capability >= (9, 0) else 0
+            sizes = gemm.m, gemm.n, gemm.k, gemm.bfloat16, box_rows
+            product = launcher().Product(native(chosen.launch, ordinal), *memory, *sizes)
+        if len(self._products) >= PRODUCTS_KEPT:
+            self._products.clear()
+        self._products[gemm] = product
+        return product
 
 
 def brick_kernel(name: str, about: About, threads: int, **macros: str) -> KernelLaunch:

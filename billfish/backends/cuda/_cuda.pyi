@@ -1,0 +1,38 @@
+class TensorMap: ...
+
+def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int, /) -> TensorMap: ...
+
+class Launch:
+    def __init__(
+        self,
+        function: int,
+        context: int,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        cluster: int,
+        overlap: bool,
+        layout: str,
+        /,
+    ) -> None: ...
+    def __call__(self, stream: int, /, *arguments: int | float | TensorMap) -> None: ...
+
+class Product:
+    def __init__(
+        self,
+        launch: Launch,
+        bricks: int,
+        row_scale: int,
+        m: int,
+        n: int,
+        k: int,
+        bfloat16: bool,
+        box_rows: int,
+        /,
+    ) -> None: ...
+    def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, /) -> None: ...
+
+class Program:
+    def add(self, launch: Launch, /, *arguments: int | float | TensorMap) -> None: ...
+    def run(self, stream: int, /) -> None: ...
+    def __len__(self) -> int: ...

@@ -1,0 +1,206 @@
+// `_cuda`: from Python to a launch without building objects. A Launch has all but stream and arguments, a Product all but stream, x, bias
+// and y; a Program is many launches, one call.
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "launch/driver.h"
+
+namespace nb = nanobind;
+
+namespace billfish::cuda {
+
+const Driver& driver() {
+  static const Driver found = [] {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) throw std::runtime_error("no NVIDIA driver: libcuda.so.1");
+    Driver d;
+    auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      if (!function) throw std::runtime_error(std::string("an NVIDIA driver without ") + name);
+    };
+    find(d.launch, "cuLaunchKernelEx");
+    find(d.encode_tiled, "cuTensorMapEncodeTiled");
+    find(d.get_current, "cuCtxGetCurrent");
+    find(d.set_current, "cuCtxSetCurrent");
+    find(d.error_name, "cuGetErrorName");
+    return d;
+  }();
+  return found;
+}
+
+namespace {
+
+void check(int error, const char* what) {
+  if (!error) return;
+  const char* name = "an unknown error";
+  driver().error_name(error, &name);
+  throw std::runtime_error(std::string(what) + ": " + name);
+}
+
+// The arguments of a launch, one after the other, each at a multiple of its size.
+class Arguments {
+ public:
+  // layout: a letter for each: p pointer, i int, f float, m a tensor map, by value.
+  explicit Arguments(const std::string& layout) {
+    size_t size = 0;
+    for (char kind : layout) {
+      const size_t bytes = kind == 'm' ? sizeof(TensorMap) : kind == 'p' ? 8 : 4, align = kind == 'm' ? 64 : bytes;
+      size = (size + align - 1) / align * align;
+      offsets_.push_back(size);
+      size += bytes;
+    }
+    layout_ = layout;
+    bytes_.resize(size / sizeof(TensorMap) + 1);
+    for (size_t offset : offsets_) pointers_.push_back(at(offset));
+  }
+  Arguments(const Arguments& other) : Arguments(other.layout_) { bytes_ = other.bytes_, point(); }
+  Arguments& operator=(const Arguments&) = delete;
+
+  void set(size_t i, nb::handle value) {
+    switch (layout_.at(i)) {
+      case 'p': put(i, nb::cast<uint64_t>(value)); break;
+      case 'i': put(i, nb::cast<int>(value)); break;
+      case 'f': put(i, nb::cast<float>(value)); break;
+      default: put(i, *nb::cast<const TensorMap*>(value));
+    }
+  }
+  void set(const nb::args& values) {
+    if (values.size() != layout_.size()) throw std::invalid_argument("a launch of " + std::to_string(layout_.size()) + " arguments");
+    for (size_t i = 0; i < values.size(); i++) set(i, values[i]);
+  }
+  template <class T> void put(size_t i, const T& value) { std::memcpy(at(offsets_[i]), &value, sizeof(T)); }
+  void** pointers() { return pointers_.data(); }
+
+ private:
+  char* at(size_t offset) { return reinterpret_cast<char*>(bytes_.data()) + offset; }
+  void point() {
+    for (size_t i = 0; i < offsets_.size(); i++) pointers_[i] = at(offsets_[i]);
+  }
+  std::string layout_;
+  std::vector<size_t> offsets_;
+  std::vector<TensorMap> bytes_;
+  std::vector<void*> pointers_;
+};
+
+// A kernel on its grid.
+class Launch {
+ public:
+  Launch(uint64_t function, uint64_t context, std::tuple<unsigned, unsigned, unsigned> grid, unsigned threads, unsigned shared_bytes, unsigned cluster, bool overlap,
+         const std::string& layout)
+      : layout(layout), function_(reinterpret_cast<void*>(function)), context_(reinterpret_cast<void*>(context)) {
+    config_ = {{std::get<0>(grid), std::get<1>(grid), std::get<2>(grid)}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};
+    if (overlap) attributes_[config_.attribute_count++] = {PROGRAMMATIC_STREAM_SERIALIZATION, {}, {}}, attributes_[0].value.serialization = 1;
+    if (cluster > 1) {
+      LaunchAttribute& a = attributes_[config_.attribute_count++];
+      a = {CLUSTER_DIMENSION, {}, {}};
+      a.value.cluster[0] = cluster, a.value.cluster[1] = a.value.cluster[2] = 1;
+    }
+  }
+  void operator()(uint64_t stream, Arguments& arguments) const {
+    LaunchConfig config = config_;
+    LaunchAttribute attributes[2] = {attributes_[0], attributes_[1]};
+    config.stream = reinterpret_cast<void*>(stream), config.attributes = attributes;
+    void* current = nullptr;
+    driver().get_current(&current);
+    if (!current) driver().set_current(context_);  // a thread of autograd has none before its first call of CUDA's runtime
+    check(driver().launch(&config, function_, arguments.pointers(), nullptr), "launching a kernel");
+  }
+  const std::string layout;
+
+ private:
+  void *function_, *context_;
+  LaunchConfig config_;
+  LaunchAttribute attributes_[2] = {};
+};
+
+// x [rows, k] in boxes of `box_rows` by 64, or 1 by 128; outside of x are zeros. stride: numbers from row to row.
+TensorMap tensor_map(uint64_t pointer, bool bfloat16, uint64_t rows, uint64_t k, uint64_t stride, uint32_t box_rows) {
+  constexpr int FLOAT16 = 6, BFLOAT16 = 9, NO_INTERLEAVE = 0, NO_SWIZZLE = 0, SWIZZLE_128B = 3, PROMOTE_256B = 3, FILL_ZEROS = 0;
+  TensorMap map;
+  const uint64_t sizes[2] = {k, rows}, strides[1] = {stride * 2};
+  const uint32_t box[2] = {box_rows == 1 ? 128u : 64u, box_rows}, ones[2] = {1, 1};
+  check(driver().encode_tiled(&map, bfloat16 ? BFLOAT16 : FLOAT16, 2, reinterpret_cast<void*>(pointer), sizes, strides, box, ones, NO_INTERLEAVE,
+                              box_rows == 1 ? NO_SWIZZLE : SWIZZLE_128B, PROMOTE_256B, FILL_ZEROS),
+        "a tensor map of x");
+  return map;
+}
+
+// y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. Both gemms take the same arguments.
+class Product {
+ public:
+  Product(const Launch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, bool bfloat16, uint32_t box_rows)
+      : launch_(launch), arguments_(launch.layout), m_(m), k_(k), bfloat16_(bfloat16), box_rows_(box_rows) {
+    if (launch.layout != "mpppppiiii") throw std::invalid_argument("a launch of a gemm");
+    arguments_.put(0, TensorMap{}), arguments_.put(1, bricks), arguments_.put(2, row_scale), arguments_.put(6, m), arguments_.put(7, n), arguments_.put(8, k);
+  }
+  // box_rows 0: the kernel is one of a GPU before Hopper, and reads no tensor map.
+  void operator()(uint64_t stream, uint64_t x, int x_stride, uint64_t bias, uint64_t y) {
+    if (box_rows_ && (x != x_ || x_stride != x_stride_)) {
+      arguments_.put(0, tensor_map(x, bfloat16_, uint64_t(m_), uint64_t(k_), uint64_t(x_stride), box_rows_));
+      x_ = x, x_stride_ = x_stride;
+    }
+    arguments_.put(3, x), arguments_.put(4, bias), arguments_.put(5, y), arguments_.put(9, x_stride);
+    launch_(stream, arguments_);
+  }
+
+ private:
+  Launch launch_;
+  Arguments arguments_;
+  int m_, k_;
+  bool bfloat16_;
+  uint32_t box_rows_;
+  uint64_t x_ = 0;  // of the tensor map that `arguments_` has
+  int x_stride_ = -1;
+};
+
+// Launches with all their arguments, in order.
+class Program {
+ public:
+  Program() = default;
+  Program(const Program&) = delete;
+  void add(const Launch& launch, const nb::args& values) {
+    auto arguments = std::make_unique<Arguments>(launch.layout);
+    arguments->set(values);
+    steps_.push_back({launch, std::move(arguments)});
+  }
+  void run(uint64_t stream) {
+    for (Step& step : steps_) step.launch(stream, *step.arguments);
+  }
+  size_t size() const { return steps_.size(); }
+
+ private:
+  struct Step {
+    Launch launch;
+    std::unique_ptr<Arguments> arguments;
+  };
+  std::vector<Step> steps_;
+};
+
+}  // namespace
+}  // namespace billfish::cuda
+
+NB_MODULE(_cuda, module) {
+  using namespace billfish::cuda;
+  nb::class_<TensorMap>(module, "TensorMap");
+  module.def("tensor_map", &tensor_map);
+  nb::class_<Launch>(module, "Launch")
+      .def(nb::init<uint64_t, uint64_t, std::tuple<unsigned, unsigned, unsigned>, unsigned, unsigned, unsigned, bool, const std::string&>())
+      .def("__call__", [](const Launch& launch, uint64_t stream, const nb::args& values) {
+        Arguments arguments(launch.layout);
+        arguments.set(values);
+        launch(stream, arguments);
+      });
+  nb::class_<Product>(module, "Product")
+      .def(nb::init<const Launch&, uint64_t, uint64_t, int, int, int, bool, uint32_t>())
+      .def("__call__", &Product::operator());
+  nb::class_<Program>(module, "Program").def(nb::init<>()).def("add", &Program::add).def("run", &Program::run).def("__len__", &Program::size);
+}
