@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="as JSON")
     inspect.set_defaults(run=_inspect)
 
-    layouts = "billfish, compressed-tensors, mlx or gguf"
+    layouts = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
     again = "weights that the layout cannot hold as they are may be quantized again"
     quantize = commands.add_parser("quantize", help="quantize the weights of a checkpoint")
     convert = commands.add_parser("convert", help="write a checkpoint in another layout, without loss where it can be")
@@ -79,7 +79,13 @@ def parser() -> argparse.ArgumentParser:
         help="another format for these tensors, such as 'lm_head=q8_0' or 'mlp=u4b8:128'; '=keep' leaves them alone",
     )
     quantize.add_argument("--to", metavar="LAYOUT", help=f"{layouts} (billfish, or gguf by the name of OUT)")
-    convert.add_argument("--to", required=True, metavar="LAYOUT", help=layouts)
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help=f"{layouts}, or plain for no quantized weights")
+    convert.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32 for matrices that are written as numbers: all of them in plain and gguf, "
+        "embeddings and the last layer in gptq and awq",
+    )
     for command in (quantize, convert):
         command.add_argument("--requantize", action="store_true", help=again)
         command.set_defaults(run=_convert)
@@ -180,7 +186,9 @@ def _convert(arguments: argparse.Namespace) -> None:
         quantization = commands.quantization_of(flags["format"], flags["group_size"], flags["method"], flags["keep"])
     to = flags["to"] or ("gguf" if flags["out"].endswith(".gguf") else "billfish")
     try:
-        report = commands.convert(flags["source"], flags["out"], to, flags["requantize"], quantization)
+        report = commands.convert(
+            flags["source"], flags["out"], to, flags["requantize"], quantization, flags.get("dtype")
+        )
     except KeyboardInterrupt:
         print("billfish: stopped; the same command continues where it was", file=sys.stderr)
         raise SystemExit(130) from None  # what a shell expects after Ctrl-C

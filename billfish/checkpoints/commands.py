@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.arrays import float_dtype
 from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.entry import Description
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
@@ -100,11 +101,24 @@ def _print_table(rows: Sequence[Sequence[str]], out: TextIO) -> None:
 # ---- quantize and convert -----------------------------------------------------------------------------------------
 
 
-def convert(source: str, out: str, to: str, requantize: bool, quantization: Quantization | None = None) -> Report:
+def convert(
+    source: str,
+    out: str,
+    to: str,
+    requantize: bool,
+    quantization: Quantization | None = None,
+    dtype: str | None = None,
+) -> Report:
     """Write a checkpoint in another layout, or quantized, with a progress bar."""
     call = "quantize" if quantization else "convert"
     target = target_of(call, to)
+    if dtype is not None and not target.takes_dtype:
+        takes = f"--to {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)} with it"
+        raise FormatError(complaint(call, "--dtype", f"{dtype} for {target.name}", takes))
+    numbers = None if dtype is None else float_dtype(call, dtype)
     if quantization:
+        if not target.formats:
+            raise FormatError(complaint(call, "--to", target.name, "a layout that holds quantized weights"))
         for format in (quantization.format, *(rule[1] for rule in quantization.rules)):
             allowed = target.quantizes or target.formats
             if format is not None and format.name not in allowed:
@@ -117,7 +131,7 @@ def convert(source: str, out: str, to: str, requantize: bool, quantization: Quan
         return bars[0].advance
 
     try:
-        report = export(call, load(source), out, Settings(target, quantization, requantize), start)
+        report = export(call, load(source), out, Settings(target, quantization, requantize, numbers), start)
     finally:
         for bar in bars:
             bar.__exit__(*sys.exc_info())

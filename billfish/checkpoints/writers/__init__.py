@@ -1,4 +1,4 @@
-"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GGUF.
+"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
 plan      what becomes of each tensor, from headers, scales and offsets
 target    how it is called and laid out there
@@ -21,14 +21,16 @@ from typing import Any
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.names import is_gguf
-from billfish.checkpoints.writers import compressed_tensors, mlx, native
+from billfish.checkpoints.writers.awq import AwqTarget
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
+from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import for_folders, for_gguf
 from billfish.checkpoints.writers.native import NativeTarget
+from billfish.checkpoints.writers.plain import PlainTarget
 from billfish.checkpoints.writers.plan import Remark, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
@@ -36,7 +38,17 @@ from billfish.errors import BackendUnavailable, CheckpointError, ModelError, com
 from billfish.version import __version__
 
 TARGETS: dict[str, type[Target]] = {
-    target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
+    target.name: target
+    for target in (
+        NativeTarget,
+        CompressedTensorsTarget,
+        MlxTarget,
+        GptqTarget,
+        Gptq2Target,
+        AwqTarget,
+        PlainTarget,
+        GgufTarget,
+    )
 }
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
@@ -97,20 +109,11 @@ def _output(
         return Output([file], {}, False, inputs, unchanged)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
     config.pop("quantization_config", None)
-    metadata = {"format": "pt"}
-    if isinstance(target, CompressedTensorsTarget):
-        config["quantization_config"] = compressed_tensors.quantization_config(items)
-    elif isinstance(target, MlxTarget):
-        metadata = {"format": "mlx"}
-        quantization = mlx.quantization_config(items)
-        if quantization:
-            config |= {"quantization": quantization, "quantization_config": quantization}
-    else:
-        config["quantization_config"] = native.quantization_config(items)
-        metadata["billfish"] = json.dumps(config["quantization_config"])
-    files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index}
-    small["config.json"] = json_bytes(config)
+    if settings.dtype is not None:
+        config |= dict.fromkeys({"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}, settings.dtype.name)
+    files, index = safetensors_files(target, items, target.metadata(items), checkpoint.release)
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index, **target.further_files(items)}
+    small["config.json"] = json_bytes(config | target.config(items))
     return Output(files, small, True, inputs, unchanged)
 
 

@@ -27,9 +27,14 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64":
 
 class GgufTarget(Target):
     name = "gguf"
+    takes_dtype = True
+    casts_vectors = False  # llama.cpp wants them in float32
 
     def __init__(self) -> None:
         self.formats = (*ggml_names().values(),)
+
+    def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
+        return dtype is not None
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         if k % 32:

@@ -6,13 +6,14 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from billfish.arrays import FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
-from billfish.checkpoints.recast import Misfit, recast
+from billfish.checkpoints.recast import Misfit, holds, recast
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
 from billfish.errors import CheckpointError, complaint
@@ -50,6 +51,7 @@ class Settings:
     target: Target
     quantization: Quantization | None = None
     requantize: bool = False
+    dtype: np.dtype[Any] | None = None  # of matrices that are written as numbers; None: as they are, decoded to float32
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> tuple[list[Item], list[R
         else:
             items.append(item)
         checkpoint.release()
+    for name, odd in settings.target.odd_ones(items).items():
+        at = next(i for i, item in enumerate(items) if item.name == name)
+        try:
+            if not settings.requantize:
+                raise Misfit(odd.reason)
+            items[at] = _quantized(checkpoint, name, items[at].shape, odd.format, odd.group_size, settings)
+            left = [remark for remark in left if remark.name != name]
+            left.append(Remark(name, f"quantized again, to {odd.format.name}: {odd.reason}"))
+        except Misfit as reason:
+            problems.append(Remark(name, str(reason)))
     return items, problems, left
 
 
@@ -87,8 +99,11 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Rema
                 return _quantized(checkpoint, name, about.shape, *choice, settings)
             except Misfit as reason:
                 left.append(Remark(name, str(reason)))
-        settings.target.check_plain(dtype)
-        return Item(name, None, about.shape, 0, {"": dtype}, False, lambda: checkpoint[name], lambda: None)
+        return _numbers(checkpoint, name, _type_asked_for(checkpoint, name, dtype, settings), settings)
+    if settings.target.is_plain(name, settings.dtype):
+        if settings.dtype is None:
+            left.append(Remark(name, "decoded to float32, which loses nothing; --dtype chooses another type"))
+        return _numbers(checkpoint, name, settings.dtype or np.dtype(np.float32), settings)
     order = checkpoint.permutation(name) if about.act_order else None
     if choice is not None and settings.requantize:
         return _quantized(checkpoint, name, about.shape, *choice, settings)
@@ -106,6 +121,36 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Rema
         left.append(Remark(name, f"quantized again, to {fallback[0]}: {reason}"))
         format, group_size = get_format(fallback[0]), fallback[1]
         return _quantized(checkpoint, name, about.shape, format, group_size, replace(settings, quantization=None))
+
+
+def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> np.dtype[Any]:
+    """The type of a plain array in the output: of matrices the one that was asked for, of vectors if it holds them."""
+    wanted = settings.dtype
+    if wanted is None or dtype.name not in FLOATS:
+        return dtype
+    if len(checkpoint.describe(name).shape) >= 2:
+        return wanted
+    casts = settings.target.casts_vectors and holds(_weights(checkpoint, name).astype(np.float32), wanted)
+    return wanted if casts else dtype
+
+
+def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> Item:
+    """A plain array of some type, from one of any type or from quantized weights."""
+    settings.target.check_plain(dtype)
+    shape = checkpoint.describe(name).shape
+
+    def load() -> Array:
+        weights = _weights(checkpoint, name)
+        if weights.dtype == dtype:
+            return weights
+        with np.errstate(over="ignore"):
+            cast = weights.astype(dtype)
+        if (np.isinf(cast) & ~np.isinf(weights)).any():
+            got = f"numbers up to {np.abs(weights).max():g} for {dtype.name}"
+            raise CheckpointError(complaint("convert", name, got, "a type that holds them, such as bfloat16"))
+        return cast
+
+    return Item(name, None, shape, 0, {"": dtype}, False, load, lambda: None)
 
 
 def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Settings) -> Item:
@@ -166,28 +211,22 @@ def _quantized(
     call, target = "quantize", settings.target
     method = settings.quantization.method if settings.quantization else "mse"
     k = shape[-1]
+    if target.is_plain(name, settings.dtype):
+        raise Misfit(f"{target.name} holds it as numbers only")
     if k == 0 or k % format.block_size:
         raise Misfit(f"K = {k} is no positive multiple of {format.block_size}, as {format.name} needs")
     group = format.check_group_size(call, group_size, k)
     options = format.check_options(call, {})
     specs = format.storage_spec(1, k, group, options)
-    planes = format.unpack_scales({part: spec.zeros() for part, spec in specs.items()})
-    target.check(format, group, planes, shape, False)
+    row = target.adapt(quantize_matrix(call, name, np.ones((1, k), np.float32), format, group, "rtn", options))
+    target.check(format, group, row.scale_planes, shape, False)  # scales and offsets such as the weights will have
 
     def load() -> QuantizedTensor:
         weights = _weights(checkpoint, name).reshape(-1, k)
-        tensor = quantize_matrix(call, name, weights, format, group, method, options)
-        return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
+        return target.adapt(quantize_matrix(call, name, weights, format, group, method, options))
 
     types = {part: spec.dtype for part, spec in specs.items()}
     return Item(name, format, shape, group, types, False, load, lambda: None)
-
-
-def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
-    one, scale = np.float32(1), tensor.storage["global_scale"]
-    moved = np.asarray(one / np.float32(one / scale), np.float32)
-    return replace(tensor, storage={**tensor.storage, "global_scale": moved})
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> QuantizedTensor:
