@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from billfish.arrays import float_dtype
 from billfish.checkpoints.checkpoint import Checkpoint, load
-from billfish.checkpoints.entry import Description
+from billfish.checkpoints.entry import Description, Span
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
@@ -23,6 +23,7 @@ from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.ops import check_method, dequantize
 from billfish.progress import Progress
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
@@ -235,7 +236,7 @@ def compare(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
 
 def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
     a, b = first.describe(name), second.describe(name)
-    rows = a.shape[0] if a.format is None and b.format is None else int(np.prod(a.shape[:-1])) or 1
+    rows = int(np.prod(a.shape[:-1])) or 1
     step = max(1, VERIFY_ELEMENTS // max(1, int(np.prod(a.shape)) // rows))
     orders = [ck.permutation(name) for ck in (first, second)]
     in_order = [np.arange(a.shape[-1]) if order is None else order for order in orders]
@@ -243,7 +244,7 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     squares = power = largest = 0.0
     for start in range(0, rows, step):
         span = (start, min(start + step, rows))
-        parts = [ck.read(name, rows=span) for ck in (first, second)]
+        parts = [_read_rows(ck, name, span) for ck in (first, second)]
         if bits and _same_bits(*parts):
             continue
         bits = False
@@ -260,6 +261,16 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     relative = np.sqrt(squares / power) if power else np.inf
     kinds = f"{kind_of(a)} and {kind_of(b)}"
     return Comparison(name, False, f"relative error {relative:.3g}, largest difference {largest:.3g}, {kinds}")
+
+
+def _read_rows(checkpoint: Checkpoint, name: str, span: Span) -> QuantizedTensor | Array:
+    """Rows of a matrix, or of a stack of matrices as one."""
+    about = checkpoint.describe(name)
+    if about.format is None and len(about.shape) != 2:
+        array = checkpoint.read(name)  # a view of the file: nothing is read but these rows
+        assert isinstance(array, np.ndarray)
+        return array.reshape(-1, about.shape[-1])[slice(*span)]
+    return checkpoint.read(name, rows=span)
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -144,6 +144,10 @@ def _integer_planes(
     if isinstance(target, ZeroPointFormat):
         if minimum is not None:
             raise Misfit(f"{target.name} has a zero point, and {source.name} a minimum")
+        if source.element.bits > target.element.bits:
+            raise Misfit(
+                f"{target.name} has codes of {target.element.bits} bits, and {source.name} of {source.element.bits}"
+            )
         if zero is None:  # codes are counted from the lowest value, so zero is that far up
             zero = np.full_like(scale, -source.element.low)
         return {"scale": narrow(scale), "zero": _whole_numbers(zero, int(target.element.high))}

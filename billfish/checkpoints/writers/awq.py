@@ -28,9 +28,9 @@ class AwqTarget(UniformTarget):
         return ("u4", 32) if k % 32 == 0 else None
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
-        super().check(format, group_size, planes, shape, act_order)
         if act_order:
             raise Misfit("act-order: AWQ has no place for a permutation")
+        super().check(format, group_size, planes, shape, act_order)
         if shape[1] % group_size:
             raise Misfit(f"the last group of {group_size} is partial")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.recast import Misfit
+from billfish.checkpoints.words import WORD_GROUPS
 from billfish.checkpoints.writers.base import Item, Misplaced, Target
 from billfish.checkpoints.writers.plan import SENSITIVE
 from billfish.format import Format, Planes
@@ -57,10 +58,9 @@ class UniformTarget(Target):
 
 def agreed(items: Sequence[Item]) -> tuple[int, int]:
     """The bits and the group size that most weights have."""
-    settings = {(item.bits, group): 0 for item in items for group in (item.group_size, WHOLE_ROWS)}
-    for setting in settings:
-        settings[setting] = sum(item.n * item.k for item in _split(items, *setting)[0])
-    return max(settings, key=lambda setting: settings[setting])
+    sizes = {item.group_size for item in items if item.group_size in WORD_GROUPS}
+    settings = [(bits, size) for bits in {item.bits for item in items} for size in (*sorted(sizes), WHOLE_ROWS)]
+    return max(settings, key=lambda setting: sum(item.n * item.k for item in _split(items, *setting)[0]))
 
 
 def _split(items: Sequence[Item], bits: int, group_size: int) -> tuple[list[Item], list[Item]]:
