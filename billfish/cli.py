@@ -68,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
     for command in (quantize, convert):
         command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
         command.add_argument("out", metavar="OUT", help="a folder to create, or a file that ends in .gguf")
-    quantize.add_argument("--format", required=True, metavar="NAME", help="a name that `billfish formats` lists")
+    quantize.add_argument(
+        "--format", required=True, metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+    )
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
     quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
     quantize.add_argument(
@@ -182,9 +184,10 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     flags = dict(vars(arguments))
     quantization = None
-    if flags["command"] == "quantize":
-        quantization = commands.quantization_of(flags["format"], flags["group_size"], flags["method"], flags["keep"])
     to = flags["to"] or ("gguf" if flags["out"].endswith(".gguf") else "billfish")
+    if flags["command"] == "quantize":
+        choice = flags["format"], flags["group_size"], flags["method"], flags["keep"]
+        quantization = commands.quantization_of(*choice, to)
     try:
         report = commands.convert(
             flags["source"], flags["out"], to, flags["requantize"], quantization, flags.get("dtype")

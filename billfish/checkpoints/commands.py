@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from billfish.arrays import float_dtype
 from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.entry import Description, Span
+from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.writers import TARGETS, Report, export
 from billfish.checkpoints.writers.base import Target
@@ -147,13 +148,16 @@ def target_of(call: str, name: str) -> Target:
     return TARGETS[name]()
 
 
-def quantization_of(format: str, group_size: int | None, method: str, keep: Sequence[str]) -> Quantization:
+def quantization_of(
+    format: str, group_size: int | None, method: str, keep: Sequence[str], to: str = "billfish"
+) -> Quantization:
     """The settings of `billfish quantize`. Rules read REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
     call = "quantize"
     check_method(call, method)
-    chosen = get_format(format, call)
+    mix = mix_named(format, to)
+    chosen = get_format(mix.format if mix else format, call)
     _check_group(call, "--group-size", chosen, group_size)
-    return Quantization(chosen, group_size, method, tuple(_rule(text) for text in keep))
+    return Quantization(chosen, group_size, method, tuple(_rule(text) for text in keep), mix)
 
 
 def _rule(text: str) -> tuple[re.Pattern[str], Format | None, int | None]:

@@ -91,6 +91,17 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.view(entries, list(names))
 
 
+def gguf_name(name: str) -> str | None:
+    """llama.cpp's name of a tensor, from its own or the one that models of transformers have; None for any other."""
+    theirs = {ours: name for name, ours in (TOP | LAYER).items()}
+    if re.fullmatch(rf"({'|'.join(TOP)}|blk\.\d+\.\w+)\.(weight|bias)", name) or name == ROTARY_FACTORS:
+        return name
+    match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    if not match or match[2] not in theirs:
+        return None
+    return f"{f'blk.{match[1]}.' if match[1] else ''}{theirs[match[2]]}.{match[3]}"
+
+
 def heads_of(about: Mapping[str, Any], architecture: str, name: str) -> int:
     """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
 

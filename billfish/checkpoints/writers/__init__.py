@@ -25,7 +25,7 @@ from billfish.checkpoints.writers.awq import AwqTarget
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
 from billfish.checkpoints.writers.engine import Output, write
-from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
+from billfish.checkpoints.writers.gguf import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
 from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import for_folders, for_gguf
@@ -54,7 +54,6 @@ TARGETS: dict[str, type[Target]] = {
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
 MAX_COMPANION_BYTES = 200_000_000
-STRING_TYPE, UINT32_TYPE = 8, 4
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ def _output(
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
-        fields = _gguf_metadata(checkpoint)
+        mix = settings.quantization.mix if settings.quantization else None
+        fields = _gguf_metadata(checkpoint) | file_type_fields(checkpoint, items, mix)
         lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
         if lost and "tokenizer.ggml.model" not in fields:
             takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"

@@ -13,6 +13,7 @@ import numpy as np
 from billfish.arrays import FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
+from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.recast import Misfit, holds, recast
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
@@ -36,6 +37,7 @@ class Quantization:
     group_size: int | None
     method: str
     rules: tuple[tuple[re.Pattern[str], Format | None, int | None], ...] = ()
+    mix: Mix | None = None  # whose rules come after these
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Rules are for its name, or the one it had."""
@@ -65,6 +67,11 @@ class Remark:
 def plan(checkpoint: Checkpoint, settings: Settings) -> tuple[list[Item], list[Remark], list[Remark]]:
     """Items in the order of the checkpoint; tensors that cannot be written; tensors left as they are, and why."""
     items, problems, left = [], list[Remark](), list[Remark]()
+    quantization = settings.quantization
+    if quantization is not None and quantization.mix is not None:
+        shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
+        rules = (*quantization.rules, *quantization.mix.rules("quantize", shapes))
+        settings = replace(settings, quantization=replace(quantization, rules=rules))
     for name in checkpoint:
         try:
             item = _item(checkpoint, name, settings, left)
