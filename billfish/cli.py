@@ -4,9 +4,11 @@ and verify."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import billfish
 from billfish.errors import BillfishError
@@ -67,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="write a checkpoint in another layout, without loss where it can be")
     for command in (quantize, convert):
         command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
-        command.add_argument("out", metavar="OUT", help="a folder to create, or a file that ends in .gguf")
+        command.add_argument("out", metavar="OUT", help="a folder to create, or a file: .gguf or .safetensors")
     quantize.add_argument("--format", required=True, metavar="NAME", help="a name that `billfish formats` lists")
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
     quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
@@ -78,11 +80,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="REGEX=FORMAT",
         help="another format for these tensors, such as 'lm_head=q8_0' or 'mlp=u4b8:128'; '=keep' leaves them alone",
     )
+    quantize.add_argument(
+        "--only", action="append", default=[], metavar="REGEX", help="quantize no tensors but those that it finds"
+    )
     quantize.add_argument("--to", metavar="LAYOUT", help=f"{layouts} (billfish, or gguf by the name of OUT)")
     convert.add_argument("--to", required=True, metavar="LAYOUT", help=layouts)
     for command in (quantize, convert):
         command.add_argument("--requantize", action="store_true", help=again)
-        command.set_defaults(run=_convert)
+        command.add_argument(
+            "--raw-names", action="store_true", help="GGUF of a model that it has no names for, which nothing can run"
+        )
+    quantize.set_defaults(run=_quantize)
+    convert.set_defaults(run=_convert)
 
     verify = commands.add_parser("verify", help="compare two checkpoints, tensor by tensor; 1 if any value differs")
     verify.add_argument("a", metavar="A")
@@ -168,38 +177,55 @@ def _eval(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    commands.inspect(arguments.path, arguments.json, sys.stdout)
+    with _interruptible("stopped"):
+        commands.inspect(arguments.path, arguments.json, sys.stdout)
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    from billfish.checkpoints import commands
+
+    with _interruptible(CONTINUES):
+        commands.quantize_and_print(**_options(arguments))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    flags = dict(vars(arguments))
-    quantization = None
-    if flags["command"] == "quantize":
-        quantization = commands.quantization_of(flags["format"], flags["group_size"], flags["method"], flags["keep"])
-    to = flags["to"] or ("gguf" if flags["out"].endswith(".gguf") else "billfish")
-    try:
-        report = commands.convert(flags["source"], flags["out"], to, flags["requantize"], quantization)
-    except KeyboardInterrupt:
-        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
-        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
-    print(f"{flags['out']}: {len(report.items)} tensors, {report.nbytes / 1e6:.1f} MB")
+    with _interruptible(CONTINUES):
+        commands.convert_and_print(**_options(arguments))
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    if not commands.verify(arguments.a, arguments.b, sys.stdout):
+    with _interruptible("stopped"):
+        same = commands.verify_and_print(arguments.a, arguments.b)
+    if not same:
         sys.stdout.flush()
         raise SystemExit(1)
+
+
+CONTINUES = "stopped; the same command continues where it was"
+
+
+@contextlib.contextmanager
+def _interruptible(message: str) -> Iterator[None]:
+    """Ctrl-C ends a command with one line, and with the status that a shell expects."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"billfish: {message}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     from billfish import bench
 
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
-    settings = bench.Settings.parse(**flags)
+    settings = bench.Settings.parse(**_options(arguments))
     try:
         complete = bench.run(settings).complete
     except KeyboardInterrupt:  # before the first measurement
@@ -211,7 +237,7 @@ def _bench(arguments: argparse.Namespace) -> None:
 def _profile(arguments: argparse.Namespace) -> None:
     from billfish import profile
 
-    profile.run(profile.Settings.parse(**{n: v for n, v in vars(arguments).items() if n not in ("command", "run")}))
+    profile.run(profile.Settings.parse(**_options(arguments)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64":
 
 class GgufTarget(Target):
     name = "gguf"
+    suffixes = (".gguf",)
 
     def __init__(self) -> None:
         self.formats = (*ggml_names().values(),)
