@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from billfish.tables import shortened, table
 
 WIDTH = 80
+NAME_WIDTH = 40  # a name that would be cut to less gets a line of its own
 
 
 class Remark(NamedTuple):
@@ -91,12 +92,12 @@ class ConversionReport:
         head = f"{counted(self.tensors)}, {sizes}, {before:.2f} -> {after:.2f} bits per weight"
         lines = [f"{shortened(self.path.name, WIDTH - len(head) - 2)}: {head}", *self._kinds()]
         if self.left:
-            lines += [
-                f"left as they were: {counted(self.left)}",
-                *_reasons(Remark(*item) for item in self.left.items()),
-            ]
-        if self.notes:
-            lines += ["remarks:", *_reasons(self.notes)]
+            lines.append(f"left as they were: {counted(self.left)}")
+            reasons = names_by_reason(Remark(*item) for item in self.left.items())
+            for reason, names in sorted(reasons.items(), key=lambda item: -len(item[1])):
+                lines += [*_wrapped(f"{len(names)}: {reason}", 2), *_wrapped(some_of(_fitting(names), 3), 6)]
+        for reason, names in names_by_reason(self.notes).items():
+            lines += _wrapped(f"{some_of(_fitting(names), 3)}: {reason}", 0)
         return "\n".join(lines)
 
     def _kinds(self) -> list[str]:
@@ -107,24 +108,25 @@ class ConversionReport:
         rows = []
         for (kept, before, after), same in sorted(kinds.items()):
             verb = ("moved" if before != after else "copied") if kept else "quantized"
-            kind = before if before == after else f"{before} -> {after}"
-            sizes = [sum(tensor.bytes_before for tensor in same), sum(tensor.bytes_after for tensor in same)]
-            sized = size(sizes[0]) if sizes[0] == sizes[1] else f"{size(sizes[0])} -> {size(sizes[1])}"
-            rows.append((f"  {verb}", kind, counted(same), sized))
-        return table(rows)
+            part = replace(self, tensors=tuple(same))
+            sizes = _change(size(part.bytes_before), size(part.bytes_after))
+            bits = f"{part.bits_per_weight[1]:.2f} bits"
+            rows.append((f"  {verb}", _change(before, after), str(len(same)), sizes, bits))
+        return table(rows, WIDTH)
 
 
-def _reasons(remarks: Iterable[Remark]) -> list[str]:
-    """For each reason how many names have it, and the first of them."""
-    lines = []
-    for reason, names in names_by_reason(remarks).items():
-        lines += _wrapped(f"{len(names)}: {reason}", "  ")
-        lines += _wrapped(some_of([shortened(name, WIDTH - 5) for name in names], 3), "    ")
-    return lines
+def _change(before: str, after: str) -> str:
+    return before if before == after else f"{before} -> {after}"
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
+def _fitting(names: Sequence[str]) -> list[str]:
+    return [shortened(name, WIDTH - 10) for name in names]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """Lines of at most WIDTH columns, the first of them less indented than the others."""
+    first, others = " " * indent, " " * (indent + 2)
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def counted(tensors: Iterable[object]) -> str:
@@ -144,6 +146,7 @@ def size(nbytes: int) -> str:
 # ---- verify -------------------------------------------------------------------------------------------------------
 
 Outcome = Literal["equal bits", "equal values", "different", "only in A", "only in B", "not compared"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class Comparison(NamedTuple):
@@ -184,28 +187,29 @@ class VerificationReport:
     @property
     def summary(self) -> str:
         """How many tensors came out how, and at last whether the two are the same."""
+        rows = [(f"  {outcome}", str(self.count(outcome)), "") for outcome in OUTCOMES]
+        if not self.count("not compared"):
+            rows.pop()
         worst = max(self.comparisons, key=lambda comparison: comparison.relative_error, default=None)
-        rows = []
-        for outcome in OUTCOMES:
-            detail = ""
-            if outcome == "different" and worst is not None and worst.relative_error:
-                error = f"relative error up to {worst.relative_error:.3g}, "
-                detail = error + shortened(worst.name, WIDTH - len(error) - 28)
-            rows.append((f"  {outcome}", str(self.count(outcome)), detail))
-        shown = [row for row in rows if row[0].strip() != "not compared" or row[1] != "0"]
+        if worst is not None and worst.relative_error:
+            at = OUTCOMES.index("different")
+            rows[at] = (*rows[at][:2], f"relative error up to {worst.relative_error:.3g},")
+            rows.insert(at + 1, ("", "", f"in {shortened(worst.name, WIDTH - 28)}"))
         ending = "the same values" if self.same else "different"
-        return "\n".join([counted(self.comparisons), *table(shown), ending])
+        return "\n".join([f"{counted(self.comparisons)}:", *table(rows), ending])
 
     def text(self, width: int | None = None) -> str:
-        """A line for each tensor, names shortened so that they fit `width` columns, and the summary."""
+        """Each tensor with its verdict, and the summary. Lines fit `width` columns; names are shortened for that."""
         lines = []
         for name, _, verdict, *_ in self.comparisons:
-            room = len(name) if width is None else max(12, width - len(verdict) - 2)
-            lines.append(f"{shortened(name, room)}: {verdict}")
+            room = 0 if width is None else width - len(verdict) - 2
+            if width is None or len(name) <= room:
+                lines.append(f"{name}: {verdict}")
+            elif room >= NAME_WIDTH:
+                lines.append(f"{shortened(name, room)}: {verdict}")
+            else:
+                lines += [f"{shortened(name, width - 1)}:", f"  {shortened(verdict, width - 2)}"]
         return "\n".join([*lines, "", self.summary])
 
     def __str__(self) -> str:
         return self.text()
-
-
-OUTCOMES: tuple[Outcome, ...] = ("equal bits", "equal values", "different", "only in A", "only in B", "not compared")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from billfish.arrays import FLOATS
+from billfish.arrays import FLOAT_NAMES, FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
 from billfish.checkpoints.recast import Misfit, recast
@@ -64,13 +64,13 @@ class Quantization:
         if rule is not None:
             return f"kept by the rule {rule.pattern.pattern!r}" if rule.format is None else ""
         if self.only and not any(finds(pattern, name, origin) for pattern in self.only):
-            return "not among those that `only` finds"
+            return "not found by `only`"
         if SENSITIVE.search(name):
-            return "sensitive: embeddings, the last layer, norms, routers; `keep` chooses a format"
+            return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
         if len(shape) > 2:
             return "stacks of matrices, such as experts; `keep` chooses a format"
         if len(shape) < 2:
-            return "vectors and single numbers"
+            return "no matrix"
         return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
 
     def _rule(self, name: str, origin: str) -> Rule | None:
@@ -171,9 +171,9 @@ def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization:
     if choice is None:
         raise Misfit(quantization.reason_to_leave(name, origin, about.shape))
     if about.format is not None and not settings.requantize:
-        raise Misfit(f"{about.format.name} already; {AGAIN} quantizes it again")
+        raise Misfit(f"quantized already, to {about.format.name}; {AGAIN} does it again")
     if about.format is None and (len(about.shape) < 2 or np.dtype(TYPES[about.dtype][1]).name not in FLOATS):
-        raise Misfit(f"no matrix of {', '.join(FLOATS)}")
+        raise Misfit(f"no matrix of {FLOAT_NAMES}")
     return _quantized(checkpoint, name, about.shape, *choice, settings)
 
 
@@ -280,6 +280,8 @@ def refuse(call: str, made: Plan, settings: Settings) -> None:
         got = "; ".join(by_reason(made.problems))
         raise CheckpointError(complaint(call, f"{len(made.problems)} tensors", got, takes))
     if settings.quantization and not made.quantized:
-        got = "; ".join(by_reason([Remark(name, reason) for name, reason in made.left.items()])) or "no tensors"
-        takes = "weights that can be quantized, of which there are none"
-        raise CheckpointError(complaint(call, f"{len(made.left)} tensors", got, takes))
+        reasons = by_reason((Remark(*item) for item in made.left.items()), limit=2)
+        again = any(AGAIN in reason for reason in reasons)
+        takes = f"{AGAIN} for weights that are quantized already" if again else "a checkpoint with matrices to quantize"
+        got = f"nothing to quantize ({'; '.join(reasons) or 'no tensors'})"
+        raise CheckpointError(complaint(call, "the input", got, takes))
