@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,14 @@ def _report(checkpoint: Checkpoint, path: Path, planned: Plan, target: Target, o
 def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:
     """What is to be written; the plan's notes get what is left out."""
     target, items, notes = settings.target, planned.items, planned.notes
+    on_disk = bool(checkpoint.files)  # what is in memory is never the same again
     inputs = {
         "billfish": __version__,
-        "sources": sources,
+        "sources": sources if on_disk else secrets.token_hex(),
         "method": settings.quantization.method if settings.quantization else "",
         "requantize": settings.requantize,
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
-    on_disk = bool(checkpoint.files)  # else nobody can tell later whether it is the same
     if isinstance(target, GgufTarget):
         fields = _gguf_metadata(checkpoint)
         lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
