@@ -49,7 +49,7 @@ def test_each_tensor_that_is_left_has_its_reason(tmp_path):
         "0.mlp.table.weight": "no matrix of float32, float16 or bfloat16",
         "0.mlp.matrix": "not called `weight`; `keep` chooses a format",
         "0.mlp.up_proj.bias": "no matrix",
-        "2.mlp.up_proj.weight": r"kept by the rule 'layers\\.2'",
+        "2.mlp.up_proj.weight": r"kept by the rule 'layers\.2'",
     }
     ck = bf.load(tmp_path / "out")
     assert {name for name in ck if ck.describe(name).format is None} == set(report.left)

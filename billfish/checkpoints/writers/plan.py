@@ -62,7 +62,7 @@ class Quantization:
         """Why a tensor is left as it is; "" for one that is to be quantized."""
         rule = self._rule(name, origin)
         if rule is not None:
-            return f"kept by the rule {rule.pattern.pattern!r}" if rule.format is None else ""
+            return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
         if self.only and not any(finds(pattern, name, origin) for pattern in self.only):
             return "not found by `only`"
         if SENSITIVE.search(name):
@@ -82,7 +82,7 @@ class Quantization:
         patterns = [("keep", rule.pattern) for rule in self.rules] + [("only", pattern) for pattern in self.only]
         for argument, pattern in patterns:
             if not any(finds(pattern, *names) for names in origins.items()):
-                got = f"{pattern.pattern!r}, which finds no tensor"
+                got = f"'{pattern.pattern}', which finds no tensor"
                 raise CheckpointError(complaint("quantize", argument, got, _examples(pattern.pattern, origins)))
 
 
