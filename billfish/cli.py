@@ -13,6 +13,8 @@ from typing import Any
 import billfish
 from billfish.errors import BillfishError
 
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, in one place."""
@@ -177,45 +179,39 @@ def _eval(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    with _interruptible("stopped"):
-        commands.inspect(arguments.path, arguments.json, sys.stdout)
+    commands.inspect(arguments.path, arguments.json, sys.stdout)
 
 
 def _quantize(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    with _interruptible(CONTINUES):
+    with _told_how_to_continue():
         commands.quantize_and_print(**_options(arguments))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    with _interruptible(CONTINUES):
+    with _told_how_to_continue():
         commands.convert_and_print(**_options(arguments))
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    with _interruptible("stopped"):
-        same = commands.verify_and_print(arguments.a, arguments.b)
-    if not same:
+    if not commands.verify_and_print(arguments.a, arguments.b):
         sys.stdout.flush()
         raise SystemExit(1)
 
 
-CONTINUES = "stopped; the same command continues where it was"
-
-
 @contextlib.contextmanager
-def _interruptible(message: str) -> Iterator[None]:
-    """Ctrl-C ends a command with one line, and with the status that a shell expects."""
+def _told_how_to_continue() -> Iterator[None]:
+    """After Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"billfish: {message}", file=sys.stderr)
-        raise SystemExit(130) from None
+        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -231,7 +227,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt:  # before the first measurement
         complete = False
     if not complete:
-        raise SystemExit(130)  # what a shell expects after Ctrl-C
+        raise SystemExit(INTERRUPTED)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
@@ -241,7 +237,7 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one line on standard error if its arguments were wrong."""
+    """Run a command; 2 and one line on standard error if its arguments were wrong, 130 after Ctrl-C."""
     arguments = parser().parse_args(argv)
     try:
         arguments.run(arguments)
@@ -249,6 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BillfishError as error:
         print(f"billfish: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("billfish: stopped", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -254,10 +254,24 @@ def test_ctrl_c_shows_no_traceback(model, monkeypatch, capsys, command):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bf.Checkpoint, "describe", interrupted)
-    with pytest.raises(SystemExit) as caught:
-        main([command, str(model), *([str(model)] if command == "verify" else [])])
-    assert caught.value.code == 130
+    assert main([command, str(model), *([str(model)] if command == "verify" else [])]) == 130
     assert capsys.readouterr().err == "billfish: stopped\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+def test_a_real_ctrl_c(tmp_path):
+    """The signal itself, while tensors are quantized on all threads."""
+    tensors = {f"layers.{i}.weight": gaussian((256, 512), i) for i in range(20)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    command = [*BILLFISH, "quantize", str(tmp_path / "in.safetensors"), str(tmp_path / "out"), "--format", "u4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and written(tmp_path / "out.partial") == 0:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate()
+    assert (process.returncode, out, error) == (130, "", "billfish: stopped; the same command continues where it was\n")
+    assert main(command[3:]) == 0
+    assert len(bf.load(tmp_path / "out")) == 20
 
 
 def in_a_terminal(columns: int, *arguments: str) -> list[str]:
