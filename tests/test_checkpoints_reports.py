@@ -209,3 +209,17 @@ def test_progress_is_told_of_bytes_and_names(tmp_path, call):
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert told[-1][0] == told[-1][1]
     assert len({total for _, total, _ in told}) == 1
+
+
+# ---- one file -----------------------------------------------------------------------------------------------------
+
+
+def test_one_file_says_what_it_leaves_out(tmp_path):
+    write_folder(tmp_path / "in", "gptq", act_order=True)
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    report = bf.convert(tmp_path / "in", tmp_path / "out.safetensors", "billfish")
+    assert report.notes == (("tokenizer.json", "left out: the output is one file"),)
+    assert report.nbytes == (tmp_path / "out.safetensors").stat().st_size
+    assert bf.verify(tmp_path / "in", tmp_path / "out.safetensors")
+    with pytest.raises(bf.CheckpointError, match=r"takes a folder or a name that ends in \.safetensors for billfish"):
+        bf.convert(tmp_path / "in", tmp_path / "out.gguf", "billfish")

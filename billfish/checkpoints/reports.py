@@ -90,7 +90,8 @@ class ConversionReport:
         before, after = self.bits_per_weight
         sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
         head = f"{counted(self.tensors)}, {sizes}, {before:.2f} -> {after:.2f} bits per weight"
-        lines = [f"{shortened(self.path.name, WIDTH - len(head) - 2)}: {head}", *self._kinds()]
+        name = shortened(self.path.name, WIDTH - len(head) - 2)
+        lines = [*_wrapped(f"{name}: {head}", 0), *self._kinds()]
         if self.left:
             lines.append(f"left as they were: {counted(self.left)}")
             reasons = names_by_reason(Remark(*item) for item in self.left.items())
