@@ -81,6 +81,8 @@ def test_experts_are_quantized_where_a_rule_says_so(tmp_path):
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", keep={"experts": "q8_0"})
     assert "model.layers.0.mlp.experts.down_proj" in report.quantized
     assert bf.load(tmp_path / "out").describe("model.layers.0.mlp.experts.down_proj").format.name == "q8_0"
+    compared = {comparison.name: comparison for comparison in bf.verify(tmp_path / "in", tmp_path / "out").comparisons}
+    assert 0 < compared["model.layers.0.mlp.experts.down_proj"].relative_error < 0.01
 
 
 def test_only_what_is_asked_for(tmp_path):

@@ -8,11 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
+from billfish.checkpoints.entry import Span
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
 from billfish.errors import CheckpointError, complaint
 from billfish.ops import dequantize
 from billfish.progress import OnProgress, follow
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
@@ -67,7 +69,7 @@ def compare(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
 
 def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
     a, b = first.describe(name), second.describe(name)
-    rows = a.shape[0] if a.format is None and b.format is None else int(np.prod(a.shape[:-1])) or 1
+    rows = int(np.prod(a.shape[:-1])) or 1
     step = max(1, VERIFY_ELEMENTS // max(1, int(np.prod(a.shape)) // rows))
     orders = [ck.permutation(name) for ck in (first, second)]
     in_order = [np.arange(a.shape[-1]) if order is None else order for order in orders]
@@ -75,7 +77,7 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     squares = power = largest = 0.0
     for start in range(0, rows, step):
         span = (start, min(start + step, rows))
-        parts = [ck.read(name, rows=span) for ck in (first, second)]
+        parts = [_read_rows(ck, name, span) for ck in (first, second)]
         if bits and _same_bits(*parts):
             continue
         bits = False
@@ -92,6 +94,16 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     relative = float(np.sqrt(squares / power)) if power else np.inf
     verdict = f"relative error {relative:.3g}, largest difference {largest:.3g}, {a.kind} and {b.kind}"
     return Comparison(name, "different", verdict, relative, largest)
+
+
+def _read_rows(checkpoint: Checkpoint, name: str, span: Span) -> QuantizedTensor | Array:
+    """Rows of a matrix, or of a stack of matrices as one."""
+    about = checkpoint.describe(name)
+    if about.format is None and len(about.shape) != 2:
+        array = checkpoint.read(name)  # a view of the file: nothing is read but these rows
+        assert isinstance(array, np.ndarray)
+        return array.reshape(-1, about.shape[-1])[slice(*span)]
+    return checkpoint.read(name, rows=span)
 
 
 def _same_bits(a: Any, b: Any) -> bool:
