@@ -123,7 +123,8 @@ def test_convert_sums_up(tmp_path):
     write_folder(tmp_path / "in", "gptq")
     report = bf.convert(bf.load(tmp_path / "in"), tmp_path / "out", "mlx")
     assert (report.quantized, report.left, report.layout) == ((), {}, "mlx")
-    assert {(tensor.before, tensor.after) for tensor in report.tensors} == {("u4", "affine4"), ("f32", "f32")}
+    became = {(tensor.done, tensor.before, tensor.after) for tensor in report.tensors}
+    assert became == {("moved", "u4", "affine4"), ("copied", "f32", "f32")}
     assert "  moved   u4 -> affine4  14  " in str(report)
     assert "  copied  f32            7   " in str(report)
     assert max(map(len, str(report).splitlines())) <= 80

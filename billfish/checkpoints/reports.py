@@ -42,6 +42,10 @@ def by_reason(remarks: Iterable[Remark], limit: int = 5) -> list[str]:
 # ---- convert, quantize, save --------------------------------------------------------------------------------------
 
 
+# What became of a tensor: values rounded anew; the same values in another format, as numbers, in another type; all bits.
+Done = Literal["quantized", "moved", "decoded", "cast", "copied"]
+
+
 class Written(NamedTuple):
     """One tensor of an output."""
 
@@ -51,7 +55,7 @@ class Written(NamedTuple):
     weights: int
     bytes_before: int
     bytes_after: int
-    quantized: bool  # whether its values were rounded anew
+    done: Done
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class ConversionReport:
     @property
     def quantized(self) -> tuple[str, ...]:
         """The tensors whose values were rounded anew."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.quantized)
+        return tuple(tensor.name for tensor in self.tensors if tensor.done == "quantized")
 
     @property
     def bytes_before(self) -> int:
@@ -103,16 +107,16 @@ class ConversionReport:
 
     def _kinds(self) -> list[str]:
         """A line for each pair of formats, those that were quantized first."""
-        kinds: dict[tuple[bool, str, str], list[Written]] = {}
+        order: tuple[Done, ...] = get_args(Done)
+        kinds: dict[tuple[int, str, str], list[Written]] = {}
         for tensor in self.tensors:
-            kinds.setdefault((not tensor.quantized, tensor.before, tensor.after), []).append(tensor)
+            kinds.setdefault((order.index(tensor.done), tensor.before, tensor.after), []).append(tensor)
         rows = []
-        for (kept, before, after), same in sorted(kinds.items()):
-            verb = ("moved" if before != after else "copied") if kept else "quantized"
+        for (done, before, after), same in sorted(kinds.items()):
             part = replace(self, tensors=tuple(same))
             sizes = _change(size(part.bytes_before), size(part.bytes_after))
             bits = f"{part.bits_per_weight[1]:.2f} bits"
-            rows.append((f"  {verb}", _change(before, after), str(len(same)), sizes, bits))
+            rows.append((f"  {order[done]}", _change(before, after), str(len(same)), sizes, bits))
         return table(rows, WIDTH)
 
 

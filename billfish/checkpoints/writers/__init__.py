@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.entry import Description
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.names import is_gguf, is_gguf_name
-from billfish.checkpoints.reports import ConversionReport, Remark, Written
+from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.writers import compressed_tensors, mlx, native
-from billfish.checkpoints.writers.base import Target, json_bytes, safetensors_file, safetensors_files
+from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_file, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
@@ -88,10 +89,18 @@ def _report(checkpoint: Checkpoint, path: Path, planned: Plan, target: Target, o
     for item in planned.items:
         about = checkpoint.describe(item.name)
         nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in target.all_specs(item).values())
-        after = about.kind if item.format is None else item.format.name + (", act-order" if item.act_order else "")
-        quantized = item.name in planned.quantized
-        tensors.append(Written(item.name, about.kind, after, math.prod(item.shape), about.nbytes, nbytes, quantized))
+        done: Done = "quantized" if item.name in planned.quantized else _move(about, item)
+        tensors.append(Written(item.name, about.kind, item.kind, math.prod(item.shape), about.nbytes, nbytes, done))
     return ConversionReport(path, target.name, tuple(tensors), planned.left, tuple(planned.notes), output.nbytes)
+
+
+def _move(about: Description, item: Item) -> Done:
+    """What became of a tensor that was not quantized."""
+    if about.kind == item.kind:
+        return "copied"
+    if item.format is not None:
+        return "moved"
+    return "cast" if about.format is None else "decoded"
 
 
 def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:

@@ -41,6 +41,13 @@ class Item:
         return self.name.removesuffix(".weight")
 
     @property
+    def kind(self) -> str:
+        """As that of a Description."""
+        if self.format is None:
+            return KINDS[self.dtypes[""]].lower()
+        return f"{self.format.name}, act-order" if self.act_order else self.format.name
+
+    @property
     def n(self) -> int:
         return math.prod(self.shape[:-1])
 
