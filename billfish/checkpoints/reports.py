@@ -42,7 +42,7 @@ def by_reason(remarks: Iterable[Remark], limit: int = 5) -> list[str]:
 # ---- convert, quantize, save --------------------------------------------------------------------------------------
 
 
-# What became of a tensor: values rounded anew; the same values in another format, as numbers, in another type; all bits.
+# What became of a tensor: rounded anew; equal values in another format, as numbers, in another type; equal bits.
 Done = Literal["quantized", "moved", "decoded", "cast", "copied"]
 
 
