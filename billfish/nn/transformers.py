@@ -64,7 +64,7 @@ class BillfishConfig(QuantizationConfigMixin):
         self,
         format: str = "fp4",
         group_size: int | None = None,
-        method: str = "rtn",
+        method: str = "mse",
         activations: str = "exact",
         options: dict[str, str] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
