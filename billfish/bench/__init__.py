@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import billfish
+from billfish import tables
 from billfish.activations import ACTIVATIONS
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.bench.cuda import CudaEngine
@@ -28,7 +29,6 @@ from billfish.bench.limits import Limits, machine
 from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
 from billfish.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
-from billfish.explain import Style
 from billfish.files import write_atomically
 from billfish.format import get_format
 
@@ -312,11 +312,5 @@ def print_table(report: Report, out: TextIO) -> None:
                 f"{min(peers.values()) / ours:.2f}" if peers else "-",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    style = Style(out)
-    for i, row in enumerate(rows):
-        left, right = row[:3], row[3:]
-        cells = [cell.ljust(w) for cell, w in zip(left, widths, strict=False)]
-        cells += [cell.rjust(w) for cell, w in zip(right, widths[3:], strict=True)]
-        print(style("  ".join(cells), "bold") if i == 0 else "  ".join(cells), file=out)
+    tables.print_table(rows, out, left=3, keys=4)
     print(report.limits, file=out)

@@ -107,7 +107,7 @@ def convert(source: str, out: str, to: str, requantize: bool, quantization: Quan
     if quantization:
         for format in (quantization.format, *(rule[1] for rule in quantization.rules)):
             allowed = target.quantizes or target.formats
-            if format is not None and format.name not in allowed:
+            if format is not None and target.own(format).name not in allowed:
                 takes = f"one of {', '.join(allowed)} for {target.name}"
                 raise FormatError(complaint(call, "--format", format.name, takes))
     bars: list[Progress] = []

@@ -18,6 +18,7 @@ from billfish.llm.chat import Message
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
+from billfish.style import Style
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -108,8 +109,6 @@ def print_rates(answer: Generation, model: Model, out: TextIO, first_token: floa
     facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
     if answer.finished == "context":
         facts.append(f"stopped: the context of {model.config.context} tokens is full")
-    from billfish.explain import Style  # here, because the first word should not wait for it
-
     print(Style(out)(" · ".join(facts), "dim"), file=out)
 
 

@@ -19,12 +19,12 @@ from billfish.backends.metal import Kernels, emulator
 from billfish.backends.metal.emulator.compiler import find_compiler
 from billfish.backends.metal.layout import element_axis
 from billfish.errors import DataError, FormatError, ShapeError, complaint
-from billfish.explain import Style
 from billfish.files import write_atomically
 from billfish.format import Format, get_format
 from billfish.ops import quantize
 from billfish.profile.counts import Count, count_mlx, count_ours, kernels_for, mlx_counts
 from billfish.profile.operations import Operations, count_operations
+from billfish.tables import print_table
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def print_counts(counts: list[Count], out: TextIO) -> None:
                 f"{count.threadgroup_memory - count.padding}{padding}",
             ]
         )
-    print_table(rows, 2, out)
+    print_table(rows, out, left=2, keys=3)
 
 
 def print_operations(operations: list[Operations], out: TextIO) -> None:
@@ -163,13 +163,4 @@ def print_operations(operations: list[Operations], out: TextIO) -> None:
     for each in operations:
         numbers = (each.integer, each.floating, each.conversions, each.memory)
         rows.append([each.element, each.way, *(f"{number:.2f}" for number in numbers)])
-    print_table(rows, 2, out)
-
-
-def print_table(rows: list[list[str]], left: int, out: TextIO) -> None:
-    """The first `left` columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    style = Style(out)
-    for i, row in enumerate(rows):
-        cells = [c.ljust(w) if j < left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True))]
-        print(style("  ".join(cells), "bold") if i == 0 else "  ".join(cells), file=out)
+    print_table(rows, out, left=2, keys=2)
