@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import billfish
-from billfish import tables
+from billfish import pictures, tables
 from billfish.activations import ACTIVATIONS
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.bench.cuda import CudaEngine
@@ -272,7 +272,7 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
     if settings.plot is not None:
         from billfish.bench import plot
 
-        plot.require()  # before the work, not after it
+        pictures.require()  # before the work, not after it
     before = _cpu.threads()
     try:
         bench = Bench(settings, limits)
@@ -288,7 +288,8 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
         print(f"billfish: {note.removeprefix('[bench] ')}", file=sys.stderr)
     print_table(report, sys.stdout if out is None else out)
     if settings.plot is not None and report.records:
-        write_atomically(settings.plot, plot.roofline(report.records, report.limits))
+        drawn = plot.roofline(report.records, report.limits, report.machine, report.versions)
+        write_atomically(settings.plot, pictures.png(drawn))
     return report
 
 

@@ -39,6 +39,10 @@ class Limits:
             return self.fma_operations_per_second
         return self.dot_operations_per_second / (2 if activations == "q16" else 1)
 
+    def arithmetic(self, activations: str) -> str:
+        """What the peak is a peak of, in words."""
+        return {"exact": "float32", "q8": "int8", "q16": "int8, two products each,"}[activations]
+
     def least_seconds(self, activations: str, weight_bytes: int, operations: int) -> float:
         """No product that reads its weights from memory can take less: it is bound by the one or by the other."""
         return max(weight_bytes / self.read_bytes_per_second, operations / self.peak(activations))
