@@ -69,8 +69,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
-    hidden = argparse.SUPPRESS  # from the list of options: the groups follow below it
-    commands = top.add_subparsers(action=Commands, dest="command", prog="billfish", metavar="COMMAND", help=hidden)
+    commands = top.add_subparsers(
+        action=Commands,
+        dest="command",
+        required=True,
+        prog="billfish",
+        metavar="COMMAND",
+        help=argparse.SUPPRESS,  # in the list of options: the groups follow below it
+    )
     assert isinstance(commands, Commands)
 
     formats = commands.add_parser("formats", help="list every format: size, group, element, scale, storage")

@@ -335,6 +335,14 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert captured.err.endswith("; did you mean 'quantize'?\n")
 
 
+@pytest.mark.parametrize("words", [["--"], ["--nothing"], ["-x", "formats"]])
+def test_options_without_a_command_are_wrong(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: billfish COMMAND ...")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
     words = shlex.split(EXAMPLES[name])[1:]
