@@ -1,5 +1,4 @@
-"""The command line: formats, explain and bench; run and eval for models; and for checkpoints inspect, quantize, convert
-and verify."""
+"""The command line: which commands there are, and the options of each."""
 
 from __future__ import annotations
 
@@ -7,26 +6,86 @@ import argparse
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import billfish
-from billfish.errors import BillfishError
+from billfish.errors import BillfishError, complaint, did_you_mean
 
+# The commands, in the groups and with the examples that help shows.
+GROUPS = {
+    "Models": {
+        "run": 'billfish run model.gguf -p "What is the capital of France?"',
+        "eval": "billfish eval model.gguf --text FILE --against other.gguf",
+    },
+    "Checkpoints": {
+        "inspect": "billfish inspect model.gguf",
+        "quantize": "billfish quantize IN OUT --format fp4 --group-size 128",
+        "convert": "billfish convert IN OUT --to mlx",
+        "verify": "billfish verify A B",
+    },
+    "Formats": {
+        "formats": "billfish formats",
+        "explain": "billfish explain fp4 0b1011 --scale 0.3",
+    },
+    "Machines": {
+        "info": "billfish info",
+        "bench": "billfish bench --formats q4_0,fp4:128 --m 1,16",
+        "profile": "billfish profile --formats mxfp4 --m 1,64",
+    },
+}
+EXAMPLES = {name: example for commands in GROUPS.values() for name, example in commands.items()}
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Commands with an example each; the help of all of them comes in groups."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.about: dict[str, str] = {}
+
+    def add_parser(self, name: str, **kwargs: Any) -> Any:
+        self.about[name] = kwargs["help"]
+        kwargs |= {"description": kwargs["help"], "epilog": f"example: {EXAMPLES[name]}"}
+        return super().add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def overview(self) -> str:
+        """Every command, its purpose and an example."""
+        lines = []
+        for title, names in GROUPS.items():
+            lines.append(f"\n{title}")
+            for name, example in names.items():
+                lines += [f"  {name:<10}{self.about[name]}", f"            {example}"]
+        return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, in one place."""
-    top = argparse.ArgumentParser(prog="billfish", description=billfish.__doc__)
+    top = argparse.ArgumentParser(
+        prog="billfish",
+        usage="billfish COMMAND ...",
+        description=textwrap.fill(billfish.__doc__ or "", 78),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(
+        action=Commands,
+        dest="command",
+        required=True,
+        prog="billfish",
+        metavar="COMMAND",
+        help=argparse.SUPPRESS,  # in the list of options: the groups follow below it
+    )
+    assert isinstance(commands, Commands)
 
     formats = commands.add_parser("formats", help="list every format: size, group, element, scale, storage")
     formats.add_argument("--markdown", action="store_true", help="as a Markdown table")
     formats.set_defaults(run=_formats)
 
     info = commands.add_parser("info", help="what was found on this machine, and what will be used")
+    info.add_argument("--json", action="store_true", help="as JSON")
     info.set_defaults(run=_info)
 
     walk = commands.add_parser("explain", help="walk one code through the bits that decode it")
@@ -48,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
     run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
     run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
-    run.add_argument("--json", action="store_true", help="end with one line of JSON about the answer")
+    run.add_argument("--json", action="store_true", help="print one line of JSON instead: the answer and all about it")
     run.set_defaults(run=_run)
 
     score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
@@ -100,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("b", metavar="B")
     verify.set_defaults(run=_verify)
 
-    bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
+    bench = commands.add_parser("bench", help="time products, beside other libraries and the machine's limits")
     bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu, cuda or metal (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
@@ -119,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--json", metavar="FILE", help="write the counts there")
     profile.add_argument("--plot", metavar="FILE.png", help="draw them there; needs billfish[bench]")
     profile.set_defaults(run=_profile)
+    top.epilog = commands.overview() + "\n\n`billfish COMMAND --help` lists the options of a command."
     return top
 
 
@@ -143,18 +203,9 @@ def _formats(arguments: argparse.Namespace) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    import platform
+    from billfish.info import print_info
 
-    from billfish.backends.cpu import CpuBackend, _cpu
-
-    cpu = billfish.BACKENDS["cpu"]
-    assert isinstance(cpu, CpuBackend)
-    forced = f" (BILLFISH_ISA={os.environ['BILLFISH_ISA']})" if "BILLFISH_ISA" in os.environ else ""
-    print(f"billfish {billfish.__version__}, Python {platform.python_version()}, {platform.machine()}")
-    print(f"backends     {', '.join(billfish.BACKENDS)}")
-    print(f"ISA levels   {', '.join(_cpu.levels())}")
-    print(f"chosen       {cpu.level}{forced}")
-    print(f"threads      {_cpu.threads()}")
+    print_info(sys.stdout, arguments.json)
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -237,9 +288,19 @@ def _profile(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one line on standard error if its arguments were wrong, 130 after Ctrl-C."""
-    arguments = parser().parse_args(argv)
+    """Run a command; 2 and one line on standard error if its arguments were wrong, 130 after Ctrl-C.
+
+    Without a command: print the help.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if not words:
+            parser().print_help()
+            return 0
+        if not words[0].startswith("-") and words[0] not in EXAMPLES:
+            takes = f"one of {', '.join(EXAMPLES)}{did_you_mean(words[0], EXAMPLES)}"
+            raise BillfishError(complaint("billfish", "COMMAND", repr(words[0]), takes))
+        arguments = parser().parse_args(words)
         arguments.run(arguments)
         sys.stdout.flush()
     except BillfishError as error:

@@ -79,7 +79,7 @@ def test_checkpoints_hold_it(format, tmp_path):
     bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", NAME, method="rtn")
     (name,) = weights
     checkpoint = bf.load(tmp_path / "out")
-    expected = bf.dequantize(bf.quantize(weights[name], NAME))
+    expected = bf.dequantize(bf.quantize(weights[name], NAME, method="rtn"))
     assert checkpoint.describe(name).format is format
     assert_same_bits(bf.dequantize(checkpoint[name]), expected)
     part = checkpoint.read(name, rows=(3, 9), columns=(32, 128))

@@ -315,7 +315,7 @@ def test_quantize_is_quantize(tmp_path, format, to):
         about = ck.describe(name)
         if name in QUANTIZED and tensor.shape[1] % bf.FORMATS[format].block_size == 0:
             assert about.format.name == format
-            expected = bf.dequantize(bf.quantize(tensor, format))
+            expected = bf.dequantize(bf.quantize(tensor, format, method="rtn"))
             if format == "nvfp4" and to == "compressed-tensors":  # whose global scale was moved by an ulp
                 np.testing.assert_allclose(bf.dequantize(ck[name]), expected, rtol=1e-6)
             else:
@@ -323,6 +323,16 @@ def test_quantize_is_quantize(tmp_path, format, to):
         else:
             assert about.format is None
             assert ck[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "nvfp4"])
+def test_a_name_means_what_the_target_means_by_it(tmp_path, name):
+    """ggml has an MXFP4 and an NVFP4 of its own."""
+    write_model(tmp_path / "in")
+    out = out_of(tmp_path, "gguf")
+    bf.quantize_checkpoint(tmp_path / "in", out, name, method="rtn", keep={"down": "mxfp4"}, raw_names=True)
+    formats = {about.format.name for about in map(bf.load(out).describe, bf.load(out)) if about.format}
+    assert formats == {f"{name.lower()}_gguf", "mxfp4_gguf"}
 
 
 def test_rules_and_companions(tmp_path):

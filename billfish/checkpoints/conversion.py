@@ -83,7 +83,7 @@ def quantize_checkpoint(
     patterns = tuple(_pattern(call, "only", pattern) for pattern in only)
     allowed = target.quantizes or target.formats
     for used in (chosen, *(rule.format for rule in rules)):
-        if used is not None and used.name not in allowed:
+        if used is not None and target.own(used).name not in allowed:
             raise FormatError(complaint(call, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
     quantization = Quantization(chosen, group_size, method, rules, patterns)
     return export(call, opened(src), Path(dst), Settings(target, quantization, requantize, raw_names), progress)

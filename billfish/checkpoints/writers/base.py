@@ -88,6 +88,10 @@ class Target(ABC):
     stores_reciprocals: bool = False  # of global scales
     suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
 
+    def own(self, format: Format) -> Format:
+        """The format that the target means by a format's name."""
+        return format
+
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         """Raises Misfit if a tensor in one of the formats has something else that the target cannot hold.
 

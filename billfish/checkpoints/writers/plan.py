@@ -233,6 +233,7 @@ def _quantized(
 ) -> Item:
     """Quantized, from a plain array or from weights in another format."""
     call, target = "quantize", settings.target
+    format = target.own(format)
     method = settings.quantization.method if settings.quantization else "mse"
     k = shape[-1]
     if k == 0 or k % format.block_size:
