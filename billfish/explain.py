@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
@@ -160,8 +161,8 @@ def walks(element: Element) -> list[Walk]:
     if isinstance(element, Signed):
         return [Walk("float16: flip the top bit to add 128, then the magic number 1024", 0, bits.dequant_s8_pair)]
     if isinstance(element, Integer):
-        width, bias = element.bits, element.bias
-        return [Walk("float16: the magic number 1024", 0, lambda q: bits.dequant_integer_pair(q, width, bias))]
+        run = partial(bits.dequant_integer_pair, bits=element.bits, bias=element.bias)
+        return [Walk("float16: the magic number 1024", 0, run)]
     return []
 
 
@@ -176,9 +177,7 @@ def explain(format: Format, code: int, scale: float, offset: float | None, out: 
         raise DataError(complaint("explain", "CODE", code, takes))
     planes = planes_of(format, code, scale, offset)
     title = f"{format.name}, code {code} = 0b{code:0{element.bits}b}"
-    print(
-        style(title, "bold") + f"   element {element.name}, scale {format.scale}, storage {format.layout}\n", file=out
-    )
+    print(style(title, "bold") + f"   {made_of(format)}\n", file=out)
     for name, field_bits, meaning in fields(element, code):
         print(f"  {name:<10} {field_bits:<10} {meaning}", file=out)
     for walk in walks(element):
@@ -205,6 +204,11 @@ def record(walk: Walk, code: int, element: Element, high: int | None = None) -> 
     start.steps.append(Step("q", "start", (walk.shift + element.bits - 1, walk.shift), word))
     walk.run(start)
     return start.steps
+
+
+def made_of(format: Format) -> str:
+    """The parts of a format, in one line."""
+    return f"element {format.element.name}, scale {format.scale}, storage {format.layout}"
 
 
 def formula(group: GroupValues) -> str:
