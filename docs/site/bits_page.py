@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from bits_programs import programs
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
-
-from bits_programs import programs
 
 PAGE = "bits"
 

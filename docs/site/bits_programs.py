@@ -75,9 +75,9 @@ def _format(format: Format) -> dict[str, Any]:
     planes = planes_of(format, 0, 1.0, None)
     group = format.group_values(planes)
     role = "zero" if group.zero is not None else "minimum" if group.minimum is not None else None
-    for name in {"scale", role} - {None}:
-        if planes[name].dtype not in (np.float16, np.uint8) or (name == role and planes[name].dtype != np.float16):
-            raise ValueError(f"{name} of {format.name} is {planes[name].dtype}: the page knows how to round to float16")
+    stored = {name: planes[name].dtype.name for name in ("scale", role) if name}
+    if stored.pop("scale") not in ("float16", "uint8") or set(stored.values()) - {"float16"}:
+        raise ValueError(f"{format.name} has a scale or an offset that the page cannot round to its type")
     return {
         "element": format.element.name,
         "made_of": made_of(format),
@@ -122,8 +122,8 @@ def _byte_scale(format: Format) -> dict[str, Any]:
     }
 
 
-def float_at(place: int) -> np.float32:
-    """Float32 numbers in their order: 0 is +0, 1 the least above it, -1 is -0, -2 the least below."""
+def float_at(place: int) -> Any:
+    """The float32 numbers in their order: 0 is +0, 1 the least above it, -1 is -0, -2 the least below."""
     return np.uint32(place if place >= 0 else 0x80000000 | (-1 - place)).view(np.float32)
 
 

@@ -61,11 +61,10 @@ def _inline(text: str) -> str:
     parts = MARKUP.split(text)
     parts[::2] = [re.sub(r"([\\*|`])|(?<=\w)_(?=\W|$)", lambda found: "\\" + found[0], part) for part in parts[::2]]
     parts[1::2] = [_code(part) for part in parts[1::2]]
-    # Markup ends where a word begins only if a backslash says so.
-    return "".join(
-        part + "\\ " if odd and following[:1].isalnum() else part
-        for odd, (part, following) in ((i % 2, pair) for i, pair in enumerate(zip(parts, [*parts[1:], ""], strict=True)))
-    )
+    for i in range(1, len(parts), 2):
+        if parts[i + 1][:1].isalnum():
+            parts[i] += "\\ "  # else markup would not end before a letter
+    return "".join(parts)
 
 
 def _code(part: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -97,11 +98,24 @@ def parameters_of(value: Any) -> list[str]:
         return []
 
 
+def field_comments(value: Any) -> dict[str, str]:
+    """The comments beside the fields of a dataclass, by field."""
+    if not dataclasses.is_dataclass(value):
+        return {}
+    lines = inspect.getsource(value if inspect.isclass(value) else type(value)).splitlines()
+    found = (re.match(r"    (\w+): [^#]*?  # (.*)", line) for line in lines)
+    names = {field.name for field in dataclasses.fields(value) if field.init}
+    return {field[1]: field[2] for field in found if field and field[1] in names}
+
+
 def public_names() -> list[PublicName]:
-    """All of them, each once."""
+    """All of them, each once, the modules among them."""
     found: dict[str, PublicName] = {}
     for path in MODULES:
         module = importlib.import_module(path)
+        if "." in path:
+            parent, _, name = path.rpartition(".")
+            found[path] = PublicName(parent, name, module)
         for name in module.__all__:
             public = PublicName(path, name, getattr(module, name))
             found.setdefault(public.home, public)

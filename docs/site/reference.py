@@ -1,18 +1,18 @@
-"""Two directives: `{public-names}`, the tables of every public name, and `{reference} GROUP`, the names of one group."""
+"""Two directives: `{public-names}`, tables of every public name, and `{reference} GROUP`, the names of one group."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from types import ModuleType
-from typing import Any
-
-from docutils import nodes
-from docutils.statemachine import StringList
-from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
+from typing import Any, get_origin
 
 from docstrings import to_rest
-from public_names import GROUPS, ORDER, PublicName, in_group, parameters_of
+from docutils import nodes
+from docutils.statemachine import StringList
+from public_names import GROUPS, ORDER, PublicName, field_comments, in_group, parameters_of
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 
 class ReferenceDirective(SphinxDirective):
@@ -50,19 +50,38 @@ class Reference(ReferenceDirective):
 
     def entry(self, public: PublicName) -> list[str]:
         if inspect.isclass(public.value):
-            return [f".. autoclass:: {public.path}", "   :members:", "   :show-inheritance:", ""]
+            bases = ["   :show-inheritance:"] if public.value.__bases__ != (object,) else []
+            return [f".. autoclass:: {public.path}", "   :members:", *bases, ""]
         if public.is_callable:
             return [f".. autofunction:: {public.path}", ""]
         kind = "module" if isinstance(public.value, ModuleType) else "data"
         text = to_rest(public.documentation.splitlines(), [])
         if kind == "module":
             return [f".. py:module:: {public.path}", "", f".. rubric:: {public.path}", "", *text, ""]
-        return [f".. py:data:: {public.path}", "", *(f"   {line}" for line in text), ""]
+        head = [f".. py:data:: {public.name}", f"   :module: {public.module}", ""]
+        return [*head, *(f"   {line}" for line in text), ""]
 
 
 def process_docstring(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Autodoc's event: the docstring as reStructuredText, in place."""
-    lines[:] = to_rest(list(lines), parameters_of(value))
+    """Autodoc's event: the docstring as reStructuredText, in place. Comments beside fields are those of parameters."""
+    said = "\n".join(lines)
+    comments = [f"{name}: {text}" for name, text in field_comments(value).items() if f"{name}: " not in said]
+    lines[:] = to_rest([*lines, "", *comments], parameters_of(value))
+
+
+def process_signature(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Autodoc's event: arrays as the code has them, NDArray[float32]."""
+    module = r"~?(?:\w+\.)*"
+    written = re.compile(rf"{module}ndarray\[{module}tuple\[{module}Any, \.\.\.\], {module}dtype\[(.*?)\]\]")
+    short, result = (text and written.sub(r"NDArray[\1]", text) for text in (signature, returns))
+    return short, result
+
+
+def process_bases(app: Sphinx, name: str, value: Any, options: Any, bases: list[Any]) -> None:
+    """Autodoc's event: Mapping, not Mapping[str, ...]."""
+    bases[:] = [get_origin(base) or base for base in bases]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -70,4 +89,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public-names", PublicNames)
     app.add_directive("reference", Reference)
     app.connect("autodoc-process-docstring", process_docstring)
+    app.connect("autodoc-process-signature", process_signature)
+    app.connect("autodoc-process-bases", process_bases)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,6 +6,7 @@
   const programs = JSON.parse(document.getElementById("bits-programs").textContent);
   const machine = bitsMachine(programs);
   const LANES = ["low lane", "high lane"];
+  const PLACES = ["bits 15 to 0", "bits 31 to 16"];
   const START = { format: "fp4", codes: [0b1011, 0b0110], scale: 0.3, offset: null };
 
   // ---- making elements ---------------------------------------------------------------------------------------------
@@ -100,17 +101,23 @@
 
   let state = START;
   let drawn = {}; // what was made for the format of the state, and how to bring it up to date
-  let address = ""; // the last one that was written here
+  let timer; // of writing the address
 
   function set(changes) {
     state = { ...state, ...changes };
     const { bits } = programs.elements[programs.formats[state.format].element];
     state.codes = state.codes.map((code) => code & (2 ** bits - 1));
     draw();
-    const offset = state.offset === null ? [] : [state.offset];
+    clearTimeout(timer);
+    timer = setTimeout(() => location.replace(address()), 200); // browsers refuse to change it too often
+  }
+
+  /** The state, as the end of an address. */
+  function address() {
+    const { bits } = programs.elements[programs.formats[state.format].element];
     const codes = state.codes.map((code) => binary(code, bits));
-    address = "#" + [state.format, ...codes, state.scale, ...offset].join("/");
-    location.replace(address);
+    const offset = state.offset === null ? [] : [state.offset];
+    return "#" + [state.format, ...codes, state.scale, ...offset].join("/");
   }
 
   /** The state that an address such as bits.html#q4_0/1011/0110/0.3 asks for. */
@@ -148,12 +155,12 @@
     const code = squares(codeKinds(element, lane), `code of the ${LANES[lane]}`, (bit) => flip(lane, bit));
     const title = make("span", { className: "code-text" });
     const rows = element.fields[0].map(() => ["th", "td", "td"].map((tag) => make(tag)));
-    const value = make("p", { className: "value" });
+    const value = make("p", { className: "value", role: "status" });
     const command = make("code", { className: "command" });
     const panel = make(
       "section",
       { className: `panel lane-${lane}` },
-      make("h3", {}, `${lane ? "High" : "Low"} lane`, make("small", {}, lane ? "bits 31 to 16" : "bits 15 to 0")),
+      make("h3", {}, `${lane ? "High" : "Low"} lane`, make("small", {}, PLACES[lane])),
       make("div", { className: "code big" }, code.row, title),
       make("table", { className: "fields" }, make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells)))),
       value,
@@ -176,7 +183,7 @@
     return { panel, show };
   }
 
-  /** A number to type, or to click bit by bit as it is stored: `read` gives it, `write` takes another one. */
+  /** A number to type, or to click bit by bit as it is stored: `read` gives it, `change` takes another one. */
   function numberPanel(name, kind, { read, stored, meant, change }) {
     const input = make("input", { type: "text", inputMode: "decimal", id: `bits-${name}`, autocomplete: "off" });
     input.addEventListener("input", () => {
@@ -230,7 +237,10 @@
     const rows = walk.steps.map((step, i) => stepRow(step, origins[i], element));
     const why = make("details", {}, make("summary", {}, "Why it works"), make("pre", {}, walk.why));
     why.append(make("p", {}, "From ", make("code", {}, walk.trick), " in ", sourceLink()));
-    const list = make("ol", { className: "steps" }, ...rows.map((row) => row.item));
+    const names = LANES.map((name, lane) => make("span", {}, `${name}, ${PLACES[lane]}`)).toReversed();
+    const head = make("li", { className: "step head" }, make("span"), make("div", { className: "lanes" }, ...names));
+    head.ariaHidden = "true"; // each row of bits says its lane
+    const list = make("ol", { className: "steps" }, head, ...rows.map((row) => row.item));
     const card = make("section", { className: "walk" }, make("h3", {}, walk.title), list, why);
     return { card, show: () => machine.run(walk, state.codes).forEach((done, i) => rows[i].show(done)) };
   }
@@ -283,16 +293,22 @@
     return { card, show };
   }
 
-  function legend(element) {
-    const named = new Set(fieldNames(element));
-    const entries = [
-      ["sign", "sign"],
-      ["exponent", "exponent"],
-      ["mantissa", "mantissa"],
-      ...(named.has("sign") ? [] : [["code-1", "code of the high lane"], ["code-0", "code of the low lane"]]),
-      ...(element.walks.length ? [["constant", "written by a constant"], ["mantissa from-code", "a bit of the code, read as part of a float"]] : []),
-    ];
-    const items = entries.map(([kind, text]) => make("li", {}, make("span", { className: `square one ${kind}` }), text));
+  /** What colours mean, of those that the parts of the page have. */
+  function legend(parts) {
+    const meanings = {
+      "sign": "sign",
+      "exponent": "exponent",
+      "mantissa": "mantissa",
+      "code-1": "code of the high lane",
+      "code-0": "code of the low lane",
+      "constant": "written by a constant",
+      "mantissa from-code": "a bit of the code, read as part of a float",
+    };
+    const shown = Object.entries(meanings).filter(([kind]) => {
+      const selector = ".square." + kind.replace(" ", ".");
+      return parts.some((part) => part.querySelector(selector));
+    });
+    const items = shown.map(([kind, text]) => make("li", {}, make("span", { className: `square one ${kind}` }), text));
     return make("ul", { className: "legend" }, ...items);
   }
 
@@ -305,12 +321,10 @@
     const lanes = [0, 1].map((lane) => lanePanel(lane, format, element));
     const cards = element.walks.map((walk) => walkCard(walk, element));
     if (!cards.length) cards.push(tableCard(element));
-    content.replaceChildren(
-      make("p", { className: "made-of" }, make("strong", {}, name), ` ${format.made_of}`),
-      make("div", { className: "panels" }, ...lanes.toReversed().map((lane) => lane.panel), group.panel),
-      legend(element),
-      ...cards.map((card) => card.card),
-    );
+    const panels = make("div", { className: "panels" }, ...lanes.toReversed().map((lane) => lane.panel), group.panel);
+    const walks = cards.map((card) => card.card);
+    const title = make("p", { className: "made-of" }, make("strong", {}, name), ` ${format.made_of}`);
+    content.replaceChildren(title, panels, legend([panels, ...walks]), ...walks);
     return { name, format, shows: [group, ...lanes, ...cards].map((part) => part.show) };
   }
 
@@ -326,6 +340,6 @@
   const content = make("div", { className: "content-of-format" });
   root.replaceChildren(picker, content);
   root.show = set; // for tests, and for whoever plays with the page in a console
-  window.addEventListener("hashchange", () => location.hash !== address && set(addressed()));
+  window.addEventListener("hashchange", () => location.hash !== address() && set(addressed()));
   set(addressed());
 })();
