@@ -36,6 +36,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
+html_show_search_summary = False  # would fetch pages, which a page of file:// may not
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b6e99", "color-brand-content": "#0b6e99"},
     "dark_css_variables": {"color-brand-primary": "#5cc3ef", "color-brand-content": "#5cc3ef"},

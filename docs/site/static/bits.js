@@ -7,6 +7,8 @@
   const machine = bitsMachine(programs);
   const LANES = ["low lane", "high lane"];
   const PLACES = ["bits 15 to 0", "bits 31 to 16"];
+  const FLIP = [{ transform: ["none", "rotateX(90deg) scale(1.1)", "none"] }, { duration: 350 }];
+  const moving = matchMedia("(prefers-reduced-motion: no-preference)");
   const START = { format: "fp4", codes: [0b1011, 0b0110], scale: 0.3, offset: null };
 
   // ---- making elements ---------------------------------------------------------------------------------------------
@@ -65,11 +67,7 @@
     function show(number, names = []) {
       cells.forEach((cell, i) => {
         const digit = String((number >>> i) & 1);
-        if (cell.textContent !== "" && cell.textContent !== digit) {
-          cell.classList.remove("flipped");
-          void cell.offsetWidth; // so that the animation starts anew
-          cell.classList.add("flipped");
-        }
+        if (moving.matches && cell.textContent !== "" && cell.textContent !== digit) cell.animate(...FLIP);
         write(cell, digit);
         cell.classList.toggle("one", digit === "1");
         if (cell.tagName === "BUTTON") {
