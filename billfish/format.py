@@ -261,6 +261,7 @@ class Format(ABC):
 
 
 FORMATS: dict[str, Format] = {}
+"""Every format by its name, in the order in which they were registered."""
 
 FormatClass = TypeVar("FormatClass", bound=type[Format])
 

@@ -26,6 +26,7 @@ class QuantizedTensor:
     It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
     somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
 
+    format, shape, group_size: how to read `storage`, the arrays of the format by name; shape is (N, K).
     permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
     permutation[j] of W. Products and `dequantize` undo it; `planes` are in stored order.
     """

@@ -19,7 +19,10 @@ from billfish.tensor import QuantizedTensor
 
 
 class Checkpoint(Mapping[str, QuantizedTensor | Array]):
-    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`."""
+    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`.
+
+    path: a file or a folder, as :func:`billfish.load` takes it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -116,7 +119,7 @@ def opened(source: Source) -> Checkpoint:
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint: a GGUF file, a safetensors file, or a folder of shards with its config.json.
+    """Open the checkpoint at `path`: a GGUF file, a safetensors file, or a folder of shards with its config.json.
 
     Recognised by content: GGUF; GPTQ, AWQ, compressed-tensors, ModelOpt NVFP4, gpt-oss MXFP4, MLX, billfish's own
     layout and plain arrays in safetensors. Nothing but headers is read. See :mod:`billfish.checkpoints`.

@@ -48,6 +48,8 @@ try:
 except ImportError as error:
     raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
 
+__all__ = ["BillfishConfig", "load_model"]
+
 METHOD = "billfish"
 
 

@@ -50,7 +50,7 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+    """Sets how many threads compute. `count` 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
 
     The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
     fork, and by ``set_threads(0)``.
