@@ -29,7 +29,7 @@ PACKAGES = {
     "numpy": "",
     "ml_dtypes": "",
     "torch": "",
-    "mlx": "metal",
+    "mlx": "metal" if sys.platform == "darwin" else "",
     "transformers": "transformers",
     "safetensors": "checkpoints",
     "gguf": "checkpoints",

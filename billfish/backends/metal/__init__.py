@@ -146,7 +146,7 @@ class EmulatorBackend(NumpyBackend):
         try:
             return True, f"kernels compiled by {find_compiler().version}; slow"
         except BackendUnavailable as error:
-            return False, str(error)
+            return False, str(error).removeprefix("[metal_kernel] ")
 
     @cached_property
     def kernels(self) -> Kernels:
