@@ -18,7 +18,6 @@ from llm_text import varied_lines
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of, verify
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
 from billfish.cli import main
 from billfish.llm import default_model
@@ -59,14 +58,13 @@ def logits(folder: Path, **arguments) -> np.ndarray:
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_folder_as_gguf(tmp_path, model_type, tied):
     write_model(tmp_path / "in", model_type, tie_word_embeddings=tied)
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     expected = logits(tmp_path / "in")
     np.testing.assert_allclose(logits(tmp_path, gguf_file="m.gguf"), expected, rtol=1e-5, atol=1e-5)
     # and back again
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
-    with open("/dev/null", "w") as out:
-        assert verify(str(tmp_path / "in"), str(tmp_path / "out"), out)
-        assert verify(str(tmp_path / "in"), str(tmp_path / "m.gguf"), out)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out", "billfish")
+    assert bf.verify(tmp_path / "in", tmp_path / "out")
+    assert bf.verify(tmp_path / "in", tmp_path / "m.gguf")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config.pop("quantization_config")
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
@@ -77,11 +75,10 @@ def test_a_folder_as_gguf(tmp_path, model_type, tied):
 def test_quantized_gguf_and_compressed_tensors_are_the_same_model(tmp_path, format):
     """A folder to GGUF, that to compressed-tensors: rows back in their places, weights bit for bit."""
     write_model(tmp_path / "in", "llama")
-    settings = quantization_of(format, None, "mse", ["lm_head=keep"])
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", False, settings)
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "m.gguf", format)
     ck = bf.load(tmp_path / "m.gguf")
     assert ck.describe("blk.0.attn_q.weight").format.name == format
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "compressed-tensors", requantize=False)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out", "compressed-tensors")
     by_gguf = logits(tmp_path, gguf_file="m.gguf")
     np.testing.assert_allclose(logits(tmp_path / "out"), by_gguf, rtol=1e-4, atol=1e-4)
     assert np.abs(by_gguf - logits(tmp_path / "in")).max() > 1e-3  # it was quantized
@@ -103,7 +100,7 @@ def test_what_llama_cpp_looks_for(tmp_path):
     (tmp_path / "in" / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|end|>", "chat_template": "{{x}}"})
     )
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     fields = {n: f.contents() for n, f in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
     expected = {
         "general.architecture": "llama",
@@ -162,20 +159,21 @@ def test_a_real_tokenizer_comes_along(tmp_path):
     write_model(tmp_path / "model", "llama", vocab_size=len(ours.pieces))
     for file in folder.glob("tokenizer*"):
         file.rename(tmp_path / "model" / file.name)
-    convert(str(tmp_path / "model"), str(again), "gguf", requantize=False)
+    bf.convert(tmp_path / "model", again, "gguf")
     before, after = bf.load(path).metadata, bf.load(again).metadata
     names = {name for name in before if name.startswith("tokenizer.")} - {"tokenizer.ggml.add_space_prefix"}
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
-def test_tokenizers_that_are_left_out_are_named(tmp_path, capsys):
+def test_tokenizers_that_are_left_out_are_named(tmp_path):
     write_model(tmp_path / "in", "llama")
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
-    assert "tokenizer.json: left out: byte-level BPE" in capsys.readouterr().err
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf").notes
+    assert note.name == "tokenizer.json"
+    assert note.reason.startswith("left out: byte-level BPE")
     write_small(tmp_path / "small.gguf", Small(fields={"tokenizer.ggml.pre": "unheard of"}))
-    convert(str(tmp_path / "small.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
-    assert "tokenizer: left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh" in capsys.readouterr().err
+    (note,) = bf.convert(tmp_path / "small.gguf", tmp_path / "out", "billfish").notes
+    assert note.reason.startswith("left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -186,14 +184,13 @@ def test_scaled_positions_are_not_dropped(tmp_path, key):
     config[key] = {"rope_type": "llama3", "factor": 8.0}
     (tmp_path / "in" / "config.json").write_text(json.dumps(config))
     with pytest.raises(bf.CheckpointError, match="rotary positions scaled by"):
-        convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+        bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
 
 
 def test_rules_may_use_either_name(tmp_path):
     write_model(tmp_path / "in", "llama")
-    for i, rule in enumerate(("mlp.up_proj=q8_0", "ffn_up=q8_0")):
-        settings = quantization_of("q4_0", None, "rtn", [rule])
-        convert(str(tmp_path / "in"), str(tmp_path / f"{i}.gguf"), "gguf", False, settings)
+    for i, pattern in enumerate(("mlp.up_proj", "ffn_up")):
+        bf.quantize_checkpoint(tmp_path / "in", tmp_path / f"{i}.gguf", "q4_0", method="rtn", keep={pattern: "q8_0"})
         assert bf.load(tmp_path / f"{i}.gguf").describe("blk.1.ffn_up.weight").format.name == "q8_0"
 
 
@@ -207,12 +204,15 @@ def test_mlx_lm_loads_what_we_write(tmp_path, source):
     start = tmp_path / "in"
     if source == "gguf":
         start = tmp_path / "m.gguf"
-        convert(str(tmp_path / "in"), str(start), "gguf", False, quantization_of("q4_1", None, "mse", []))
+        bf.quantize_checkpoint(tmp_path / "in", start, "q4_1", method="mse", to="gguf")
     elif source == "gptq":
         start = tmp_path / "gptq"
         write_gptq(tmp_path / "in", start)
-    settings = quantization_of("affine4", 64, "mse", ["lm_head=affine8:32"]) if source == "folder" else None
-    convert(str(start), str(tmp_path / "out"), "mlx", False, settings)
+    if source == "folder":
+        keep = {"lm_head": "affine8:32"}
+        bf.quantize_checkpoint(start, tmp_path / "out", "affine4", group_size=64, keep=keep, to="mlx")
+    else:
+        bf.convert(start, tmp_path / "out", "mlx")
     model, _ = load_model(tmp_path / "out")
     model.set_dtype(mx.float32, lambda dtype: mx.issubdtype(dtype, mx.floating))
     theirs = np.array(model(mx.array(TOKENS.numpy())))

@@ -79,8 +79,8 @@ class Mix:
                 chosen[name] = self._fitting(self._choose(name, shape[-1], model), shape[-1])
         return chosen
 
-    def rules(self, call: str, shapes: Shapes) -> list[tuple[re.Pattern[str], Format, None]]:
-        """The same as patterns, one for each format. Names are those of llama.cpp or of transformers."""
+    def rules(self, call: str, shapes: Shapes, wanted: Iterable[str]) -> list[tuple[re.Pattern[str], Format, None]]:
+        """The same for wanted tensors, as one pattern for each format. Names are those of llama.cpp or transformers."""
         known = {name: gguf_name(name) for name in shapes}
         strange = [name for name, theirs in known.items() if theirs is None and len(shapes[name]) >= 2]
         if strange:
@@ -88,8 +88,8 @@ class Mix:
             raise CheckpointError(complaint(call, self.name, f"a tensor {strange[0]!r}", takes))
         chosen = self.assign({theirs: shapes[name] for name, theirs in known.items() if theirs is not None})
         names: dict[str, list[str]] = {}
-        for name, theirs in known.items():
-            if theirs in chosen:
+        for name in wanted:
+            if (theirs := known[name]) in chosen:
                 names.setdefault(chosen[theirs], []).append(name)
         return [(_any_of(same), get_format(format), None) for format, same in names.items()]
 

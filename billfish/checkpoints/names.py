@@ -66,6 +66,13 @@ def is_gguf(checkpoint: Checkpoint) -> bool:
     return isinstance(checkpoint.metadata, Metadata)
 
 
+def is_gguf_name(name: str) -> bool:
+    """Whether llama.cpp calls a tensor so."""
+    module = name.rpartition(".")[0]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
+    return match[2] in LAYER if match else module in TOP or name == ROTARY_FACTORS
+
+
 def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint under the names that models of transformers and mlx-lm have. Only GGUF has others, and an order of
     rows of its own; raises UnknownModel for one that we cannot translate."""

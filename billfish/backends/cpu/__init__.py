@@ -50,7 +50,7 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+    """Sets how many threads compute. `count` 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
 
     The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
     fork, and by ``set_threads(0)``.
@@ -96,6 +96,10 @@ class CpuBackend(Backend):
             return structure_of(problem.format) is not None, f"it does not read the storage of {problem.format.name}"
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
+
+    def usable(self) -> tuple[bool, str]:
+        named = "as BILLFISH_ISA says" if "BILLFISH_ISA" in os.environ else "the best of this machine"
+        return True, f"{self.level} kernels, {named}"
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
         return self.pack_all([tensor])[0]

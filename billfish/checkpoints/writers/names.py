@@ -134,8 +134,8 @@ def _fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     """The fields of a GGUF file, gathered by the `gguf` library's own writer."""
     gguf = require("gguf", "checkpoints")
     writer, config = gguf.GGUFWriter(None, architecture), checkpoint.config
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    writer.add_name(str(config.get("_name_or_path") or folder.name))
+    folder = checkpoint.folder
+    writer.add_name(str(config.get("_name_or_path") or (folder or checkpoint.path).name))
     theta = config.get("rope_theta") or section(config, "rope_parameters").get("rope_theta")
     for ours, value in ({**config, "rope_theta": theta} | _derived(config)).items():
         if ours in SIZES and isinstance(value, (int, float)):
@@ -146,7 +146,8 @@ def _fields(checkpoint: Checkpoint, architecture: str) -> GgufFields:
     writer.add_rope_dimension_count(head)
     if isinstance(config.get("vocab_size"), int):
         writer.add_vocab_size(config["vocab_size"])
-    _add_tokenizer(gguf, writer, folder, architecture, config)
+    if folder is not None:
+        _add_tokenizer(gguf, writer, folder, architecture, config)
     return {
         name: (field.value, int(field.type), None if field.sub_type is None else int(field.sub_type))
         for name, field in writer.kv_data[0].items()
