@@ -26,11 +26,11 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def _load(path: str | None) -> Model:
+def _load(path: str | None, quantize: str | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
-        return load(path)
+        return load(path, quantize=quantize, progress=True)
     finally:
         gc.enable()
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
     set_threads(arguments)
-    model = _load(arguments.model)
+    model = _load(arguments.model, arguments.quantize)
     if arguments.prompt is None and sys.stdin.isatty():
         Chat(model, arguments).talk()
         return
@@ -169,7 +169,7 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = _load(arguments.model)
+    model = _load(arguments.model, arguments.quantize)
     against = None if arguments.against is None else _load(arguments.against)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
     found = evaluate(
