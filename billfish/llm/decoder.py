@@ -10,6 +10,8 @@ import numpy as np
 from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.packed import PackedWeights
+from billfish.backends.cpu.plain import PLAIN_TYPES, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.entry import Entry
@@ -49,7 +51,7 @@ class Decoder:
             (c.feed_forward, c.hidden),
             (c.hidden, c.feed_forward),
         )
-        self._matrices: dict[str, QuantizedTensor] = {}
+        self._matrices: dict[str, Tensor] = {}
         for i in range(c.layers):
             for name, shape in zip(MATRICES, sizes, strict=True):
                 self._matrices[f"blk.{i}.{name}"] = self._matrix(f"blk.{i}.{name}.weight", shape)
@@ -58,13 +60,13 @@ class Decoder:
         self._matrices["head"] = self._matrix(f"{head}.weight", (c.vocabulary, c.hidden))
         self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
-        self.formats = sorted({tensor.format.name for tensor in self._matrices.values()})
+        self.formats = sorted({_kind_of(matrix) for matrix in self._matrices.values()})
 
     def pack(self, under_way: Callable[[], object]) -> None:
         """Make it ready to run. When native threads begin to pack, beside which Python can go on, calls `under_way`."""
         c, family = self.config, self.config.family
 
-        def matrices() -> Iterator[QuantizedTensor]:
+        def matrices() -> Iterator[Tensor]:
             yield from self._matrices.values()
             under_way()  # earlier, two threads would wait for each other to let go of the interpreter
 
@@ -84,6 +86,13 @@ class Decoder:
             family.gate == "gelu",
             c.rope_frequencies(factors).tolist(),
         )
+        orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
+
+        def native(weights: PackedWeights | PlainWeights, bias: Floats | None = None) -> _cpu.PackedMatrix:
+            order = weights.permutation if isinstance(weights, PackedWeights) else None
+            shared = None if order is None else orders.setdefault(order.tobytes(), order)
+            return weights.description, weights.data, bias, shared
+
         for i in range(c.layers):
             layer = f"blk.{i}."
             weights = []
@@ -91,7 +100,7 @@ class Decoder:
                 biased = family.biases and name in ("attn_q", "attn_k", "attn_v")
                 matrix = packed[layer + name]
                 bias = self._vector(f"{layer}{name}.bias", matrix.shape[0]) if biased else None
-                weights.append((matrix.description, matrix.data, bias))
+                weights.append(native(matrix, bias))
             self._native.add_layer(
                 self._vector(f"{layer}attn_norm.weight", c.hidden),
                 self._vector(f"{layer}ffn_norm.weight", c.hidden),
@@ -99,11 +108,12 @@ class Decoder:
                 self._vector(f"{layer}attn_k_norm.weight", c.head_size) if family.head_norms else None,
                 weights,
             )
-        self._native.set_head(self.last_norm, (packed["head"].description, packed["head"].data, None))
+        self._native.set_head(self.last_norm, native(packed["head"]))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
             structure = structure_of(self._embedding.format)
-            self._native_embedding = structure is not None and structure.scales_inside
+            in_order = self._embedding.permutation is None
+            self._native_embedding = in_order and structure is not None and structure.scales_inside
             if self._native_embedding:
                 source = codes_of(self._embedding)
                 self._native.set_embedding(source.data, source.about)
@@ -130,10 +140,11 @@ class Decoder:
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
         return np.ascontiguousarray(tensor, np.float32)
 
-    def _matrix(self, name: str, shape: tuple[int, int]) -> QuantizedTensor:
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
-        if not isinstance(tensor, QuantizedTensor):
-            raise ModelError(complaint(CALL, name, f"{tensor.dtype} weights", "quantized ones"))
+        if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in PLAIN_TYPES):
+            takes = f"quantized ones, {', '.join(PLAIN_TYPES[:-1])} or {PLAIN_TYPES[-1]}"
+            raise ModelError(complaint(CALL, name, f"{tensor.dtype} weights", takes))
         return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -209,6 +220,11 @@ class Decoder:
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _kind_of(matrix: Tensor) -> str:
+    """The name of its format, or of its type where it is plain."""
+    return matrix.format.name if isinstance(matrix, QuantizedTensor) else matrix.dtype.name
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -143,7 +143,7 @@ template <Operand KIND> struct Unpacked {
 
 using Whole = Unpacked<Operand::bytes>;
 
-// Calls f with the decoder for these codes.
+// Calls f with the decoder for these codes; plain weights have none.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
   switch (codes) {
     case billfish::Codes::u2: return f(Twos{});
@@ -153,6 +153,7 @@ template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
     case billfish::Codes::u6: return f(Sixes{});
     case billfish::Codes::s8: return f(Whole{});
     case billfish::Codes::table: return f(Looked{});
+    case billfish::Codes::f32: case billfish::Codes::f16: case billfish::Codes::bf16: return;
   }
 }
 
