@@ -1,8 +1,8 @@
 // y = x W^T in float32 with plain weights: float32, float16 or bfloat16, as they lie in the stream.
 //
-// A block of a tile is [32 k][TILE_ROWS] numbers, without scales. They become float32 in registers: just before they are multiplied where
-// rows are few, else once for all rows, in a buffer as in gemm_exact.h. Every sum has the same order for any number of rows, so that a row
-// of x gets the same bits alone and beside others.
+// A block of a tile is [32 k][TILE_ROWS] numbers, without scales. With few rows of x they become float32 just before they are multiplied,
+// with more once for all rows, in a buffer as in gemm_exact.h. Every sum has the same order for any number of rows, so that a row of x
+// gets the same bits alone and beside others.
 #pragma once
 #include "gemm/gemm_exact.h"
 
@@ -51,14 +51,28 @@ template <class Number, int ROWS> __attribute__((flatten, noinline)) void add_nu
   });
 }
 
-template <class Number, int ROWS>
-void multiply_numbers(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
+// The kernel for so many rows, or for X_ROWS if there are more.
+template <class Number> auto numbers_kernel(int64_t rows) {
+  switch (rows) {
+    case 1: return add_numbers<Number, 1>;
+    case 2: return add_numbers<Number, 2>;
+    case 3: return add_numbers<Number, 3>;
+    default: return add_numbers<Number, X_ROWS>;
+  }
+}
+
+// A chunk is converted again for every four rows: the first of them bring it into the first-level cache.
+template <class Number> void multiply_numbers(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
+  const int64_t x_stride = x.blocks * BLOCK;
   for (int64_t tile = first; tile < last; tile++) {
-    alignas(64) float sums[ROWS * TILE_ROWS] = {};
-    for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
-      add_numbers<Number, ROWS>(blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk)), x.x + chunk * CHUNK, x.blocks * BLOCK, sums);
-    write_tile(sums, 1, nullptr, bias, w.n, tile, 0, ROWS, y);
+    alignas(64) float sums[FEW_PLAIN_ROWS * TILE_ROWS] = {};
+    for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
+      const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
+      for (int64_t row = 0; row < x.m; row += X_ROWS)
+        numbers_kernel<Number>(x.m - row)(run, x.x + row * x_stride + chunk * CHUNK, x_stride, sums + row * TILE_ROWS);
+    }
+    write_tile(sums, 1, nullptr, bias, w.n, tile, 0, x.m, y);
   }
 }
 
@@ -72,11 +86,7 @@ template <class Number> const float* floats_of(const Blocks& run, float* buffer)
 }
 
 template <class Number> void multiply_type(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (x.m <= FEW_PLAIN_ROWS)
-    return unroll<FEW_PLAIN_ROWS>([&](auto less) {
-      constexpr int rows = decltype(less)::value + 1;
-      if (x.m == rows) multiply_numbers<Number, rows>(w, x, bias, y, first, last);
-    });
+  if (x.m <= FEW_PLAIN_ROWS) return multiply_numbers<Number>(w, x, bias, y, first, last);
   alignas(64) float buffer[CHUNK * TILE_ROWS];
   multiply_values(w, x, bias, y, first, last, [&](const TileShape&, const Blocks& run) { return floats_of<Number>(run, buffer); });
 }

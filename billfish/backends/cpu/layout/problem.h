@@ -92,8 +92,8 @@ struct ActivationsExact {
   int64_t bundles() const { return (m + lanes - 1) / lanes; }
 };
 
-// Up to four rows are multiplied with plain weights straight from the stream, and these kernels take x row by row.
-constexpr int FEW_PLAIN_ROWS = 4;
+// So many rows are multiplied with plain weights straight from the stream, and these kernels take x row by row.
+constexpr int FEW_PLAIN_ROWS = 8;
 inline int32_t lanes_of_floats(const Weights& w, int64_t m) { return is_plain(w) && m <= FEW_PLAIN_ROWS ? 1 : 4; }
 
 // Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
