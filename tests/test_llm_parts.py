@@ -93,7 +93,6 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
         (Small("mamba"), "general.architecture: got 'mamba'; takes llama, qwen2, qwen3, gemma"),
         (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama model"),
         (Small(without=("output_norm.weight",)), "output_norm.weight: got no such tensor"),
-        (Small(quantization="F16"), "token_embd|attn_q.weight: got float16 weights; takes quantized ones"),
         (Small(fields={"llama.expert_count": 8}), "expert_count: got 8; takes no mixture of experts"),
         (Small(fields={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type: got 'yarn'; takes 'none' or 'linear'"),
         (Small(kv_heads=3), "head_count_kv: got 3; takes a divisor of 4"),

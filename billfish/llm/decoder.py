@@ -11,6 +11,7 @@ from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.packed import PackedWeights
+from billfish.backends.cpu.plain import PLAIN_TYPES, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.gguf import ggml_names
@@ -68,9 +69,9 @@ class Decoder:
     def pack(self, under_way: Callable[[], object]) -> None:
         """Make it ready to run. When native threads begin to pack, beside which Python can go on, calls `under_way`."""
         c, family = self.config, self.config.family
-        packed: dict[str, PackedWeights] = {}
+        packed: dict[str, PackedWeights | PlainWeights] = {}
 
-        def matrices(places: list[str]) -> Iterator[QuantizedTensor]:
+        def matrices(places: list[str]) -> Iterator[Tensor]:
             for place in places:
                 yield self._matrix(*self._matrices[place])
             if not packed:
@@ -93,6 +94,13 @@ class Decoder:
             family.gate == "gelu",
             c.rope_frequencies(factors).tolist(),
         )
+        orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
+
+        def native(weights: PackedWeights | PlainWeights, bias: Floats | None = None) -> _cpu.PackedMatrix:
+            order = weights.permutation if isinstance(weights, PackedWeights) else None
+            shared = None if order is None else orders.setdefault(order.tobytes(), order)
+            return weights.description, weights.data, bias, shared
+
         for i in range(c.layers):
             layer = f"blk.{i}."
             weights = []
@@ -100,7 +108,7 @@ class Decoder:
                 matrix, bias_name = packed[layer + name], f"{layer}{name}.bias"
                 biased = (family.biases and name in ("attn_q", "attn_k", "attn_v")) or self._has(bias_name)
                 bias = self._vector(bias_name, matrix.shape[0]) if biased else None
-                weights.append((matrix.description, matrix.data, bias))
+                weights.append(native(matrix, bias))
             self._native.add_layer(
                 self._vector(f"{layer}attn_norm.weight", c.hidden),
                 self._vector(f"{layer}ffn_norm.weight", c.hidden),
@@ -108,11 +116,12 @@ class Decoder:
                 self._vector(f"{layer}attn_k_norm.weight", c.head_size) if family.head_norms else None,
                 weights,
             )
-        self._native.set_head(self.last_norm, (packed["head"].description, packed["head"].data, None))
+        self._native.set_head(self.last_norm, native(packed["head"]))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
             structure = structure_of(self._embedding.format)
-            self._native_embedding = structure is not None and structure.scales_inside
+            in_order = self._embedding.permutation is None
+            self._native_embedding = in_order and structure is not None and structure.scales_inside
             if self._native_embedding:
                 source = codes_of(self._embedding)
                 self._native.set_embedding(source.data, source.about)
@@ -159,11 +168,12 @@ class Decoder:
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
         return np.ascontiguousarray(tensor, np.float32)
 
-    def _matrix(self, name: str, shape: tuple[int, int]) -> QuantizedTensor:
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
-        if not isinstance(tensor, QuantizedTensor):
-            raise ModelError(complaint(CALL, self._source.name(name), f"{tensor.dtype} weights", "quantized ones"))
-        self._formats.add(tensor.format.name)
+        if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in PLAIN_TYPES):
+            takes = f"quantized ones, {', '.join(PLAIN_TYPES[:-1])} or {PLAIN_TYPES[-1]}"
+            raise ModelError(complaint(CALL, self._source.name(name), f"{tensor.dtype} weights", takes))
+        self._formats.add(_kind_of(tensor))
         return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -239,6 +249,11 @@ class Decoder:
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _kind_of(matrix: Tensor) -> str:
+    """The name of its format, or of its type where it is plain."""
+    return matrix.format.name if isinstance(matrix, QuantizedTensor) else matrix.dtype.name
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
