@@ -38,7 +38,7 @@ class Model:
 
     def __init__(self, path: Path, convert: Convert | None = None, progress: bool = False) -> None:
         self.path = path
-        self._source = source = open_source(path)
+        self.source = source = open_source(path)
         self.config = read_config(source.fields, source.vocabulary)
         size = source.tensors.nbytes
         shown = progress and (convert is not None or size > LONG_BYTES)
@@ -56,7 +56,7 @@ class Model:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """What makes a conversation a text, if the model has it. Compiled at first use: not every prompt is a chat."""
-        source = self._source.template()
+        source = self.source.template()
         if source is None:
             return None
         names, roles = self.tokenizer.pieces, self.tokenizer.roles
@@ -180,7 +180,7 @@ def load(
 
     quantizer = Quantizer(quantize)
     loaded = Model(model, quantizer, progress)
-    quantizer.report(sys.stderr)
+    quantizer.report(sys.stderr, loaded.source.name)
     return loaded
 
 

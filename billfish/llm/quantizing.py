@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TextIO
 
 import numpy as np
@@ -20,16 +21,16 @@ class Quantizer:
     """Quantizes the tensors that `billfish quantize` would: matrices, but for the embedding, the head and what is
     quantized already. `left` says which of them had to stay, and why."""
 
-    def __init__(self, wanted: str, method: str = "mse") -> None:
+    def __init__(self, wanted: str) -> None:
         """wanted: the name of a format, with a group size if it is not the format's own: "q4_0", "fp4:64"."""
         name, colon, group = wanted.partition(":")
         format = get_format(name, CALL)
         self.left: list[Remark] = []
-        self._how = Quantization(format, _group_size(format, group) if colon else None, method)
+        self._how = Quantization(format, _group_size(format, group) if colon else None, "mse")
 
-    def report(self, out: TextIO) -> None:
-        """One line for each reason why matrices had to stay."""
-        for line in by_reason(self.left):
+    def report(self, out: TextIO, name: Callable[[str], str]) -> None:
+        """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
+        for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
             print(f"not quantized: {line}", file=out)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
