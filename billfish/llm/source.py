@@ -12,7 +12,8 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.names import EMBEDDING, HEAD, by_gguf_names, model_name
 from billfish.errors import ModelError, complaint
-from billfish.tokenizer import Tokenizer
+from billfish.llm.config import ARCHITECTURES
+from billfish.tokenizer import Tokenizer, folder, gguf
 
 CALL = "llm.load"
 
@@ -35,24 +36,26 @@ class Source:
 def open_source(path: Path) -> Source:
     """A GGUF file, a safetensors file beside its config.json, or a folder with either. Reads nothing but headers."""
     checkpoint = Checkpoint(path)
-    fields = checkpoint.metadata
-    if isinstance(fields, Metadata):
-        from billfish.tokenizer.gguf import read_metadata
+    if isinstance(checkpoint.metadata, Metadata):
+        return _of_gguf(checkpoint, checkpoint.metadata)
+    return _of_folder(checkpoint, path if path.is_dir() else path.parent)
 
-        vocabulary = fields.length("tokenizer.ggml.tokens")
-        return Source(checkpoint, fields, vocabulary, partial(read_metadata, fields), partial(_field, fields))
-    from billfish.tokenizer import folder as files
 
-    folder = path if path.is_dir() else path.parent
+def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
+    if fields.get("general.architecture") in ARCHITECTURES:
+        gguf.check_fields(fields)
+    vocabulary = fields.length("tokenizer.ggml.tokens")
+    template = partial(fields.get, "tokenizer.chat_template")
+    return Source(checkpoint, fields, vocabulary, partial(gguf.read_metadata, fields), template)
+
+
+def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     tensors = by_gguf_names(checkpoint)
-    files.check_files(folder)
-    for name in (EMBEDDING, HEAD):
-        if name not in tensors and (name == EMBEDDING or checkpoint.config.get("tie_word_embeddings") is False):
+    folder.check_files(path)
+    untied = checkpoint.config.get("tie_word_embeddings") is False
+    for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
+        if name not in tensors:
             raise ModelError(complaint(CALL, model_name(name) or name, "no such tensor", "a folder that has it"))
     vocabulary = tensors.describe(EMBEDDING).shape[0]
-    tokenizer = partial(files.read_folder, folder, vocabulary)
-    return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(files.chat_template, folder))
-
-
-def _field(fields: Metadata) -> Any:
-    return fields.get("tokenizer.chat_template")
+    tokenizer = partial(folder.read_folder, path, vocabulary)
+    return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(folder.chat_template, path))

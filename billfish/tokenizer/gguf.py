@@ -15,13 +15,19 @@ from billfish.tokenizer.cuts import CUTS, pre_tokenizer
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
 
-def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a GGUF file; raises ModelError if it is of a kind that we do not know."""
+def check_fields(metadata: Mapping[str, Any]) -> tuple[str, str]:
+    """The kind of a file's tokenizer, and how it cuts; raises ModelError for others than ours."""
     model, pre = metadata.get("tokenizer.ggml.model"), str(metadata.get("tokenizer.ggml.pre", "default"))
     if model != "llama" and (model != "gpt2" or pre not in CUTS):
         got = "no tokenizer" if model is None else f"{model!r} cut as {pre!r}"
         takes = f"'llama', or 'gpt2' cut as {', '.join(CUTS)}"
         raise ModelError(complaint(CALL, "tokenizer.ggml.model", got, takes))
+    return model, pre
+
+
+def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a GGUF file; raises ModelError if it is of a kind that we do not know."""
+    model, pre = check_fields(metadata)
     pieces, kinds = _pieces(metadata)
     roles = _roles(metadata, len(pieces))
     with_bos = model == "llama" or pre in ("llama-bpe", "llama3", "tekken")
