@@ -6,7 +6,6 @@ it, so it cannot show anything but what they do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -16,22 +15,10 @@ import numpy as np
 from billfish import bits
 from billfish.elements import E2M1, E2M1X2, FP4, Element, Integer, Signed, Table
 from billfish.errors import DataError, complaint
-from billfish.format import FORMATS, Format, Planes
+from billfish.format import FORMATS, Format, Planes, aliases_of
 from billfish.scales import encode_e4m3, encode_e8m0
-
-
-class Style:
-    """ANSI colours where the stream is a terminal that wants them; plain text elsewhere."""
-
-    CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-
-    def __init__(self, stream: TextIO) -> None:
-        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self.enabled = wanted and stream.isatty()
-
-    def __call__(self, text: str, style: str) -> str:
-        return f"\x1b[{self.CODES[style]}m{text}\x1b[0m" if self.enabled else text
-
+from billfish.style import Style
+from billfish.tables import print_table
 
 # ---- the recording word -----------------------------------------------------------------------------------------
 
@@ -270,7 +257,7 @@ def _number(x: Any) -> str:
 
 # ---- the table --------------------------------------------------------------------------------------------------
 
-COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "storage")
+COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "also called", "storage")
 
 
 def format_rows() -> list[tuple[str, ...]]:
@@ -290,6 +277,7 @@ def format_rows() -> list[tuple[str, ...]]:
                 format.scale,
                 format.offset,
                 f"{element.low:g} .. {element.high:g}",
+                ", ".join(aliases_of(format)),
                 format.layout,
             )
         )
@@ -299,14 +287,9 @@ def format_rows() -> list[tuple[str, ...]]:
 def print_formats(out: TextIO, markdown: bool = False) -> None:
     """The table of all formats; bits/weight at the default group size."""
     rows = [COLUMNS, *format_rows()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    if markdown:
-        padded.insert(1, ["-" * width for width in widths])
-        for cells in padded:
-            print("| " + " | ".join(cells) + " |", file=out)
+    if not markdown:
+        print_table(rows, out, left=len(COLUMNS))
         return
-    style = Style(out)
-    for i, cells in enumerate(padded):
-        text = "  ".join(cells).rstrip()
-        print(style(text, "bold") if i == 0 else style(cells[0], "green") + text[len(cells[0]) :], file=out)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", file=out)

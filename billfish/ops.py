@@ -26,12 +26,12 @@ Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
 def quantize(
-    w: Any, format: str | Format, *, group_size: int | None = None, method: str = "rtn", **options: str
+    w: Any, format: str | Format, *, group_size: int | None = None, method: str = "mse", **options: str
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "rtn" rounds to nearest; "mse" searches the scale (and offset) of least squared error in each group.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster.
     options: zero_point="integer" | "fractional" for u4.
     """
     weights = float_input("quantize", "w", w).numpy()

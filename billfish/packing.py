@@ -17,7 +17,7 @@ from billfish.ops import dequantize, quantize_matrix
 from billfish.tensor import QuantizedTensor
 
 
-def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: str = "rtn") -> tuple[Any, Any]:
+def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: str = "mse") -> tuple[Any, Any]:
     """w [K, N] -> FP4 codes uint32 [K/8, N], scales float16 [K/g, N]."""
     packed, scales = _pack("pack_fp4_weights", w_kn, "fp4", group_size, method)
     return packed, scales
@@ -29,7 +29,7 @@ def unpack_fp4_weights(packed: Any, scales: Any, group_size: int = 32, *, dtype:
 
 
 def pack_u4_weights(
-    w_kn: Any, group_size: int = 32, *, method: str = "rtn", zero_point: str = "integer"
+    w_kn: Any, group_size: int = 32, *, method: str = "mse", zero_point: str = "integer"
 ) -> tuple[Any, Any, Any]:
     """w [K, N] -> codes uint32 [K/8, N], scales float16 [K/g, N], zeros uint8 (or float16, if fractional) [K/g, N]."""
     packed, scales, zeros = _pack("pack_u4_weights", w_kn, "u4", group_size, method, zero_point=zero_point)
@@ -44,7 +44,7 @@ def unpack_u4_weights(
     return _unpack("unpack_u4_weights", "u4", storage, group_size, dtype)
 
 
-def pack_s4_weights(w_kn: Any, group_size: int = 32, *, method: str = "rtn") -> tuple[Any, Any]:
+def pack_s4_weights(w_kn: Any, group_size: int = 32, *, method: str = "mse") -> tuple[Any, Any]:
     """w [K, N] -> signed 4-bit codes, stored with 8 added, uint32 [K/8, N], and scales float16 [K/g, N]."""
     packed, scales = _pack("pack_s4_weights", w_kn, "u4b8", group_size, method)
     return packed, scales

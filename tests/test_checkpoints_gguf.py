@@ -323,6 +323,14 @@ def test_verify_does_not_compare_what_it_cannot_read(tmp_path, capsys):
         "TQ1_0: not compared: ggml's TQ1_0",
         "plain: equal bits",
         "q4_0: equal bits",
+        "",
+        "4 tensors:",
+        "  equal bits    2",
+        "  equal values  0",
+        "  different     0",
+        "  only in A     0",
+        "  only in B     0",
+        "  not compared  2",
         "different",
     ]
 

@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of, verify
 from billfish.checkpoints.names import by_gguf_names
 from billfish.checkpoints.rotary import llama3_factors, llama3_rule
 from billfish.checkpoints.writers.tokenizer import tokenizer_files
@@ -79,17 +78,16 @@ KINDS = [(model_type, tied) for model_type in ("llama", "mistral", "qwen2", "qwe
 @pytest.mark.parametrize(("model_type", "tied"), [*KINDS, ("gemma", True)])  # there is no other Gemma
 def test_a_folder_as_gguf(tmp_path, model_type, tied):
     write_model(tmp_path / "in", model_type, tie_word_embeddings=tied)
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     expected = logits(tmp_path / "in")
     by_numpy = Oracle(tmp_path / "m.gguf").logits(TOKENS[0].tolist())
     np.testing.assert_allclose(by_numpy, expected[0], rtol=1e-4, atol=1e-5)
     if model_type != "gemma":  # which transformers does not read from GGUF
         np.testing.assert_allclose(logits(tmp_path, gguf_file="m.gguf"), expected, rtol=1e-5, atol=1e-5)
     # and back again
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
-    with open("/dev/null", "w") as out:
-        assert verify(str(tmp_path / "in"), str(tmp_path / "out"), out)
-        assert verify(str(tmp_path / "in"), str(tmp_path / "m.gguf"), out)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out", "billfish")
+    assert bf.verify(tmp_path / "in", tmp_path / "out")
+    assert bf.verify(tmp_path / "in", tmp_path / "m.gguf")
     edit_config(tmp_path / "out", quantization_config=None)
     np.testing.assert_allclose(logits(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
 
@@ -98,11 +96,10 @@ def test_a_folder_as_gguf(tmp_path, model_type, tied):
 def test_quantized_gguf_and_compressed_tensors_are_the_same_model(tmp_path, format):
     """A folder to GGUF, that to compressed-tensors: rows back in their places, weights bit for bit."""
     write_model(tmp_path / "in", "llama")
-    settings = quantization_of(format, None, "mse", ["lm_head=keep"])
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", False, settings)
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "m.gguf", format)
     ck = bf.load(tmp_path / "m.gguf")
     assert ck.describe("blk.0.attn_q.weight").format.name == format
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "compressed-tensors", requantize=False)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out", "compressed-tensors")
     by_gguf = logits(tmp_path, gguf_file="m.gguf")
     np.testing.assert_allclose(logits(tmp_path / "out"), by_gguf, rtol=1e-4, atol=1e-4)
     assert np.abs(by_gguf - logits(tmp_path / "in")).max() > 1e-3  # it was quantized
@@ -126,7 +123,7 @@ def test_what_llama_cpp_looks_for(tmp_path):
     (tmp_path / "in" / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|end|>", "chat_template": "{{x}}"})
     )
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     fields = {n: f.contents() for n, f in gguf.GGUFReader(tmp_path / "m.gguf").fields.items()}
     expected = {
         "general.architecture": "llama",
@@ -186,20 +183,21 @@ def test_a_real_tokenizer_comes_along(tmp_path):
     write_model(tmp_path / "model", "llama", vocab_size=len(ours.pieces))
     for file in folder.glob("tokenizer*"):
         file.rename(tmp_path / "model" / file.name)
-    convert(str(tmp_path / "model"), str(again), "gguf", requantize=False)
+    bf.convert(tmp_path / "model", again, "gguf")
     before, after = bf.load(path).metadata, bf.load(again).metadata
     names = {name for name in before if name.startswith("tokenizer.")} - {"tokenizer.ggml.add_space_prefix"}
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
-def test_tokenizers_that_are_left_out_are_named(tmp_path, capsys):
+def test_tokenizers_that_are_left_out_are_named(tmp_path):
     write_model(tmp_path / "in", "llama")
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
-    assert "tokenizer.json: left out: [llm.load]" in capsys.readouterr().err
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf").notes
+    assert note.name == "tokenizer.json"
+    assert note.reason.startswith("left out: [llm.load]")
     write_small(tmp_path / "small.gguf", Small(fields={"tokenizer.ggml.pre": "unheard of"}))
-    convert(str(tmp_path / "small.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
-    assert "tokenizer: left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh" in capsys.readouterr().err
+    (note,) = bf.convert(tmp_path / "small.gguf", tmp_path / "out", "billfish").notes
+    assert note.reason.startswith("left out: [llm.load] tokenizer.ggml.model: got 'gpt2' cut as 'unh")
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -221,12 +219,12 @@ def test_scaled_positions_go_both_ways(tmp_path, rule, key):
     """The rule becomes fields or divisors in GGUF, and the same rule again; both sides compute the same."""
     write_model(tmp_path / "in", "llama")
     edit_config(tmp_path / "in", **{"rope_parameters": None, "rope_theta": 10000.0, key: RULES[rule]})
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     expected, by_numpy = logits(tmp_path / "in"), Oracle(tmp_path / "m.gguf").logits(TOKENS[0].tolist())
     np.testing.assert_allclose(by_numpy, expected[0], rtol=1e-4, atol=1e-5)
     edit_config(tmp_path / "in", rope_scaling=None, rope_parameters=None)
     assert np.abs(logits(tmp_path / "in") - expected).max() > 5e-5  # scaled positions are others
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out", "billfish")
     edit_config(tmp_path / "out", quantization_config=None)
     np.testing.assert_allclose(logits(tmp_path / "out"), expected, rtol=1e-5, atol=1e-5)
 
@@ -244,7 +242,7 @@ def test_scaled_positions_of_other_rules_are_refused(tmp_path, rule, message):
     write_model(tmp_path / "in", "llama")
     edit_config(tmp_path / "in", rope_scaling=rule)
     with pytest.raises(bf.CheckpointError, match=re.escape(message)):
-        convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+        bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -263,7 +261,7 @@ def test_divisors_of_llama3_are_those_of_transformers(head_size, theta):
 def test_divisors_of_another_rule_are_refused(tmp_path):
     folders.write_gguf(tmp_path / "m.gguf", rope=np.linspace(1, 9, 8, dtype=np.float32))
     with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got divisors of another rule"):
-        convert(str(tmp_path / "m.gguf"), str(tmp_path / "out"), "billfish", requantize=False)
+        bf.convert(tmp_path / "m.gguf", tmp_path / "out", "billfish")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +275,7 @@ def test_settings_that_gguf_has_no_field_for_are_refused(tmp_path, settings, mes
     write_model(tmp_path / "in", "llama")
     edit_config(tmp_path / "in", **settings)
     with pytest.raises(bf.CheckpointError, match=re.escape(message)):
-        convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+        bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
 
 
 def test_a_sliding_window_is_where_the_context_ends(tmp_path):
@@ -292,15 +290,14 @@ def test_old_folders_have_frequencies_that_nobody_needs(tmp_path):
     write_model(tmp_path / "in", "llama")
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     save_file({name: np.ones(16, np.float32)}, tmp_path / "in" / "more.safetensors")
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     np.testing.assert_allclose(logits(tmp_path, gguf_file="m.gguf"), logits(tmp_path / "in"), rtol=1e-5, atol=1e-5)
 
 
 def test_rules_may_use_either_name(tmp_path):
     write_model(tmp_path / "in", "llama")
-    for i, rule in enumerate(("mlp.up_proj=q8_0", "ffn_up=q8_0")):
-        settings = quantization_of("q4_0", None, "rtn", [rule])
-        convert(str(tmp_path / "in"), str(tmp_path / f"{i}.gguf"), "gguf", False, settings)
+    for i, pattern in enumerate(("mlp.up_proj", "ffn_up")):
+        bf.quantize_checkpoint(tmp_path / "in", tmp_path / f"{i}.gguf", "q4_0", method="rtn", keep={pattern: "q8_0"})
         assert bf.load(tmp_path / f"{i}.gguf").describe("blk.1.ffn_up.weight").format.name == "q8_0"
 
 
@@ -314,12 +311,15 @@ def test_mlx_lm_loads_what_we_write(tmp_path, source):
     start = tmp_path / "in"
     if source == "gguf":
         start = tmp_path / "m.gguf"
-        convert(str(tmp_path / "in"), str(start), "gguf", False, quantization_of("q4_1", None, "mse", []))
+        bf.quantize_checkpoint(tmp_path / "in", start, "q4_1", method="mse", to="gguf")
     elif source == "gptq":
         start = tmp_path / "gptq"
         write_gptq(tmp_path / "in", start)
-    settings = quantization_of("affine4", 64, "mse", ["lm_head=affine8:32"]) if source == "folder" else None
-    convert(str(start), str(tmp_path / "out"), "mlx", False, settings)
+    if source == "folder":
+        keep = {"lm_head": "affine8:32"}
+        bf.quantize_checkpoint(start, tmp_path / "out", "affine4", group_size=64, keep=keep, to="mlx")
+    else:
+        bf.convert(start, tmp_path / "out", "mlx")
     model, _ = load_model(tmp_path / "out")
     model.set_dtype(mx.float32, lambda dtype: mx.issubdtype(dtype, mx.floating))
     theirs = np.array(model(mx.array(TOKENS.numpy())))

@@ -14,7 +14,6 @@ from llm_models import Small, write_model
 from safetensors.numpy import load_file, save_file
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of
 from billfish.cli import main
 from billfish.llm import default_model, evaluate, load
 
@@ -51,7 +50,7 @@ def test_sixteen_bits_stay_sixteen_bits(tmp_path, dtype):
 def test_a_folder_and_its_gguf_are_the_same_model(tmp_path, model_type):
     """Bits and all: both are read as the same tensors."""
     write_random(tmp_path / "in", model_type)
-    convert(str(tmp_path / "in"), str(tmp_path / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
     a, b = load(tmp_path / "in"), load(tmp_path / "m.gguf")
     assert np.array_equal(a.logits(TOKENS), b.logits(TOKENS))
     assert (a.tokenizer.pieces, a.tokenizer.ends) == (b.tokenizer.pieces, b.tokenizer.ends)
@@ -92,7 +91,7 @@ def test_a_file_and_a_folder_with_a_gguf(tmp_path):
     expected = load(tmp_path / "in").logits(TOKENS)
     assert np.array_equal(load(tmp_path / "in" / "model.safetensors").logits(TOKENS), expected)
     (tmp_path / "other").mkdir()
-    convert(str(tmp_path / "in"), str(tmp_path / "other" / "m.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "other" / "m.gguf", "gguf")
     assert np.array_equal(load(tmp_path / "other").logits(TOKENS), expected)
 
 
@@ -121,7 +120,7 @@ def test_layouts_of_others(tmp_path, layout):
 )
 def test_layouts_that_we_write(tmp_path, to, format):
     write_random(tmp_path / "in", "qwen3", hidden_size=128, intermediate_size=128)
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), to, False, quantization_of(format, 32, "rtn", []))
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", format, group_size=32, method="rtn", to=to)
     arrays = bf.load(tmp_path / "out")
     numbers = {n: bf.dequantize(t) if isinstance(t, bf.QuantizedTensor) else np.array(t) for n, t in arrays.items()}
     save_file(numbers, tmp_path / "in" / "model.safetensors")
@@ -142,7 +141,7 @@ def test_the_capital_of_france_from_a_folder(tmp_path, to):
 @pytest.mark.parametrize(("wanted", "format", "group"), [("q4_0", "q4_0", None), ("fp4:64", "fp4", 64)])
 def test_quantize_does_what_the_command_does(tmp_path, capsys, wanted, format, group):
     write_random(tmp_path / "in", "llama", intermediate_size=128)
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False, quantization_of(format, group, "mse", []))
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", format, group_size=group)
     capsys.readouterr()
     model = load(tmp_path / "in", quantize=wanted)
     assert np.array_equal(model.logits(TOKENS), load(tmp_path / "out").logits(TOKENS))

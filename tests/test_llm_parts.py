@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import struct
@@ -16,8 +17,9 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
-from billfish.cli import main
+from billfish.cli import main, parser
 from billfish.llm import commands, evaluate, load
+from billfish.llm.model import Model
 from billfish.llm.sampling import Sampler, Sampling, best_of
 
 
@@ -80,7 +82,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
         (tmp_path / "model.safetensors", no_config),
         (tmp_path / "empty", "no *.safetensors and no *.gguf in empty; takes a folder with one checkpoint"),
         (tmp_path / "none", "what cannot be opened (No such file or directory); takes a file or a folder"),
-        (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles; takes a GGUF file, a safetensors"),
+        (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
     ):
         for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
             assert main(command) == 2
@@ -205,7 +207,7 @@ def test_evaluation_by_hand(model, tmp_path):
     write_model(tmp_path / "other.gguf", Small(seed=9))
     other = load(tmp_path / "other.gguf")
     tokens = np.random.default_rng(1).integers(4, 260, 70).tolist()
-    found = evaluate(model, tokens, against=other, window=40)
+    found = evaluate(model, tokens, against=other, window=40, activations="exact")
     losses, divergences, same = [], [], []
     for part in (tokens[:40], tokens[40:]):
         p, q = (_probabilities(m.logits(part)[:-1]) for m in (other, model))
@@ -216,7 +218,7 @@ def test_evaluation_by_hand(model, tmp_path):
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-6)
     assert found.divergence == pytest.approx(np.mean(divergences), rel=1e-6)
     assert found.same_best == pytest.approx(np.mean(same))
-    assert evaluate(model, tokens, against=model).divergence == 0
+    assert evaluate(model, tokens, against=model, activations="exact").divergence == 0
 
 
 def _probabilities(logits):
@@ -311,8 +313,6 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
         raise line
 
     monkeypatch.setattr("builtins.input", answer)
-    from billfish.cli import parser
-
     chat = commands.Chat(model, parser().parse_args(["run", "-n", "3", "--system", "b"]))
     chat.talk()
     captured = capsys.readouterr()
@@ -322,8 +322,6 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
 
 
 def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
-    from billfish.cli import parser
-
     chat = commands.Chat(model, parser().parse_args(["run"]))
     decoder_run, calls = model.decoder.run, []
 
@@ -337,3 +335,10 @@ def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
     chat.answer("ab")
     assert "…" in capsys.readouterr().out
     assert [m["role"] for m in chat._messages] == ["user", "assistant"]
+
+
+def test_one_default_of_activations_for_answers_and_evaluation():
+    defaults = {inspect.signature(call).parameters["activations"].default for call in (evaluate, Model.generate)}
+    for command in (["run"], ["eval", "--text", "a"]):
+        defaults.add(parser().parse_args(command).activations)
+    assert defaults == {"q16"}

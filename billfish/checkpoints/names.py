@@ -105,6 +105,11 @@ def is_gguf(checkpoint: Checkpoint) -> bool:
     return isinstance(checkpoint.metadata, Metadata)
 
 
+def is_gguf_name(name: str) -> bool:
+    """Whether llama.cpp calls a tensor so."""
+    return model_name(name) is not None or name == ROTARY_FACTORS
+
+
 def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     """A checkpoint under the names that models of transformers and mlx-lm have. Only GGUF has others, and an order of
     rows of its own; raises UnknownModel for one that we cannot translate."""

@@ -38,7 +38,7 @@ def evaluate(
     tokens: Sequence[int],
     *,
     against: Model | None = None,
-    activations: str = "exact",
+    activations: str = "q16",
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:

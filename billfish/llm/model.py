@@ -21,7 +21,7 @@ from billfish.llm.decoder import Convert, Decoder, Tensor
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
 from billfish.llm.sampling import Sampling
 from billfish.llm.source import open_source
-from billfish.progress import Progress
+from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
@@ -36,16 +36,17 @@ LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is whil
 class Model:
     """Make one with :func:`load`."""
 
-    def __init__(self, path: Path, convert: Convert | None = None, progress: bool = False) -> None:
+    def __init__(self, path: Path, convert: Convert | None = None, progress: bool | OnProgress = True) -> None:
         self.path = path
         self.source = source = open_source(path)
         self.config = read_config(source.fields, source.vocabulary)
         size = source.tensors.nbytes
-        shown = progress and (convert is not None or size > LONG_BYTES)
-        with Progress(size, "B", enabled=shown) as bar, ThreadPoolExecutor(1) as pool:
+        if progress is True and convert is None and size < LONG_BYTES:
+            progress = False
+        with follow(progress, size) as advance, ThreadPoolExecutor(1) as pool:
 
             def read(name: str, tensor: Tensor) -> Tensor:
-                bar.advance(source.tensors.describe(name).nbytes, source.name(name))
+                advance(source.tensors.describe(name).nbytes, source.name(name))
                 return tensor if convert is None else convert(name, tensor)
 
             self.decoder = Decoder(source, self.config, read)
@@ -160,7 +161,7 @@ def load(
     *,
     quantize: str | None = None,
     convert: Convert | None = None,
-    progress: bool = False,
+    progress: bool | OnProgress = True,
 ) -> Model:
     """A model from a GGUF file, a safetensors file beside its config.json, or a folder of any layout that
     :func:`billfish.load` opens, with its tokenizer.json; without a path, the SmolLM2-135M-Instruct of the package
@@ -169,7 +170,7 @@ def load(
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
     that `billfish quantize` would take. Matrices that must stay for their K are named on standard error.
     convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
-    returns what to use. progress: show on standard error how far a long load is.
+    returns what to use. progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
     model = default_model() if path is None else Path(path)
     if quantize is None:

@@ -8,7 +8,8 @@ from typing import TextIO
 import numpy as np
 
 from billfish.arrays import FLOATS
-from billfish.checkpoints.writers.plan import Quantization, Remark, by_reason
+from billfish.checkpoints.reports import Remark, by_reason
+from billfish.checkpoints.writers.plan import Quantization
 from billfish.errors import FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.llm.decoder import Tensor

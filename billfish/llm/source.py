@@ -38,7 +38,8 @@ def open_source(path: Path) -> Source:
     checkpoint = Checkpoint(path)
     if isinstance(checkpoint.metadata, Metadata):
         return _of_gguf(checkpoint, checkpoint.metadata)
-    return _of_folder(checkpoint, path if path.is_dir() else path.parent)
+    assert checkpoint.folder is not None  # it is not in memory
+    return _of_folder(checkpoint, checkpoint.folder)
 
 
 def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:

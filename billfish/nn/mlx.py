@@ -158,7 +158,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         format: str | Format = "fp4",
         *,
         group_size: int | None = None,
-        method: str = "rtn",
+        method: str = "mse",
         activations: str = "exact",
         **options: str,
     ) -> MarlinLinear:

@@ -63,7 +63,7 @@ def quantize_model(
     format: str | Format = "fp4",
     *,
     group_size: int | None = None,
-    method: str = "rtn",
+    method: str = "mse",
     activations: str = "exact",
     predicate: Predicate | None = None,
     progress: bool = True,

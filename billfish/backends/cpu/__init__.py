@@ -100,6 +100,10 @@ class CpuBackend(Backend):
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
+    def usable(self) -> tuple[bool, str]:
+        named = "as BILLFISH_ISA says" if "BILLFISH_ISA" in os.environ else "the best of this machine"
+        return True, f"{self.level} kernels, {named}"
+
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
         weights = self.pack_all([tensor])[0]
         assert isinstance(weights, PackedWeights)
