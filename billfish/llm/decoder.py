@@ -10,6 +10,7 @@ import numpy as np
 from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.axes import why_never, why_not
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.cpu.plain import PLAIN_TYPES, PlainWeights
 from billfish.backends.cpu.source import codes_of
@@ -126,7 +127,7 @@ class Decoder:
         entry = self._tensors[name]
         about = entry.description
         if about.unsupported:
-            takes = f"a type that can be run: {', '.join(ggml_names())}"
+            takes = f"a type that can be run: {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}"
             raise ModelError(complaint(CALL, name, f"ggml's type {about.dtype}", takes))
         _check_shape(name, about.shape, shape)
         tensor = entry.read(None, None)
@@ -142,7 +143,11 @@ class Decoder:
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
-        if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in PLAIN_TYPES):
+        if isinstance(tensor, QuantizedTensor):
+            if reason := why_never(tensor.format) or why_not(tensor.group_size, shape[1]):
+                got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+                raise ModelError(complaint(CALL, name, got, takes))
+        elif not tensor.dtype.isnative or tensor.dtype.name not in PLAIN_TYPES:
             takes = f"quantized ones, {', '.join(PLAIN_TYPES[:-1])} or {PLAIN_TYPES[-1]}"
             raise ModelError(complaint(CALL, name, f"{tensor.dtype} weights", takes))
         return tensor
