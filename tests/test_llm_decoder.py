@@ -16,6 +16,8 @@ from billfish.activations import quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.gguf import ggml_names
+from billfish.elements import U4B8
+from billfish.formats.words import ScaledWordFormat
 from billfish.llm import Cache, load
 from billfish.llm.generation import CHUNK
 
@@ -304,6 +306,20 @@ def test_a_matrix_of_another_type_is_refused(path_of):
             f"[llm.load] blk.0.attn_q.weight: got {np.dtype(dtype)} weights; "
             "takes quantized ones, float32, float16 or bfloat16"
         )
+
+
+class OddGroups(ScaledWordFormat):
+    name, element, block_size, group_sizes = "odd_groups", U4B8, 8, (48,)
+
+
+def test_a_format_that_the_kernels_do_not_take_is_refused(path_of):
+    path = path_of(Small("llama", quantization="F32", hidden=96))
+    with pytest.raises(bf.ModelError) as caught:
+        load(path, convert=lambda _, tensor: bf.quantize(tensor, OddGroups()) if tensor.ndim == 2 else tensor)
+    assert str(caught.value) == (
+        "[llm.load] blk.0.attn_q.weight: got odd_groups weights (groups of 48; it takes 16, 32, 64, 128, 256, "
+        "multiples of 256, or all of K); takes a format that the CPU engine multiplies with"
+    )
 
 
 def test_types_of_plain_matrices_are_named(path_of):

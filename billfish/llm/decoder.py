@@ -10,6 +10,7 @@ import numpy as np
 from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.axes import why_never, why_not
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.cpu.plain import PLAIN_TYPES, PlainWeights
 from billfish.backends.cpu.source import codes_of
@@ -150,7 +151,7 @@ class Decoder:
             raise ModelError(complaint(CALL, own, "no such tensor", f"a {self.config.architecture} model that has it"))
         about = self._source.tensors.describe(name)
         if about.unsupported:
-            types = f"a type that can be run: {', '.join(ggml_names())}"
+            types = f"a type that can be run: {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}"
             takes = types if about.layout == "gguf" else "a layout that docs/checkpoints.md lists"
             raise ModelError(complaint(CALL, own, about.unsupported, takes))
         _check_shape(own, about.shape, shape)
@@ -170,7 +171,11 @@ class Decoder:
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
-        if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in PLAIN_TYPES):
+        if isinstance(tensor, QuantizedTensor):
+            if reason := why_never(tensor.format) or why_not(tensor.group_size, shape[1]):
+                got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+                raise ModelError(complaint(CALL, name, got, takes))
+        elif not tensor.dtype.isnative or tensor.dtype.name not in PLAIN_TYPES:
             takes = f"quantized ones, {', '.join(PLAIN_TYPES[:-1])} or {PLAIN_TYPES[-1]}"
             raise ModelError(complaint(CALL, self._source.name(name), f"{tensor.dtype} weights", takes))
         self._formats.add(_kind_of(tensor))

@@ -196,7 +196,8 @@ struct TileShape {
   int64_t blocks, chunks;
   size_t chunk_header, span_header, block_code_bytes, full_chunk_bytes, tile_bytes;
 
-  TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group), span(w.group <= BLOCK ? 1 : w.group / BLOCK) {
+  // Inlined, or it would be a weak symbol that levels share: see simd/room.h.
+  __attribute__((always_inline)) TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group), span(w.group <= BLOCK ? 1 : w.group / BLOCK) {
     blocks = blocks_of(w.k);
     chunks = (blocks + 7) / 8;
     chunk_header = size_t(rows) * chunk_scale_bytes(w.scales);
