@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from billfish.about import ABOUT
 from billfish.activations import check_activations
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names, is_gguf
@@ -42,6 +43,7 @@ try:
         find_places,
         make_layer,
         refuse_others,
+        says_format,
         set_rotary_scaling,
         state_dict,
     )
@@ -141,6 +143,8 @@ class BillfishQuantizer(HfQuantizer):
                 share=places.shares.get(path),
                 mesh=places.mesh,
             )
+            if isinstance(config, LoadConfig) or not says_format(source, name):
+                layer.register_buffer(ABOUT, None)  # nobody must look for it in the file
             model.set_submodule(path, layer)
             self.storage |= {f"{path}.{part}" for part in layer.storage_names}
 
@@ -182,6 +186,7 @@ class BillfishQuantizer(HfQuantizer):
             for name, buffer in list(layer.named_buffers()):
                 if buffer.dtype == torch.uint32:  # as MLX writes words
                     layer.register_buffer(name, buffer.view(torch.int32))
+            layer.set_about()
             layer.repack()  # nobody writes to the files that the arrays may be views of
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()

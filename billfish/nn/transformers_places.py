@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from billfish.about import ABOUT
 from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import CheckpointError, complaint
@@ -56,6 +57,11 @@ def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
             got = f"a {format.name} matrix that belongs to no Linear"
             takes = "billfish.nn.transformers.load_model, which decodes it"
             raise CheckpointError(complaint("from_pretrained", name, got, takes))
+
+
+def says_format(source: Checkpoint, name: str) -> bool:
+    """Whether the file has an array beside a matrix that says its format, as files of layers have."""
+    return any(part.rpartition(".")[2] == ABOUT for part in source.entry(name).parts)
 
 
 def make_layer(
