@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,7 @@ from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor, check_permutation
+from billfish.typing import Activations, FormatLike, Method
 
 ARRAYS = MlxArrays()
 
@@ -80,7 +81,7 @@ def view_of(array: mx.array) -> NDArray[Any]:
     return np.asarray(array)
 
 
-def _product(tensor: QuantizedTensor, activations: str) -> Any:
+def _product(tensor: QuantizedTensor, activations: Activations) -> Any:
     """x, bias -> y by our kernels, as a function whose derivative MLX knows."""
 
     @mx.custom_function
@@ -117,14 +118,16 @@ class MarlinLinear(base.MarlinLinear, Module):
         out_features: int,
         bias: bool = True,
         *,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         group_size: int | None = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         act_order: bool = False,
         dtype: mx.Dtype = mx.float32,
+        framework: Literal["mlx"] = "mlx",
         **options: str,
     ) -> None:
         """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
+        base.check_framework(framework, self.kind)
         known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {name: ARRAYS.from_numpy(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
         permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
@@ -139,7 +142,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         storage: dict[str, mx.array],
         bias: mx.array | None,
         permutation: mx.array | None,
-        activations: str,
+        activations: Activations,
     ) -> None:
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.format, self.group_size = format.name, group_size
@@ -158,14 +161,14 @@ class MarlinLinear(base.MarlinLinear, Module):
         self.freeze()
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
         cls,
         linear: Linear,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "rtn",
+        activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize an mlx.nn.Linear. The bias is kept as it is."""
@@ -183,7 +186,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         bias: mx.array | None = None,
         *,
         permutation: Any = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
     ) -> MarlinLinear:
         """A layer with a copy of these weights.
 
@@ -263,15 +266,14 @@ class MarlinLinear(base.MarlinLinear, Module):
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        weight = dequantize(self.quantized(), str(dtype).rsplit(".", 1)[-1])
         linear = Linear(1, 1, bias=False)
-        linear.weight = ARRAYS.from_numpy(weight)
+        linear.weight = dequantize(self.quantized(), dtype)
         if "bias" in self:
             linear.bias = self.bias.astype(dtype)
         linear.train(self.training)
         return linear
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> mx.array:  # type: ignore[override]  # one kind is what this one takes
         bias = self.get("bias")
         try:
             matrix = self._matrix()

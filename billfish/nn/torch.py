@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from billfish.nn.torch_watch import order_array, to_numpy, to_torch
 from billfish.nn.torch_weights import ORDER, Weights
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations, FormatLike, Method
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,15 +73,17 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         group_size: int | None = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         act_order: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        framework: Literal["torch"] = "torch",
         **options: str,
     ) -> None:
         """A layer of zeros, to load a state dict into. `act_order` makes room for a permutation."""
+        base.check_framework(framework, self.kind)
         known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {
             name: torch.zeros(spec.shape, dtype=to_torch(np.empty(0, spec.dtype)).dtype, device=device)
@@ -98,7 +101,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         storage: dict[str, Tensor],
         bias: Tensor | None,
         permutation: Tensor | None,
-        activations: str,
+        activations: Activations,
     ) -> None:
         torch.nn.Module.__init__(self)
         self.format, self.group_size = format.name, group_size
@@ -116,14 +119,14 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
         cls,
         linear: torch.nn.Linear,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "rtn",
+        activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize a torch.nn.Linear, on the device it is on. The bias is kept as it is, not copied."""
@@ -141,7 +144,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         bias: Tensor | None = None,
         *,
         permutation: Any = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> Self:
         """A layer with a copy of these weights.

@@ -28,6 +28,7 @@ from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
 from billfish.ops import check_method
+from billfish.typing import Activations, FormatName, Method
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -64,10 +65,10 @@ class BillfishConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        format: str = "fp4",
+        format: FormatName | str = "fp4",
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "rtn",
+        activations: Activations = "exact",
         options: dict[str, str] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
         modules_to_not_convert: list[str] | None = None,
@@ -97,7 +98,7 @@ class BillfishConfig(QuantizationConfigMixin):
 class LoadConfig(BillfishConfig):
     """For load_model alone: where the matrices of a checkpoint go. Saved, it is a BillfishConfig like any other."""
 
-    def __init__(self, weights: Checkpoint, places: Places, activations: str) -> None:
+    def __init__(self, weights: Checkpoint, places: Places, activations: Activations) -> None:
         super().__init__(activations=activations)
         self.source: tuple[Checkpoint, Places] | None = (weights, places)
 
@@ -236,7 +237,7 @@ def load_model(
     path: str | os.PathLike[str],
     auto_class: Any = AutoModelForCausalLM,
     *,
-    activations: str = "exact",
+    activations: Activations = "exact",
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Any:

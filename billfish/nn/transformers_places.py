@@ -21,6 +21,7 @@ from billfish.nn.torch import MarlinLinear
 from billfish.nn.torch_watch import to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations
 
 
 class Places(NamedTuple):
@@ -69,7 +70,7 @@ def make_layer(
     about: Description,
     *,
     act_order: bool,
-    activations: str,
+    activations: Activations,
     share: parallel.Share | None = None,
     mesh: DeviceMesh | None = None,
 ) -> MarlinLinear:
