@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_folders import matrices, write_folder, write_gguf
+from llm_models import Small, write_model
 from support import assert_same_bits
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -185,6 +186,23 @@ def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
     ours, expected = logits(model), logits(theirs)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(("architecture", "head_size"), [("qwen3", 32), ("qwen3", 16), ("qwen2", 32), ("llama", 32)])
+def test_gguf_with_heads_of_another_size(architecture, head_size, tmp_path):
+    """hidden / heads is 16, and transformers' default for Qwen3 is 128. The oracle is our own decoder."""
+    path = tmp_path / "model.gguf"
+    write_model(path, Small(architecture, head_size=head_size, rope_base=1e6))
+    expected = torch.from_numpy(bf.llm.load(path).logits(TOKENS[0].tolist()))
+    model = load_model(path)
+    assert model.config.head_dim == head_size
+    torch.testing.assert_close(logits(model)[0], expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_gguf_with_values_of_another_size(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "q4_0", "qwen3", value_length=64)
+    with pytest.raises(bf.CheckpointError, match=r"qwen3\.attention\.value_length: got values of 64; takes 128"):
+        load_model(tmp_path / "model.gguf")
 
 
 def test_quantized_embeddings_are_for_load_model(tmp_path):

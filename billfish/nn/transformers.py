@@ -45,6 +45,7 @@ try:
         make_layer,
         refuse_others,
         says_format,
+        set_head_size,
         set_rotary_scaling,
         state_dict,
     )
@@ -254,6 +255,7 @@ def load_model(
     if is_gguf(checkpoint):
         file = path if path.is_file() else min(path.glob("*.gguf"))
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        set_head_size(config, checkpoint)
         set_rotary_scaling(config, checkpoint)
     else:
         config = AutoConfig.from_pretrained(path)

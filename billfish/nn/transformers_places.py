@@ -161,6 +161,18 @@ def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str
     return matrix(name)[part]
 
 
+def set_head_size(config: Any, checkpoint: Checkpoint) -> None:
+    """The size of a head as GGUF says it, or means it. transformers takes that of the smallest Qwen3 for all Qwen3."""
+    architecture = checkpoint.metadata["general.architecture"]
+    plain = config.hidden_size // config.num_attention_heads
+    size = checkpoint.metadata.get(f"{architecture}.attention.key_length", plain)
+    values = checkpoint.metadata.get(f"{architecture}.attention.value_length", size)
+    if values != size:
+        got, takes = f"values of {values}", f"{size}, the size of keys"
+        raise CheckpointError(complaint("load_model", f"{architecture}.attention.value_length", got, takes))
+    config.head_dim = int(size)
+
+
 def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:
     """Llama 3.1 and later scale rotary frequencies. GGUF has factors for that, transformers the rule behind them."""
     architecture = checkpoint.metadata["general.architecture"]
