@@ -23,7 +23,7 @@ from billfish.about import ABOUT
 from billfish.activations import check_activations
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names, is_gguf
-from billfish.errors import BackendUnavailable, ShapeError
+from billfish.errors import BackendUnavailable, FormatError, ShapeError, complaint
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
@@ -61,7 +61,8 @@ class BillfishConfig(QuantizationConfigMixin):
 
     format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
-    modules_to_not_convert: layers to leave; by default the output layer. Layers whose weights are tied always stay.
+    modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
+    output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class BillfishQuantizer(HfQuantizer):
 
     def _choose(self, model: Any) -> None:
         config = self.quantization_config
+        self._check_names(model)
         skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
         tied = model.all_tied_weights_keys
         held = {name.removesuffix(".weight") for name in (*tied.keys(), *tied.values())}
@@ -169,6 +171,25 @@ class BillfishQuantizer(HfQuantizer):
                     self.chosen[path] = settings
                 except ShapeError as error:
                     self.left[path] = str(error)
+
+    def _check_names(self, model: Any) -> None:
+        """Raises for names that no layer has: whoever wrote them meant one."""
+        config = self.quantization_config
+        linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+        paths = [path for path, _ in model.named_modules()]
+        unused = {
+            "modules": [path for path in config.modules if path not in linears],
+            "modules_to_not_convert": [
+                pattern
+                for pattern in config.modules_to_not_convert or []
+                if all(should_convert_module(path, [pattern]) for path in paths)
+            ],
+        }
+        for argument, patterns in unused.items():
+            if patterns:
+                got = f"{patterns[0]!r}, which no layer is called"
+                takes = f"names such as {', '.join(map(repr, linears[:3]))}"
+                raise FormatError(complaint("BillfishConfig", argument, got, takes))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from billfish.about import ABOUT
@@ -50,14 +52,29 @@ def find_places(model: Any, source: Checkpoint) -> Places:
 
 
 def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
-    """from_pretrained reads arrays itself and could not decode a quantized embedding."""
-    wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
-    for name in wanted.intersection(source).difference(places.names.values()):
-        format = source.describe(name).format
-        if format is not None:
-            got = f"a {format.name} matrix that belongs to no Linear"
-            takes = "billfish.nn.transformers.load_model, which decodes it"
-            raise CheckpointError(complaint("from_pretrained", name, got, takes))
+    """Raises for quantized matrices that are wanted by what is no Linear: embeddings, experts, GPT-2's Conv1D.
+
+    from_pretrained reads arrays itself, could not decode these, and would leave random numbers in their place.
+    """
+    state = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+
+    def is_wanted(name: str) -> bool:
+        new, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return new in state
+
+    placed = set(places.names.values())
+    quantized = [name for name in source if name not in placed and source.describe(name).format is not None]
+    lost = [name for name in quantized if is_wanted(name)]
+    if lost:
+        format = source.describe(lost[0]).format
+        assert format is not None
+        more = f", as do {len(lost) - 1} others" if lost[1:] else ""
+        got = f"a {format.name} matrix that belongs to no Linear{more}"
+        takes = "billfish.nn.transformers.load_model, which decodes it"
+        raise CheckpointError(complaint("from_pretrained", lost[0], got, takes))
 
 
 def says_format(source: Checkpoint, name: str) -> bool:
