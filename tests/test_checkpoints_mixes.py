@@ -15,6 +15,7 @@ from support import assert_same_bits
 import billfish as bf
 from billfish.checkpoints.mixes import FILE_TYPES, MIXES, mix_named
 from billfish.cli import main
+from billfish.llm.quantizing import Quantizer
 
 HALF = [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
 ALL = list(range(32))
@@ -212,6 +213,25 @@ def test_the_file_type_stays_where_no_tensor_changes(tmp_path):
     assert main(["quantize", str(tmp_path / "in"), first, "--format", "Q5_K_M", "--method", "rtn"]) == 0
     assert main(["convert", first, second, "--to", "gguf"]) == 0
     assert Path(first).read_bytes() == Path(second).read_bytes()
+
+
+def test_a_model_that_is_quantized_while_it_loads(tmp_path):
+    arrays = write_model(tmp_path / "in")
+    quantizer = Quantizer("q4_k_m", tmp_path / "in")
+    down = arrays["model.layers.3.mlp.down_proj.weight"]
+    assert [quantizer(f"blk.{i}.ffn_down.weight", down).format.name for i in (1, 2, 3)] == ["q4_k", "q6_k", "q6_k"]
+    assert quantizer("output.weight", arrays["lm_head.weight"]).format.name == "q6_k"
+    norm = arrays["model.norm.weight"]
+    assert quantizer("output_norm.weight", norm) is norm
+
+
+def test_only_limits_a_mix(tmp_path):
+    write_model(tmp_path / "in")
+    bf.quantize_checkpoint(
+        tmp_path / "in", tmp_path / "out", "Q4_K_M", only=["down_proj"], method="rtn", progress=False
+    )
+    ck = bf.load(tmp_path / "out")
+    assert all(("down_proj" in name) == (ck.describe(name).format is not None) for name in ck)
 
 
 def test_a_model_without_such_names_is_refused(tmp_path, capsys):

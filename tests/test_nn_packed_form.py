@@ -195,4 +195,4 @@ def test_threads_that_start_together():
     for _ in range(20):
         with ThreadPoolExecutor(4) as pool:
             assert all(torch.equal(y, expected) for y in pool.map(layer, [X] * 8))
-        assert layer.state_dict().keys() == tensor.storage.keys()
+        assert layer.state_dict().keys() == {*tensor.storage, "about"}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from billfish.about import ABOUT
 from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
 from billfish.checkpoints.container import (
     CALL,
@@ -119,10 +120,10 @@ def _recognise(
     metadata: Mapping[str, str],
 ) -> Entry | None:
     """The entry that begins with this array, if one does."""
-    module, _, suffix = name.rpartition(".")
+    module, dot, suffix = name.rpartition(".")
 
     def parts(names: tuple[str, ...]) -> dict[str, Stored]:
-        return {n: stored[f"{module}.{n}"] for n in names if f"{module}.{n}" in stored}
+        return {n: stored[module + dot + n] for n in names if module + dot + n in stored}
 
     if suffix == "qweight":
         found = parts(GPTQ_PARTS)
@@ -141,8 +142,8 @@ def _recognise(
         settings = section(config, "quantization") or section(config, "quantization_config")
         return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings)
     if suffix in native.first_parts():
-        settings = _native_settings(about, metadata)
-        return native.recognise(module, parts(native.parts()), settings) if settings else None
+        settings, found = _native_settings(about, metadata), parts(native.parts())
+        return native.recognise(module, found, settings) if settings or ABOUT in found else None
     if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
         return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
     return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from billfish.checkpoints.names import gguf_name
+from billfish.checkpoints.names import gguf_name, is_gguf_name
 from billfish.errors import CheckpointError, complaint
 from billfish.format import FORMATS, Format, get_format
 
@@ -81,7 +81,7 @@ class Mix:
 
     def rules(self, call: str, shapes: Shapes, wanted: Iterable[str]) -> list[tuple[re.Pattern[str], Format, None]]:
         """The same for wanted tensors, as one pattern for each format. Names are those of llama.cpp or transformers."""
-        known = {name: gguf_name(name) for name in shapes}
+        known = {name: name if is_gguf_name(name) else gguf_name(name) for name in shapes}
         strange = [name for name, theirs in known.items() if theirs is None and len(shapes[name]) >= 2]
         if strange:
             takes = "a model whose tensors llama.cpp has names for, as it goes by them"

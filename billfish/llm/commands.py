@@ -28,11 +28,11 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def _load(path: str | None) -> Model:
+def _load(path: str | None, quantize: str | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
-        return load(path)
+        return load(path, quantize=quantize)
     finally:
         gc.enable()
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     chat = arguments.prompt is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
-    model = _load(arguments.model)
+    model = _load(arguments.model, arguments.quantize)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
         raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
@@ -205,7 +205,7 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = _load(arguments.model)
+    model = _load(arguments.model, arguments.quantize)
     against = None if arguments.against is None else _load(arguments.against)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
     found = evaluate(

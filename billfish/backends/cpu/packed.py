@@ -19,7 +19,7 @@ from billfish.files import replacing
 from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
-# The order of the enums in layout/problem.h.
+# The order of the enums in layout/problem.h; what these have behind it is in plain.py.
 CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
 SCALES = (
     "f16",

@@ -15,12 +15,12 @@ import json
 import math
 import secrets
 from pathlib import Path
-from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Description
 from billfish.checkpoints.gguf import Metadata
-from billfish.checkpoints.names import is_gguf, is_gguf_name
+from billfish.checkpoints.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.names import EMBEDDING, is_gguf, is_gguf_name
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.writers.awq import AwqTarget
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_file, safetensors_files
@@ -29,12 +29,12 @@ from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.gguf import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
 from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
-from billfish.checkpoints.writers.names import ARCHITECTURE_OF, for_folders, for_gguf
+from billfish.checkpoints.writers.names import GgufFields, for_folders, for_gguf, typed
 from billfish.checkpoints.writers.native import NativeTarget
 from billfish.checkpoints.writers.plain import PlainTarget
 from billfish.checkpoints.writers.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
-from billfish.checkpoints.writers.tokenizer import tokenizer_files
+from billfish.checkpoints.writers.tokenizer import tokenizer_fields, tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
 from billfish.progress import OnProgress
 from billfish.version import __version__
@@ -127,11 +127,8 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
         mix = settings.quantization.mix if settings.quantization else None
-        fields = _gguf_metadata(checkpoint) | file_type_fields(checkpoint, items, mix)
-        lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
-        if lost and "tokenizer.ggml.model" not in fields:
-            takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
-            notes.append(Remark(lost[0], f"left out: {takes}"))
+        described = file_type_fields(checkpoint, items, mix)
+        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, notes), **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, inputs, unchanged, on_disk)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
@@ -157,6 +154,21 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
         return tokenizer_files(checkpoint.metadata)
     except (ModelError, BackendUnavailable) as error:
         notes.append(Remark("tokenizer", f"left out: {error}"))
+        return {}
+
+
+def _tokenizer_fields(checkpoint: Checkpoint, notes: list[Remark]) -> GgufFields:
+    """The tokenizer that lies beside a folder's weights, as GGUF has it."""
+    folder = checkpoint.folder
+    if folder is None or EMBEDDING not in checkpoint or is_gguf(checkpoint):
+        return {}
+    files = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    if not files:
+        return {}
+    try:
+        return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
+    except (ModelError, BackendUnavailable) as error:
+        notes.append(Remark(files[0], f"left out: {error}"))
         return {}
 
 
@@ -194,7 +206,7 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return False
 
 
-def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
+def _gguf_metadata(checkpoint: Checkpoint) -> GgufFields:
     """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
     not, the architecture and the whole configuration."""
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):

@@ -106,8 +106,8 @@
     const { bits } = programs.elements[programs.formats[state.format].element];
     state.codes = state.codes.map((code) => code & (2 ** bits - 1));
     draw();
-    clearTimeout(timer);
-    timer = setTimeout(() => location.replace(address()), 200); // browsers refuse to change it too often
+    clearTimeout(timer); // browsers refuse to change the address too often
+    timer = setTimeout(() => history.replaceState(null, "", address()), 200);
   }
 
   /** The state, as the end of an address. */
