@@ -27,7 +27,8 @@ forty: $(VENV)/test.stamp
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/forty .
 	$(BIN)/python -m venv build/forty/venv
 	build/forty/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/forty/*.whl
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
+	  > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
 	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
 	$(BIN)/python tests/forty/run.py build/forty/venv/bin
 
