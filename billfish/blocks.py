@@ -1,7 +1,7 @@
 """ggml blocks as plain bytes: quantize_q4_0(x) -> blocks and dequantize_q4_0(blocks) -> float32, for each type.
 
-x [..., K] becomes uint8 [..., K/32 * bytes of a block], bit for bit what ggml writes; arrays of any library, the same
-kind out.
+x [..., K] becomes uint8 [..., K/32 * bytes of a block]; arrays of any library, the same kind out. The method is
+"rtn" here, unlike in billfish.quantize: plain rounding writes the very bits that ggml writes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
     for function, text in (
-        (quantize_blocks, f"x [..., K] -> {name} blocks, uint8 [..., bytes]; method as in billfish.quantize."),
+        (
+            quantize_blocks,
+            f"x [..., K] -> {name} blocks, uint8 [..., bytes]. method: rtn gives ggml's bits, mse less error.",
+        ),
         (dequantize_blocks, f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."),
     ):
         function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)

@@ -31,12 +31,12 @@ Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
 def quantize(
-    w: AnyArray, format: FormatLike, *, group_size: int | None = None, method: Method = "rtn", **options: str
+    w: AnyArray, format: FormatLike, *, group_size: int | None = None, method: Method = "mse", **options: str
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "rtn" rounds to nearest; "mse" searches the scale (and offset) of least squared error in each group.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster.
     options: zero_point="integer" | "fractional" for u4.
     """
     weights = float_input("quantize", "w", w).numpy()
@@ -125,8 +125,10 @@ def dequantize(
     dtype: a name, or a type of NumPy, ml_dtypes, torch or MLX. The result is an array of the library of the type; that
     of a name is a NumPy array.
     like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library, on its device.
+    q: what :func:`quantize` or a checkpoint gave.
     out: an array [N, K] to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU; its
     type then counts, and it is returned.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "dequantize"
     if not isinstance(q, QuantizedTensor):
@@ -208,6 +210,7 @@ def quantized_linear(
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
     out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "quantized_linear"
     tensor: Weights
@@ -241,7 +244,10 @@ def quantized_linears(
 
     x [..., K] is multiplied with all of them, as with query, key and value, or gate and up: the CPU prepares it once,
     and its threads share out the rows of all weights together. Or x is a list or tuple, an array for each of the
-    weights, as with the experts of a mixture. biases: one for each of the weights, or None in its place.
+    weights, as with the experts of a mixture.
+
+    biases: one for each of the weights, or None in its place.
+    activations, backend: as in :func:`quantized_linear`.
     """
     call = "quantized_linears"
     for name, given in (("weights", weights), ("biases", biases)):
@@ -305,7 +311,7 @@ def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> A
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:
-    """The weights as the CPU's kernels read them, for `quantized_linear`; the tensor itself need not be kept.
+    """The weights of q as the CPU's kernels read them, for `quantized_linear`; q itself need not be kept.
 
     `quantized_linear` does this at its first call with a tensor, and then holds both. This is for whoever wants one of
     them, or wants to save it: packed.save(path), PackedWeights.load(path).
@@ -370,6 +376,7 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
     w_q4: blocks uint8 [N, ...] of `format` (q4_0 unless given), or a QuantizedTensor of any format.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "gemm_w4a8"
     if isinstance(w_q4, QuantizedTensor):

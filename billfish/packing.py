@@ -23,13 +23,17 @@ ZeroPoint = Literal["integer", "fractional"]
 
 
 @overload
-def pack_fp4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "rtn") -> tuple[Words, Halves]: ...
+def pack_fp4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse") -> tuple[Words, Halves]: ...
 @overload
-def pack_fp4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "rtn") -> tuple[ArrayT, ArrayT]: ...
+def pack_fp4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse") -> tuple[ArrayT, ArrayT]: ...
 
 
-def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "rtn") -> Any:
-    """w [K, N] -> FP4 codes uint32 [K/8, N], scales float16 [K/g, N]."""
+def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "mse") -> Any:
+    """w_kn [K, N] -> FP4 codes uint32 [K/8, N], scales float16 [K/g, N].
+
+    group_size: how many consecutive weights along K share a scale, the g of the shapes.
+    method: as in `bf.quantize`.
+    """
     return _pack("pack_fp4_weights", w_kn, "fp4", group_size, method)
 
 
@@ -44,24 +48,28 @@ def unpack_fp4_weights(
 
 
 def unpack_fp4_weights(packed: Any, scales: Any, group_size: int = 32, *, dtype: FloatType = "float32") -> Any:
-    """The inverse: w [K, N] as numbers."""
+    """The inverse of `bf.pack_fp4_weights`: packed, scales and their group_size -> w [K, N] as numbers, in `dtype`."""
     return _unpack("unpack_fp4_weights", "fp4", {"packed": packed, "scales": scales}, group_size, dtype)
 
 
 @overload
 def pack_u4_weights(
-    w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "rtn", zero_point: ZeroPoint = "integer"
+    w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse", zero_point: ZeroPoint = "integer"
 ) -> tuple[Words, Halves, NDArray[Any]]: ...
 @overload
 def pack_u4_weights(
-    w_kn: ArrayT, group_size: int = 32, *, method: Method = "rtn", zero_point: ZeroPoint = "integer"
+    w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse", zero_point: ZeroPoint = "integer"
 ) -> tuple[ArrayT, ArrayT, ArrayT]: ...
 
 
 def pack_u4_weights(
-    w_kn: Any, group_size: int = 32, *, method: Method = "rtn", zero_point: ZeroPoint = "integer"
+    w_kn: Any, group_size: int = 32, *, method: Method = "mse", zero_point: ZeroPoint = "integer"
 ) -> Any:
-    """w [K, N] -> codes uint32 [K/8, N], scales float16 [K/g, N], zeros uint8 (or float16, if fractional) [K/g, N]."""
+    """w_kn [K, N] -> codes uint32 [K/8, N], scales float16 [K/g, N], zeros [K/g, N].
+
+    group_size, method: as in `bf.pack_fp4_weights`.
+    zero_point: "integer" makes zeros uint8, "fractional" float16.
+    """
     return _pack("pack_u4_weights", w_kn, "u4", group_size, method, zero_point=zero_point)
 
 
@@ -83,19 +91,25 @@ def unpack_u4_weights(
 def unpack_u4_weights(
     packed: Any, scales: Any, zeros: Any, group_size: int = 32, *, dtype: FloatType = "float32"
 ) -> Any:
-    """The inverse: w [K, N] = (q - zero) * scale."""
+    """The inverse of `bf.pack_u4_weights`: w [K, N] = (q - zero) * scale, in `dtype`.
+
+    packed, scales, zeros, group_size: as `bf.pack_u4_weights` made them.
+    """
     storage = {"packed": packed, "scales": scales, "zeros": zeros}
     return _unpack("unpack_u4_weights", "u4", storage, group_size, dtype)
 
 
 @overload
-def pack_s4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "rtn") -> tuple[Words, Halves]: ...
+def pack_s4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse") -> tuple[Words, Halves]: ...
 @overload
-def pack_s4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "rtn") -> tuple[ArrayT, ArrayT]: ...
+def pack_s4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse") -> tuple[ArrayT, ArrayT]: ...
 
 
-def pack_s4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "rtn") -> Any:
-    """w [K, N] -> signed 4-bit codes, stored with 8 added, uint32 [K/8, N], and scales float16 [K/g, N]."""
+def pack_s4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "mse") -> Any:
+    """w_kn [K, N] -> signed 4-bit codes, stored with 8 added, uint32 [K/8, N], and scales float16 [K/g, N].
+
+    group_size, method: as in `bf.pack_fp4_weights`.
+    """
     return _pack("pack_s4_weights", w_kn, "u4b8", group_size, method)
 
 
@@ -110,7 +124,10 @@ def unpack_s4_weights(
 
 
 def unpack_s4_weights(packed: Any, scales: Any, group_size: int = 32, *, dtype: FloatType = "float32") -> Any:
-    """The inverse: w [K, N] = (q - 8) * scale."""
+    """The inverse of `bf.pack_s4_weights`: w [K, N] = (q - 8) * scale, in `dtype`.
+
+    packed, scales, group_size: as `bf.pack_s4_weights` made them.
+    """
     return _unpack("unpack_s4_weights", "u4b8", {"packed": packed, "scales": scales}, group_size, dtype)
 
 

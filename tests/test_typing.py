@@ -33,7 +33,9 @@ def environment(name: str, packages: tuple[str, ...]) -> Path:
     for package in ("billfish", "ml_dtypes", "numpy", "typing_extensions", *packages):
         spec = importlib.util.find_spec(package)
         assert spec is not None
-        source = Path(next(iter(spec.submodule_search_locations or [spec.origin])))
+        places = [Path(place) for place in spec.submodule_search_locations or [str(spec.origin)]]
+        # An editable installation has a folder beside the sources, for what was compiled.
+        source = next((place for place in places if (place / "__init__.py").is_file()), places[0])
         (site / source.name).unlink(missing_ok=True)
         (site / source.name).symlink_to(source)
     return folder

@@ -167,7 +167,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: Method = "rtn",
+        method: Method = "mse",
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:

@@ -64,7 +64,7 @@ def quantize_model(
     format: FormatLike = "fp4",
     *,
     group_size: int | None = None,
-    method: Method = "rtn",
+    method: Method = "mse",
     activations: Activations = "exact",
     predicate: Predicate | None = None,
     progress: bool = True,

@@ -125,7 +125,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: Method = "rtn",
+        method: Method = "mse",
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:

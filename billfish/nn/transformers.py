@@ -52,6 +52,8 @@ try:
 except ImportError as error:
     raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
 
+__all__ = ["BillfishConfig", "load_model"]
+
 METHOD = "billfish"
 
 
@@ -69,7 +71,7 @@ class BillfishConfig(QuantizationConfigMixin):
         self,
         format: FormatName | str = "fp4",
         group_size: int | None = None,
-        method: Method = "rtn",
+        method: Method = "mse",
         activations: Activations = "exact",
         options: dict[str, str] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
@@ -85,7 +87,10 @@ class BillfishConfig(QuantizationConfigMixin):
         self.format, self.group_size = known.name, known.default_group_size if group_size is None else group_size
         self.method, self.activations = method, check_activations(call, activations)
         self.options = known.check_options(call, options or {})
-        self.modules = modules or {}
+        self.modules = {path: {**own} for path, own in (modules or {}).items()}
+        for own in self.modules.values():
+            if "format" in own:
+                own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
 
     def settings(self, path: str) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.container import TYPES
+from billfish.checkpoints.container import KINDS
 from billfish.checkpoints.writers.engine import OutputFile, Piece
 from billfish.format import Format, Planes
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 SHARD_BYTES = 5_000_000_000
-KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
@@ -40,6 +39,13 @@ class Item:
     @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
+
+    @property
+    def kind(self) -> str:
+        """As that of a Description."""
+        if self.format is None:
+            return KINDS[self.dtypes[""]].lower()
+        return f"{self.format.name}, act-order" if self.act_order else self.format.name
 
     @property
     def n(self) -> int:
@@ -80,6 +86,11 @@ class Target(ABC):
     formats: tuple[str, ...]  # those it holds, in the order in which they are tried
     quantizes: tuple[str, ...] = ()  # those that weights can be quantized to, if not all
     stores_reciprocals: bool = False  # of global scales
+    suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
+
+    def own(self, format: Format) -> Format:
+        """The format that the target means by a format's name."""
+        return format
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         """Raises Misfit if a tensor in one of the formats has something else that the target cannot hold.
@@ -144,14 +155,22 @@ def safetensors_files(
     files, weight_map = [], dict[str, str]()
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        specs = {key: spec for item in shard for key, spec in target.all_specs(item).items()}
-        pieces = tuple(target.piece(item, release) for item in shard)
-        files.append(OutputFile(name, safetensors_header(specs, metadata), pieces))
-        weight_map |= dict.fromkeys(specs, name)
+        files.append(safetensors_file(target, name, shard, metadata, release))
+        weight_map |= {key: name for item in shard for key in target.all_specs(item)}
     if len(shards) == 1:
         return files, {}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return files, {"model.safetensors.index.json": json_bytes(index)}
+
+
+def safetensors_file(
+    target: Target, name: str, items: Iterable[Item], metadata: Mapping[str, str], release: Callable[[], None]
+) -> OutputFile:
+    """One file of these items."""
+    shard = list(items)
+    specs = {key: spec for item in shard for key, spec in target.all_specs(item).items()}
+    pieces = tuple(target.piece(item, release) for item in shard)
+    return OutputFile(name, safetensors_header(specs, metadata), pieces)
 
 
 def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bytes:

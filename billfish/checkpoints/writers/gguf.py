@@ -15,7 +15,7 @@ from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
 from billfish.extras import require
-from billfish.format import Format, Planes
+from billfish.format import Format, Planes, get_format
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
@@ -27,9 +27,14 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64":
 
 class GgufTarget(Target):
     name = "gguf"
+    suffixes = (".gguf",)
 
     def __init__(self) -> None:
         self.formats = (*ggml_names().values(),)
+
+    def own(self, format: Format) -> Format:
+        """MXFP4 is ggml's, which is not quite the standard's."""
+        return get_format(ggml_names().get(format.name.upper(), format.name))
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         if k % 32:

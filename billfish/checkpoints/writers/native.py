@@ -16,6 +16,7 @@ from billfish.tensor import QuantizedTensor
 
 class NativeTarget(Target):
     name = "billfish"
+    suffixes = ("", ".safetensors")
 
     def __init__(self) -> None:
         self.formats = tuple(FORMATS)  # and whatever was registered since this was imported
