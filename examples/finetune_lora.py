@@ -15,14 +15,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 import billfish as bf
 import billfish.nn.peft
 from billfish.nn.transformers import load_model
-from billfish.tokenizer import Tokenizer
+from billfish.tokenizer.gguf import read_metadata
 
 TEXT = Path(__file__).parent.parent / "docs" / "words.md"
 
 
 def passages(path: Path, text: str, length: int, count: int) -> torch.Tensor:
     """The first passages of a text in tokens: int64 [count, length]."""
-    tokens = Tokenizer(bf.load(path).metadata).encode(text)
+    tokens = read_metadata(bf.load(path).metadata).encode(text)
     count = min(count, len(tokens) // length)
     return torch.tensor(tokens[: count * length]).reshape(count, length)
 
