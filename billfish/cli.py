@@ -124,14 +124,16 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="as JSON")
     inspect.set_defaults(run=_inspect)
 
-    layouts = "billfish, compressed-tensors, mlx or gguf"
+    layouts = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
     again = "weights that the layout cannot hold as they are may be quantized again"
     quantize = commands.add_parser("quantize", help="quantize the weights of a checkpoint")
     convert = commands.add_parser("convert", help="write a checkpoint in another layout, without loss where it can be")
     for command in (quantize, convert):
         command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
         command.add_argument("out", metavar="OUT", help="a folder to create, or a file: .gguf or .safetensors")
-    quantize.add_argument("--format", required=True, metavar="NAME", help="a name that `billfish formats` lists")
+    quantize.add_argument(
+        "--format", required=True, metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+    )
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
     quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
     quantize.add_argument(
@@ -145,7 +147,13 @@ def parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="REGEX", help="quantize no tensors but those that it finds"
     )
     quantize.add_argument("--to", metavar="LAYOUT", help=f"{layouts} (billfish, or gguf by the name of OUT)")
-    convert.add_argument("--to", required=True, metavar="LAYOUT", help=layouts)
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help=f"{layouts}, or plain for no quantized weights")
+    convert.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32 for matrices that are written as numbers: all of them in plain and gguf, "
+        "embeddings and the last layer in gptq and awq",
+    )
     for command in (quantize, convert):
         command.add_argument("--requantize", action="store_true", help=again)
         command.add_argument(

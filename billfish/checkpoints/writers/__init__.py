@@ -1,4 +1,4 @@
-"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GGUF.
+"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
 plan      what becomes of each tensor, from headers, scales and offsets
 target    how it is called and laid out there
@@ -22,14 +22,16 @@ from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.names import EMBEDDING, is_gguf, is_gguf_name
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
-from billfish.checkpoints.writers import compressed_tensors, mlx, native
+from billfish.checkpoints.writers.awq import AwqTarget
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_file, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
 from billfish.checkpoints.writers.engine import Output, write
-from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
+from billfish.checkpoints.writers.gguf import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
+from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
 from billfish.checkpoints.writers.names import GgufFields, for_folders, for_gguf, typed
 from billfish.checkpoints.writers.native import NativeTarget
+from billfish.checkpoints.writers.plain import PlainTarget
 from billfish.checkpoints.writers.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_fields, tokenizer_files
@@ -38,13 +40,22 @@ from billfish.progress import OnProgress
 from billfish.version import __version__
 
 TARGETS: dict[str, type[Target]] = {
-    target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
+    target.name: target
+    for target in (
+        NativeTarget,
+        CompressedTensorsTarget,
+        MlxTarget,
+        GptqTarget,
+        Gptq2Target,
+        AwqTarget,
+        PlainTarget,
+        GgufTarget,
+    )
 }
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
 MAX_COMPANION_BYTES = 200_000_000
-STRING_TYPE, UINT32_TYPE = 8, 4
 FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
 
 
@@ -115,29 +126,23 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
-        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, notes)}
+        mix = settings.quantization.mix if settings.quantization else None
+        described = file_type_fields(checkpoint, items, mix)
+        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, notes), **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, inputs, unchanged, on_disk)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
     config.pop("quantization_config", None)
-    metadata = {"format": "pt"}
-    if isinstance(target, CompressedTensorsTarget):
-        config["quantization_config"] = compressed_tensors.quantization_config(items)
-    elif isinstance(target, MlxTarget):
-        metadata = {"format": "mlx"}
-        quantization = mlx.quantization_config(items)
-        if quantization:
-            config |= {"quantization": quantization, "quantization_config": quantization}
-    else:
-        config["quantization_config"] = native.quantization_config(items)
-        metadata["billfish"] = json.dumps(config["quantization_config"])
+    metadata = target.metadata(items)
     if path.suffix in FILES:
         file = safetensors_file(target, path.name, items, metadata, checkpoint.release)
         notes += [Remark(name, "left out: the output is one file") for name in _companions(checkpoint, [])]
         return Output([file], {}, False, inputs, unchanged, on_disk)
+    if settings.dtype is not None:
+        config |= dict.fromkeys({"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}, settings.dtype.name)
     files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index}
-    small["config.json"] = json_bytes(config)
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index, **target.further_files(items)}
+    small["config.json"] = json_bytes(config | target.config(items))
     return Output(files, small, True, inputs, unchanged, on_disk)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,15 @@ class Item:
         return self.format.element.bits
 
 
+@dataclass(frozen=True)
+class Misplaced:
+    """Why an item cannot be beside the others, and what it would have to be."""
+
+    reason: str
+    format: Format
+    group_size: int
+
+
 def storage_specs(item: Item) -> dict[str, Spec]:
     """Types and shapes of the storage arrays of a quantized item."""
     assert item.format is not None
@@ -85,7 +94,8 @@ class Target(ABC):
     name: str
     formats: tuple[str, ...]  # those it holds, in the order in which they are tried
     quantizes: tuple[str, ...] = ()  # those that weights can be quantized to, if not all
-    stores_reciprocals: bool = False  # of global scales
+    takes_dtype: bool = False  # whether a type can be asked for, in which matrices are written as numbers
+    casts_vectors: bool = True  # to that type, where it loses nothing
     suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
 
     def own(self, format: Format) -> Format:
@@ -105,6 +115,30 @@ class Target(ABC):
 
     def preferred(self, format: Format, planes: Planes, config: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
         """Storage arrays to be written in another type than the planes', where that loses nothing."""
+        return {}
+
+    def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
+        """Whether a matrix is written as numbers and never quantized; `dtype` is the type that was asked for."""
+        return False
+
+    def adapt(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Weights that were quantized for this target, moved to what it can store."""
+        return tensor
+
+    def odd_ones(self, items: Sequence[Item]) -> Mapping[str, Misplaced]:
+        """Items that cannot be in one checkpoint with the others, by name."""
+        return {}
+
+    def config(self, items: Sequence[Item]) -> dict[str, Any]:
+        """What config.json says of the weights."""
+        return {}
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        """What the header of each safetensors file says of the weights."""
+        return {"format": "pt"}
+
+    def further_files(self, items: Sequence[Item]) -> dict[str, bytes]:
+        """Small files of the folder beside config.json."""
         return {}
 
     @abstractmethod

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from billfish.arrays import FLOAT_NAMES, FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
-from billfish.checkpoints.recast import Misfit, recast
+from billfish.checkpoints.mixes import Mix
+from billfish.checkpoints.recast import Misfit, holds, recast
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
@@ -50,6 +51,7 @@ class Quantization:
     method: str
     rules: tuple[Rule, ...] = ()
     only: tuple[re.Pattern[str], ...] = ()
+    mix: Mix | None = None  # whose rules come after these
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
@@ -63,7 +65,7 @@ class Quantization:
         rule = self._rule(name, origin)
         if rule is not None:
             return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
-        if self.only and not any(finds(pattern, name, origin) for pattern in self.only):
+        if not self.is_wanted(name, origin):
             return "not found by `only`"
         if SENSITIVE.search(name):
             return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
@@ -72,6 +74,10 @@ class Quantization:
         if len(shape) < 2:
             return "no matrix"
         return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
+
+    def is_wanted(self, name: str, origin: str) -> bool:
+        """Whether `only` finds a tensor, or there is none."""
+        return not self.only or any(finds(pattern, name, origin) for pattern in self.only)
 
     def _rule(self, name: str, origin: str) -> Rule | None:
         return next((rule for rule in self.rules if finds(rule.pattern, name, origin)), None)
@@ -103,6 +109,7 @@ class Settings:
     quantization: Quantization | None = None
     requantize: bool = False
     raw_names: bool = False  # whether GGUF may get names that no program knows
+    dtype: np.dtype[Any] | None = None  # of matrices that are written as numbers; None: as they are, decoded to float32
 
 
 @dataclass
@@ -120,6 +127,7 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
     """From headers, scales and offsets."""
     if settings.quantization:
         settings.quantization.check_patterns(checkpoint)
+        settings = replace(settings, quantization=_with_mix(checkpoint, settings.quantization))
     made = Plan()
     for name in checkpoint:
         try:
@@ -127,7 +135,35 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
         except Misfit as reason:
             made.problems.append(Remark(name, str(reason)))
         checkpoint.release()
+    _settle(checkpoint, settings, made)
     return made
+
+
+def _with_mix(checkpoint: Checkpoint, quantization: Quantization) -> Quantization:
+    """The rules of its mix are rules like any others, after those of the user."""
+    if quantization.mix is None:
+        return quantization
+    shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
+    wanted = [name for name in checkpoint if quantization.is_wanted(name, checkpoint.origins.get(name, name))]
+    rules = [Rule(*rule) for rule in quantization.mix.rules("quantize", shapes, wanted)]
+    return replace(quantization, rules=(*quantization.rules, *rules))
+
+
+def _settle(checkpoint: Checkpoint, settings: Settings, made: Plan) -> None:
+    """Items that cannot be in one checkpoint with the others are quantized again to be like them, or are problems."""
+    for name, odd in settings.target.odd_ones(made.items).items():
+        at = next(i for i, item in enumerate(made.items) if item.name == name)
+        try:
+            if not settings.requantize:
+                raise Misfit(odd.reason)
+            made.items[at] = _quantized(checkpoint, name, made.items[at].shape, odd.format, odd.group_size, settings)
+        except Misfit as reason:
+            made.problems.append(Remark(name, str(reason)))
+        else:
+            made.notes = [remark for remark in made.notes if remark.name != name]
+            made.notes.append(Remark(name, f"quantized again, to {odd.format.name}: {odd.reason}"))
+            made.quantized.add(name)
+            made.left.pop(name, None)
 
 
 def _item(checkpoint: Checkpoint, name: str, settings: Settings, made: Plan) -> Item:
@@ -143,8 +179,11 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, made: Plan) -> 
             made.left[name] = str(reason)
     if about.format is None:
         dtype = np.dtype(TYPES[about.dtype][1])
-        settings.target.check_plain(dtype)
-        return Item(name, None, about.shape, 0, {"": dtype}, False, lambda: checkpoint[name], lambda: None)
+        return _numbers(checkpoint, name, _type_asked_for(checkpoint, name, dtype, settings), settings)
+    if settings.target.is_plain(name, settings.dtype):
+        if settings.dtype is None:
+            made.notes.append(Remark(name, "decoded to float32, which loses nothing; --dtype chooses another type"))
+        return _numbers(checkpoint, name, settings.dtype or np.dtype(np.float32), settings)
     order = checkpoint.permutation(name) if about.act_order else None
     try:
         item = _as_it_is(checkpoint, name, order is not None, settings)
@@ -175,6 +214,36 @@ def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization:
     if about.format is None and (len(about.shape) < 2 or np.dtype(TYPES[about.dtype][1]).name not in FLOATS):
         raise Misfit(f"no matrix of {FLOAT_NAMES}")
     return _quantized(checkpoint, name, about.shape, *choice, settings)
+
+
+def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> np.dtype[Any]:
+    """The type of a plain array in the output: of matrices the one that was asked for, of vectors if it holds them."""
+    wanted = settings.dtype
+    if wanted is None or dtype.name not in FLOATS:
+        return dtype
+    if len(checkpoint.describe(name).shape) >= 2:
+        return wanted
+    casts = settings.target.casts_vectors and holds(_weights(checkpoint, name).astype(np.float32), wanted)
+    return wanted if casts else dtype
+
+
+def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> Item:
+    """A plain array of some type, from one of any type or from quantized weights."""
+    settings.target.check_plain(dtype)
+    shape = checkpoint.describe(name).shape
+
+    def load() -> Array:
+        weights = _weights(checkpoint, name)
+        if weights.dtype == dtype:
+            return weights
+        with np.errstate(over="ignore"):
+            cast = weights.astype(dtype)
+        if (np.isinf(cast) & ~np.isinf(weights)).any():
+            got = f"numbers up to {np.abs(weights).max():g} for {dtype.name}"
+            raise CheckpointError(complaint("convert", name, got, "a type that holds them, such as bfloat16"))
+        return cast
+
+    return Item(name, None, shape, 0, {"": dtype}, False, load, lambda: None)
 
 
 def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Settings) -> Item:
@@ -236,28 +305,22 @@ def _quantized(
     format = target.own(format)
     method = settings.quantization.method if settings.quantization else "mse"
     k = shape[-1]
+    if target.is_plain(name, settings.dtype):
+        raise Misfit(f"{target.name} holds it as numbers only")
     if k == 0 or k % format.block_size:
         raise Misfit(f"K = {k} is no positive multiple of {format.block_size}, as {format.name} needs")
     group = format.check_group_size(call, group_size, k)
     options = format.check_options(call, {})
     specs = format.storage_spec(1, k, group, options)
-    planes = format.unpack_scales({part: spec.zeros() for part, spec in specs.items()})
-    target.check(format, group, planes, shape, False)
+    row = target.adapt(quantize_matrix(call, name, np.ones((1, k), np.float32), format, group, "rtn", options))
+    target.check(format, group, row.scale_planes, shape, False)  # scales and offsets such as the weights will have
 
     def load() -> QuantizedTensor:
         weights = _weights(checkpoint, name).reshape(-1, k)
-        tensor = quantize_matrix(call, name, weights, format, group, method, options)
-        return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
+        return target.adapt(quantize_matrix(call, name, weights, format, group, method, options))
 
     types = {part: spec.dtype for part, spec in specs.items()}
     return Item(name, format, shape, group, types, False, load, lambda: None)
-
-
-def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
-    one, scale = np.float32(1), tensor.storage["global_scale"]
-    moved = np.asarray(one / np.float32(one / scale), np.float32)
-    return replace(tensor, storage={**tensor.storage, "global_scale": moved})
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> QuantizedTensor:
