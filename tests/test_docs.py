@@ -37,6 +37,14 @@ def test_the_extras_of_the_readme_are_those_of_the_package():
         assert set(asked.split(",")) <= set(extras)
 
 
+def test_make_builds_with_what_the_package_asks_for():
+    tomllib = pytest.importorskip("tomllib")
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    builders = re.search(r"^BUILDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert builders is not None
+    assert [word for word in shlex.split(builders[1]) if ">=" in word] == asked
+
+
 def test_the_example_of_the_readme_runs(capsys):
     example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     names: dict[str, object] = {}

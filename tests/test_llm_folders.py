@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import checkpoint_folders as folders
 import numpy as np
@@ -93,6 +94,12 @@ def test_a_file_and_a_folder_with_a_gguf(tmp_path):
     (tmp_path / "other").mkdir()
     bf.convert(tmp_path / "in", tmp_path / "other" / "m.gguf", "gguf")
     assert np.array_equal(load(tmp_path / "other").logits(TOKENS), expected)
+
+
+def test_no_folder_needs_the_package_gguf(tmp_path, monkeypatch):
+    write_random(tmp_path, "gemma")
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not there
+    assert load(tmp_path).encode("ab") == [0, 2, 68, 3]
 
 
 # ---- quantized folders ----------------------------------------------------------------------------------------------

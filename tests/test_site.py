@@ -32,12 +32,10 @@ UNNAMED = {
     "billfish.load_into": {"activations", "progress"},
     "billfish.quantize_model": {"group_size", "method", "activations", "progress"},
     "billfish.register": {"cls"},
-    "billfish.checkpoints.Description": {"name", "group_size"},
     "billfish.nn.transformers.BillfishConfig": {"quant_method"},
     "billfish.nn.transformers.load_model": {"auto_class", "activations"},
     "billfish.llm.Cache": {"config", "capacity"},
     "billfish.llm.Generation": {"decoder", "tokenizer", "sampling", "activations"},
-    "billfish.llm.Model": {"path", "convert"},
     "billfish.llm.evaluate": {"activations", "progress"},
 }
 

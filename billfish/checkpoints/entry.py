@@ -22,16 +22,18 @@ Span = tuple[int, int]  # from, up to
 
 @dataclass(frozen=True)
 class Description:
-    """What is known about a tensor before it is read."""
+    """What is known about a tensor before it is read.
+
+    name: of the tensor in the checkpoint.
+    layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish", "plain" or "memory".
+    """
 
     name: str
-    layout: (
-        str  # "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish", "plain", "memory"
-    )
+    layout: str
     format: Format | None  # None for arrays that are not quantized
     dtype: str  # of plain arrays, as the container calls it; of quantized ones, of their codes
     shape: tuple[int, ...]  # logical: [N, K], or [experts, N, K]
-    group_size: int | None
+    group_size: int | None  # None for arrays that are not quantized
     nbytes: int  # in the file, scales and all
     act_order: bool = False  # whether `permutation` may give one
     column_step: int = 1  # `read` cuts columns at multiples of this

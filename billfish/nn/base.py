@@ -32,6 +32,9 @@ class MarlinLinear:
     ``bf.MarlinLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
     ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
     framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+
+    arguments, settings: sizes and options, which the layer of the framework takes.
+    framework: "torch" or "mlx", where it cannot be told.
     """
 
     kind: str  # as in billfish.arrays

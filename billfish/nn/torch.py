@@ -214,6 +214,11 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         """The storage arrays, in the order of `storage_names`."""
         return [self._weights[name] for name in self.storage_names]
 
+    @property
+    def qweight(self) -> Tensor:
+        """The first storage array, by the name by which peft and others ask where a quantized layer is."""
+        return self.storage[0]
+
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
         matrix, order = self._weights.current().tensor, self._weights.own(ORDER)
