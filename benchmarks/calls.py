@@ -80,7 +80,7 @@ def packing() -> dict[str, float]:
     w = np.tile(np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32), (16, 1))
     found = {}
     for name in FORMATS:
-        q = bf.quantize(w, name)
+        q = bf.quantize(w, name, method="rtn")
         found[name] = 1e3 * seconds(lambda q=q: bf.prepack(q), 1)
     return found
 

@@ -73,7 +73,7 @@ def measure(name: str, ggml: Ggml, out: np.ndarray) -> dict[str, Any]:
     """Medians of a format, in seconds, and the output in GB/s."""
     format = bf.get_format(name)
     case = Case(format, format.default_group_size, K, N, "exact")
-    distinct = bf.quantize(case.rows * DEVIATION, format, group_size=case.group_size).planes
+    distinct = bf.quantize(case.rows * DEVIATION, format, group_size=case.group_size, method="rtn").planes
     planes = {plane: values if values.ndim == 0 else case.repeated(values) for plane, values in distinct.items()}
     tensor = bf.QuantizedTensor.from_planes(format, planes, case.group_size)
     theirs = SAME.get((name, tensor.group_size), name)

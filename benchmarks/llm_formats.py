@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     original = load()
     tokens = [t for text in samples() for t in original.tokenizer.encode(text, special=False)][: arguments.tokens]
-    base = evaluate(original, tokens)
+    base = evaluate(original, tokens, activations="exact")
     print(f"the file as it is: perplexity {base.perplexity:.2f} ± {base.perplexity * base.loss_error:.2f}")
     records = []
     if arguments.json and Path(arguments.json).exists():  # go on where an earlier run stopped

@@ -44,7 +44,7 @@ def main() -> None:
             tensor = bf.quantize(w, name, method="mse")
             seconds += time.perf_counter() - started
             weights += w.size
-            searched, plain = mean_squared_error(w, tensor), mean_squared_error(w, bf.quantize(w, name))
+            searched, plain = mean_squared_error(w, tensor), mean_squared_error(w, bf.quantize(w, name, method="rtn"))
             ggml = recorded.get(name, {}).get("mean_squared_error", {}).get(label)
             record[label] = {"mse": searched, "rtn": plain, "ggml": ggml}
             cells += [f"{searched / plain:.3f}", f"{searched / ggml:.3f}" if ggml else ""]

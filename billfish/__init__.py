@@ -47,6 +47,9 @@ from billfish.version import __version__ as __version__
 if TYPE_CHECKING:
     from billfish import llm
     from billfish.checkpoints import Checkpoint, load
+    from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
+    from billfish.checkpoints.reports import ConversionReport, VerificationReport
+    from billfish.checkpoints.verification import verify
     from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "BillfishError",
     "Checkpoint",
     "CheckpointError",
+    "ConversionReport",
     "DTypeError",
     "DataError",
     "Format",
@@ -66,6 +70,8 @@ __all__ = [
     "PackedWeights",
     "QuantizedTensor",
     "ShapeError",
+    "VerificationReport",
+    "convert",
     "dequantize",
     "dequantize_q4_0",
     "dequantize_q4_1",
@@ -83,6 +89,7 @@ __all__ = [
     "pack_u4_weights",
     "prepack",
     "quantize",
+    "quantize_checkpoint",
     "quantize_model",
     "quantize_q4_0",
     "quantize_q4_1",
@@ -93,30 +100,41 @@ __all__ = [
     "quantized_linear",
     "quantized_linears",
     "register",
+    "save",
     "set_threads",
     "unpack_fp4_weights",
     "unpack_s4_weights",
     "unpack_u4_weights",
+    "verify",
 ]
 
 # Where the names are that not everybody needs; they are imported when they are first used.
 _ELSEWHERE = {
     "Checkpoint": "billfish.checkpoints",
+    "ConversionReport": "billfish.checkpoints.reports",
     "MarlinLinear": "billfish.nn",
     "ModelReport": "billfish.nn",
+    "VerificationReport": "billfish.checkpoints.reports",
+    "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",
+    "quantize_checkpoint": "billfish.checkpoints.conversion",
     "quantize_model": "billfish.nn",
+    "save": "billfish.checkpoints.conversion",
+    "verify": "billfish.checkpoints.verification",
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "llm":
-        return importlib.import_module("billfish.llm")
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module 'billfish' has no attribute {name!r}")
-    return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+if not TYPE_CHECKING:  # a checker would believe that there is everything
+
+    def __getattr__(name: str) -> Any:
+        if name == "llm":
+            return importlib.import_module("billfish.llm")
+        if name not in _ELSEWHERE:
+            raise AttributeError(f"module 'billfish' has no attribute {name!r}")
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """The public names, and not what they are made of."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

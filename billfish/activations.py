@@ -6,12 +6,13 @@ int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.errors import FormatError, complaint
+from billfish.typing import Activations
 
 # How many int8 digits hold x: the number by which kernels know a kind of activations.
 DIGITS = {"exact": 0, "q8": 1, "q16": 2}
@@ -21,11 +22,11 @@ BLOCK = 32
 LARGEST = {"q8": 127, "q16": 32639}
 
 
-def check_activations(call: str, activations: str) -> str:
+def check_activations(call: str, activations: str) -> Activations:
     """Raises unless `activations` is one of ACTIVATIONS."""
     if activations not in ACTIVATIONS:
         raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
-    return activations
+    return cast(Activations, activations)
 
 
 class IntegerActivations(NamedTuple):

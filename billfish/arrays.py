@@ -5,15 +5,16 @@ Each adapter is a pair, to NumPy and back. bfloat16, which NumPy has only throug
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import cache
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from billfish.errors import DTypeError, complaint
+from billfish.errors import BackendUnavailable, DTypeError, complaint
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": bfloat16}
@@ -39,8 +40,10 @@ class Adapter(Protocol):
     """How one library's arrays become NumPy arrays and are made from them."""
 
     kind: str
+    module: str  # which has the library's types
 
     def owns(self, array: object) -> bool: ...
+    def owns_type(self, dtype: object) -> bool: ...
     def device(self, array: Any) -> str: ...
     def ordinal(self, array: Any) -> int: ...  # which of its devices, where there may be several
     def to_numpy(self, array: Any) -> NDArray[Any]: ...
@@ -48,13 +51,17 @@ class Adapter(Protocol):
     def index(self, order: NDArray[np.int32], array: Any) -> Any: ...  # as an array beside `array`
     def take(self, array: Any, index: Any) -> Any: ...  # array[..., index]
     def empty_like(self, array: Any) -> Any: ...  # contiguous
+    def empty(self, shape: tuple[int, ...], dtype: str, beside: Any) -> Any: ...  # where `beside` is, if it is an array
 
 
 class NumpyArrays:
-    kind = "numpy"
+    kind = module = "numpy"
 
     def owns(self, array: object) -> bool:
         return isinstance(array, np.ndarray)
+
+    def owns_type(self, dtype: object) -> bool:
+        return isinstance(dtype, (np.dtype, type))
 
     def device(self, array: Any) -> str:
         return "cpu"
@@ -77,13 +84,20 @@ class NumpyArrays:
     def empty_like(self, array: Any) -> Any:
         return np.empty(array.shape, array.dtype)
 
+    def empty(self, shape: tuple[int, ...], dtype: str, beside: Any) -> Any:
+        return np.empty(shape, FLOATS[dtype])
+
 
 class TorchArrays:
-    kind = "torch"
+    kind = module = "torch"
 
     def owns(self, array: object) -> bool:
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(array, torch.Tensor)
+
+    def owns_type(self, dtype: object) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(dtype, torch.dtype)
 
     def device(self, array: Any) -> str:
         return "cpu" if array.is_cpu else str(array.device.type)  # each attribute takes its time in calls with one row
@@ -115,13 +129,22 @@ class TorchArrays:
         torch = sys.modules["torch"]
         return torch.empty(array.shape, dtype=array.dtype, device=array.device)
 
+    def empty(self, shape: tuple[int, ...], dtype: str, beside: Any) -> Any:
+        torch = sys.modules["torch"]
+        device = beside.device if self.owns(beside) else "cpu"
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
 
 class MlxArrays:
-    kind = "mlx"
+    kind, module = "mlx", "mlx.core"
 
     def owns(self, array: object) -> bool:
         mx = sys.modules.get("mlx.core")
         return mx is not None and isinstance(array, mx.array)
+
+    def owns_type(self, dtype: object) -> bool:
+        mx = sys.modules.get("mlx.core")
+        return mx is not None and isinstance(dtype, mx.Dtype)
 
     def device(self, array: Any) -> str:
         return "cpu"  # memory is shared: operations have a device, arrays do not
@@ -150,13 +173,20 @@ class MlxArrays:
     def empty_like(self, array: Any) -> Any:
         return sys.modules["mlx.core"].zeros(array.shape, array.dtype)
 
+    def empty(self, shape: tuple[int, ...], dtype: str, beside: Any) -> Any:
+        mx = sys.modules["mlx.core"]
+        return mx.zeros(shape, getattr(mx, dtype))
+
 
 class CupyArrays:
-    kind = "cupy"
+    kind = module = "cupy"
 
     def owns(self, array: object) -> bool:
         cupy = sys.modules.get("cupy")
         return cupy is not None and isinstance(array, cupy.ndarray)
+
+    def owns_type(self, dtype: object) -> bool:
+        return False  # they are NumPy's
 
     def device(self, array: Any) -> str:
         return "cuda"
@@ -181,6 +211,10 @@ class CupyArrays:
     def empty_like(self, array: Any) -> Any:
         with array.device:
             return sys.modules["cupy"].empty(array.shape, array.dtype)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, beside: Any) -> Any:
+        with beside.device:
+            return sys.modules["cupy"].empty(shape, FLOATS[dtype])
 
 
 ADAPTERS: tuple[Adapter, ...] = (NumpyArrays(), TorchArrays(), MlxArrays(), CupyArrays())
@@ -240,10 +274,29 @@ def float_input(call: str, argument: str, source: object) -> Input:
     return taken
 
 
-def float_dtype(call: str, dtype: DTypeLike) -> np.dtype[Any]:
-    """The NumPy type for a name such as "bfloat16"."""
+def float_dtype(call: str, dtype: Any) -> np.dtype[Any]:
+    """The NumPy type for a name such as "bfloat16", or for a type of NumPy, torch or MLX."""
     try:
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        is_foreign = any(adapter.owns_type(dtype) for adapter in ADAPTERS if adapter.kind != "numpy")
+        name = dtype if isinstance(dtype, str) else _name_of(dtype) if is_foreign else np.dtype(dtype).name
         return FLOATS[name]
     except (TypeError, KeyError):
         raise DTypeError(complaint(call, "dtype", repr(dtype), FLOAT_NAMES)) from None
+
+
+def library_for(call: str, like: Any, dtype: Any) -> Adapter:
+    """The library of a result: the one that `like` names or belongs to, else that of `dtype`, else NumPy."""
+    if isinstance(like, str):
+        adapter = next((a for a in ADAPTERS if a.kind == like and like != "cupy"), None)
+        if adapter is None:
+            takes = "'numpy', 'torch', 'mlx', or an array of one of them"
+            raise DTypeError(complaint(call, "like", repr(like), takes))
+        try:
+            importlib.import_module(adapter.module)
+        except ImportError as error:
+            got = f"{like!r}, which cannot be imported ({error})"
+            raise BackendUnavailable(complaint(call, "like", got, "a library that is installed")) from None
+        return adapter
+    if like is not None:
+        return Input(call, "like", like).adapter
+    return next((adapter for adapter in ADAPTERS if adapter.owns_type(dtype)), ADAPTERS[0])

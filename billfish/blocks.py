@@ -1,16 +1,16 @@
 """ggml blocks as plain bytes: quantize_q4_0(x) -> blocks and dequantize_q4_0(blocks) -> float32, for each type.
 
-x [..., K] becomes uint8 [..., K/32 * bytes of a block], bit for bit what ggml writes; arrays of any library, the same
-kind out.
+x [..., K] becomes uint8 [..., K/32 * bytes of a block]; arrays of any library, the same kind out. The method is
+"rtn" here, unlike in billfish.quantize: plain rounding writes the very bits that ggml writes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from billfish.arrays import Input, float_input
 from billfish.errors import ShapeError, complaint
@@ -18,10 +18,29 @@ from billfish.format import get_format
 from billfish.ops import check_method, dequantize, quantize_matrix
 from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
+from billfish.typing import ArrayT, Method
 
 
-def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    def quantize_blocks(x: Any, method: str = "rtn") -> Any:
+class QuantizeBlocks(Protocol):
+    """x [..., K] -> blocks, uint8 [..., bytes]; method as in billfish.quantize."""
+
+    @overload
+    def __call__(self, x: NDArray[Any], method: Method = "rtn") -> NDArray[np.uint8]: ...
+    @overload
+    def __call__(self, x: ArrayT, method: Method = "rtn") -> ArrayT: ...
+
+
+class DequantizeBlocks(Protocol):
+    """Blocks uint8 [..., bytes] -> float32 [..., K]."""
+
+    @overload
+    def __call__(self, blocks: NDArray[Any]) -> NDArray[np.float32]: ...
+    @overload
+    def __call__(self, blocks: ArrayT) -> ArrayT: ...
+
+
+def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
+    def quantize_blocks(x: Any, method: Method = "rtn") -> Any:
         call = f"quantize_{name}"
         taken = float_input(call, "x", x)
         format = get_format(name)
@@ -52,12 +71,15 @@ def _pair(name: str) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
     for function, text in (
-        (quantize_blocks, f"x [..., K] -> {name} blocks, uint8 [..., bytes]; method as in billfish.quantize."),
+        (
+            quantize_blocks,
+            f"x [..., K] -> {name} blocks, uint8 [..., bytes]. method: rtn gives ggml's bits, mse less error.",
+        ),
         (dequantize_blocks, f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."),
     ):
         function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)
         function.__doc__ = text
-    return quantize_blocks, dequantize_blocks
+    return cast(QuantizeBlocks, quantize_blocks), cast(DequantizeBlocks, dequantize_blocks)
 
 
 quantize_q4_0, dequantize_q4_0 = _pair("q4_0")

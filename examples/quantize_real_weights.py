@@ -75,7 +75,7 @@ def main() -> None:
             if sys.stderr.isatty():
                 print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
             if w.shape[1] % format.block_size == 0:
-                totals[format.name].add(w, bf.quantize(w, format), bf.quantize(w, format, method="mse"))
+                totals[format.name].add(w, bf.quantize(w, format, method="rtn"), bf.quantize(w, format, method="mse"))
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
 

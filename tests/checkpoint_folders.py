@@ -140,7 +140,12 @@ def write_folder(
 
 
 def write_gguf(
-    path: Path, format: str = "q4_0", architecture: str = "llama", rope: NDArray | None = None, seed: int = 0
+    path: Path,
+    format: str = "q4_0",
+    architecture: str = "llama",
+    rope: NDArray | None = None,
+    seed: int = 0,
+    value_length: int | None = None,
 ) -> None:
     """The same Llama as llama.cpp writes it, its matrices quantized, its embedding too; or a Qwen of that size."""
     rng = np.random.default_rng(seed)
@@ -157,7 +162,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
     writer.add_vocab_size(CONFIG["vocab_size"])
     writer.add_key_length(head)
-    writer.add_value_length(head)
+    writer.add_value_length(value_length or head)
     if rope is not None:
         writer.add_tensor("rope_freqs.weight", rope)
     kind = gguf.GGMLQuantizationType[format.upper()]

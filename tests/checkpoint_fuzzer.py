@@ -25,7 +25,6 @@ from llm_models import Small, write_model
 from safetensors.numpy import save_file
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
 
@@ -59,12 +58,12 @@ def make_sources(folder: Path, container: str) -> dict[str, Path]:
         save_file({f"t{i}": np.ones((64, 64), np.float32)}, folder / "sharded" / f"model-{i}.safetensors")
     index = {"weight_map": {f"t{i}": f"model-{i}.safetensors" for i in range(3)}}
     (folder / "sharded" / "model.safetensors.index.json").write_text(json.dumps(index))
-    rules = quantization_of("u4", 32, "rtn", ["t1=q4_k", "t2=affine8", "t=u4"])
     samples.write_config(folder / "plain")
     save_file(
         {f"t{i}": samples.integers(4, 32)[0].T.astype(np.float32) for i in range(3)}, folder / "plain" / "m.safetensors"
     )
-    convert(str(folder / "plain"), str(folder / "native"), "billfish", False, rules)
+    keep = {"t1": "q4_k", "t2": "affine8", "t": "u4"}
+    bf.quantize_checkpoint(folder / "plain", folder / "native", "u4", method="rtn", keep=keep)
     return {path.name: path for path in sorted(folder.iterdir())}
 
 

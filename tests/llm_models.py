@@ -36,6 +36,7 @@ class Small:
     embedding: str = ""  # its type, if another than the other matrices'
     tied: bool = False
     rope_base: float = 10000.0
+    template: str = TEMPLATE  # of a chat; empty for none
     fields: dict[str, Any] = field(default_factory=dict)  # more metadata
     without: tuple[str, ...] = ()  # tensors to leave out
     seed: int = 0
@@ -85,7 +86,8 @@ def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
     writer.add_token_types(kinds)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
+    if small.template:
+        writer.add_chat_template(small.template)
     if small.architecture == "gemma":
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([-float(i) for i in range(len(pieces))])

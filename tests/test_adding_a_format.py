@@ -15,7 +15,6 @@ import torch
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of
 from billfish.explain import print_formats
 
 PAGE = Path(__file__).parents[1] / "docs" / "formats.md"
@@ -77,10 +76,10 @@ def test_checkpoints_hold_it(format, tmp_path):
     (tmp_path / "in").mkdir()
     weights = {"model.layers.0.mlp.up_proj.weight": gaussian((24, 256))}
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False, quantization_of(NAME, None, "rtn", []))
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", NAME, method="rtn")
     (name,) = weights
     checkpoint = bf.load(tmp_path / "out")
-    expected = bf.dequantize(bf.quantize(weights[name], NAME))
+    expected = bf.dequantize(bf.quantize(weights[name], NAME, method="rtn"))
     assert checkpoint.describe(name).format is format
     assert_same_bits(bf.dequantize(checkpoint[name]), expected)
     part = checkpoint.read(name, rows=(3, 9), columns=(32, 128))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import io
 import json
 import os
@@ -21,7 +20,6 @@ import billfish as bf
 from billfish import bench
 from billfish.backends.cpu import _cpu
 from billfish.bench import limits as machine_limits
-from billfish.bench import plot
 from billfish.bench.limits import Limits
 from billfish.bench.peers import PEERS, Case, copies_for, select
 from billfish.bench.peers.cuda import Captured
@@ -211,7 +209,10 @@ def test_a_wrong_result_is_no_result(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--formats", "q4_7"], f"[bench] format: got 'q4_7'; takes one of {', '.join(bf.FORMATS)}"),
+        (
+            ["--formats", "q4_7"],
+            f"[bench] format: got 'q4_7'; takes one of {', '.join(bf.FORMATS)}; did you mean 'q4_k'?",
+        ),
         (["--formats", "u4b8:7"], "[bench] group_size: got 7; takes 32, 64, 128 or -1 (all of K) for u4b8"),
         (["--formats", "u4b8:big"], "[bench] --formats: got 'u4b8:big'; takes a name that `billfish formats` lists, "),
         (["--shapes", "4096"], "[bench] --shapes: got '4096'; takes KxN, such as 4096x14336"),
@@ -295,28 +296,6 @@ def test_the_machine_has_a_name():
 
 
 # ---- the picture ------------------------------------------------------------------------------------------------
-
-
-def records_to_draw():
-    run = bench.Bench(settings(), FAKE)
-    return [
-        run._record(case_of(name), m, 18_000, m * 1e-5, {"onnxruntime": m * 2e-5, "ggml": m * 1.5e-5})
-        for name in ("q4_0", "q8_0")
-        for m in (1, 16)
-    ]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs billfish[bench]")
-def test_the_picture_is_a_png():
-    png = plot.roofline(records_to_draw(), FAKE)
-    assert png.startswith(b"\x89PNG")
-
-
-def test_labels_that_would_touch_are_pushed_apart():
-    assert plot.spread([3.0, 0.0, 1.0], 1.0) == [3.0, 0.0, 1.0]
-    assert plot.spread([5.0, 0.0, 5.0, 5.0], 1.0) == [4.0, 0.0, 5.0, 6.0]
-    assert plot.spread([0.0, 0.5, 1.0], 1.0) == pytest.approx([-0.5, 0.5, 1.5])
-    assert plot.spread([], 1.0) == []
 
 
 def test_without_matplotlib_the_error_comes_before_the_work(monkeypatch, tmp_path, capsys):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
+import textwrap
 from pathlib import Path
 
 import checkpoint_samples as samples
+import pytest
+from checkpoint_folders import write_folder
 
-from billfish.cli import parser
+import billfish as bf
+from billfish.cli import main, parser
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -21,11 +27,28 @@ def test_the_example_of_the_readme_runs(tmp_path, capsys):
     assert "layout='gptq', format=<format u4>" in capsys.readouterr().out
 
 
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    samples.gguf_file(tmp_path / "model.gguf", ("Q4_0",))
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, example):
     monkeypatch.chdir(tmp_path)
-    exec(example.replace("blk.0.attn_q.weight", "blk.0.Q4_0.weight"), {})
+    write_folder(tmp_path / "model", "plain")
+    if "bf.load(" in example and "model.gguf" in example:
+        bf.convert("model", "model.gguf", "gguf")
+    exec(example, {})
+
+
+def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
+    """The model is a small one of random numbers, so that anybody can have it."""
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "model", "plain")
+    shown = re.findall(r"^    \$ billfish (.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE)
+    assert [line.split()[0] for line, _ in shown] == ["quantize", "verify"]
+    for line, text in shown:
+        with contextlib.suppress(SystemExit):
+            assert main(shlex.split(line)) == 0
+        printed = capsys.readouterr().out
+        if line.startswith("verify"):  # of which the page has the end
+            printed = printed[printed.index("\n\n") + 2 :]
+        assert textwrap.indent(printed, "    ") == text
 
 
 def test_every_command_line_is_one_that_we_have():

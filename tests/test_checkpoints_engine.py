@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,32 +38,24 @@ def contents(path: Path) -> dict[str, bytes] | bytes:
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
-def quiet(total: int) -> Callable[[int, str], None]:
-    return lambda amount, label: None
-
-
 @pytest.mark.parametrize("folder", [True, False])
 def test_it_writes_what_was_planned(tmp_path, folder):
-    done = []
-    totals = []
-
-    def start(total: int) -> Callable[[int, str], None]:
-        totals.append(total)
-        return lambda amount, label: done.append(amount)
-
-    write("convert", tmp_path / "out", output([], folder), start)
+    told = []
+    write("convert", tmp_path / "out", output([], folder), lambda *step: told.append(step))
     x = b"header xaaa\0\0\0\0\0bbbbb\0\0\0bb\0\0\0\0\0\0c\0\0\0\0\0\0\0"
     y = b"header of yddddfffffffff"
     assert contents(tmp_path / "out") == ({"x": x, "y": y, "config.json": b"{}"} if folder else x)
-    assert sum(done) == len(x) + (len(y) if folder else 0)
-    assert totals == [sum(done) + (2 if folder else 0)]  # config.json
+    total = len(x) + (len(y) + len(b"{}") if folder else 0)
+    assert {step[1] for step in told} == {total}
+    assert [step[0] for step in told] == sorted(step[0] for step in told)
+    assert told[-1] == ((total, total, "config.json") if folder else (total, total, "c"))
     assert os.listdir(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
     """A stopped run leaves a prefix of each file: every such prefix, made by hand."""
-    write("convert", tmp_path / "whole", output([], folder), quiet)
+    write("convert", tmp_path / "whole", output([], folder))
     expected = contents(tmp_path / "whole")
     files = expected if folder else {"x": expected}
     partial = tmp_path / "out.partial"
@@ -78,7 +69,7 @@ def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
                     break
                 (partial / "output" / other.name).write_bytes(files[other.name])
             made: list[str] = []
-            write("convert", tmp_path / "out", output(made, folder), quiet)
+            write("convert", tmp_path / "out", output(made, folder))
             assert contents(tmp_path / "out") == expected
             # What was whole was not made again.
             ends = file.ends()
@@ -97,7 +88,7 @@ def test_another_plan_starts_over(tmp_path):
     (partial / "plan.json").write_text(output([], settings="other").plan())
     (partial / "output" / "x").write_bytes(b"header xzzz")
     made: list[str] = []
-    write("convert", tmp_path / "out", output(made), quiet)
+    write("convert", tmp_path / "out", output(made))
     assert made == list("abcdef")
     assert (tmp_path / "out" / "x").read_bytes().startswith(b"header xaaa")
 
@@ -112,19 +103,19 @@ def test_an_existing_output_is_not_touched(tmp_path):
         else:
             path.symlink_to("nowhere")
         with pytest.raises(bf.CheckpointError, match="a path that exists"):
-            write("convert", path, output([]), quiet)
+            write("convert", path, output([]))
         assert not (tmp_path / f"{out}.partial").exists()
     assert (tmp_path / "file").read_text() == "mine"
     for path in (".", "/"):
         with pytest.raises(bf.CheckpointError, match="a path that exists"):
-            write("convert", Path(path), output([]), quiet)
+            write("convert", Path(path), output([]))
 
 
 def test_a_parent_that_is_not_there_or_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
     for parent in ("missing", "file"):
         with pytest.raises(bf.CheckpointError, match="can be written to"):
-            write("convert", tmp_path / parent / "out", output([]), quiet)
+            write("convert", tmp_path / parent / "out", output([]))
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -136,7 +127,7 @@ def test_no_permission(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(bf.CheckpointError, match="Permission denied"):
-        write("convert", tmp_path / "out", output([]), quiet)
+        write("convert", tmp_path / "out", output([]))
     assert os.listdir(tmp_path) == []
 
 
@@ -145,7 +136,7 @@ def test_no_room_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(engine.shutil, "disk_usage", lambda path: usage._replace(free=10))
     made: list[str] = []
     with pytest.raises(bf.CheckpointError, match=r"0\.00 GB free; takes room for"):
-        write("convert", tmp_path / "out", output(made), quiet)
+        write("convert", tmp_path / "out", output(made))
     assert (made, os.listdir(tmp_path)) == ([], [])
 
 
@@ -169,7 +160,7 @@ def fill_up(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
     """The same command continues when there is room; what was whole is not made again."""
-    write("convert", tmp_path / "whole", output([]), quiet)
+    write("convert", tmp_path / "whole", output([]))
     if earlier and room >= 16:  # a run that was killed after its first tensor
         (tmp_path / "out.partial" / "output").mkdir(parents=True)
         (tmp_path / "out.partial" / "plan.json").write_text(output([]).plan())
@@ -179,12 +170,12 @@ def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
     with monkeypatch.context() as patch:
         fill_up(patch, room)
         with pytest.raises(bf.CheckpointError, match="No space left on device") as caught:
-            write("convert", tmp_path / "out", output([]), quiet)
+            write("convert", tmp_path / "out", output([]))
     kept = f"{whole} of 6 tensors are kept in {tmp_path / 'out.partial'}, and the same command continues"
     assert (kept in str(caught.value)) == (whole > 0)
     assert sorted(os.listdir(tmp_path)) == (["out.partial", "whole"] if whole else ["whole"])
     made: list[str] = []
-    write("convert", tmp_path / "out", output(made), quiet)
+    write("convert", tmp_path / "out", output(made))
     assert made == list("abcdef")[whole:]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
@@ -193,7 +184,7 @@ def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
 @pytest.mark.parametrize("at", ["c", "sync"])
 def test_what_did_not_reach_the_disk_is_not_kept(tmp_path, monkeypatch, at):
     """NFS and quotas may tell of a full disk only when the file is synced: its length says nothing then."""
-    write("convert", tmp_path / "whole", output([]), quiet)
+    write("convert", tmp_path / "whole", output([]))
     ours(tmp_path / "out.partial")
     (tmp_path / "out.partial" / "output" / "x").write_bytes(b"header xaaa\0\0\0\0\0")
     original = engine._write_piece
@@ -210,9 +201,9 @@ def test_what_did_not_reach_the_disk_is_not_kept(tmp_path, monkeypatch, at):
         patch.setattr(os, "fsync", full)
         patch.setattr(engine, "_write_piece", write_piece)
         with pytest.raises(bf.CheckpointError, match="1 of 6 tensors are kept"):
-            write("convert", tmp_path / "out", output([]), quiet)
+            write("convert", tmp_path / "out", output([]))
     made: list[str] = []
-    write("convert", tmp_path / "out", output(made), quiet)
+    write("convert", tmp_path / "out", output(made))
     assert made == list("bcdef")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -233,26 +224,26 @@ def broken(error: BaseException, at: str = "d") -> Output:
 @pytest.mark.parametrize("error", [bf.CheckpointError("damaged"), RuntimeError("a mistake of ours")])
 def test_an_error_that_would_come_again_leaves_nothing_of_a_first_run(tmp_path, error):
     with pytest.raises(type(error)):
-        write("convert", tmp_path / "out", broken(error), quiet)
+        write("convert", tmp_path / "out", broken(error))
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [bf.CheckpointError("damaged"), RuntimeError("a mistake of ours")])
 def test_no_error_removes_what_an_earlier_run_left(tmp_path, error):
     with pytest.raises(KeyboardInterrupt):
-        write("convert", tmp_path / "out", broken(KeyboardInterrupt(), at="b"), quiet)
+        write("convert", tmp_path / "out", broken(KeyboardInterrupt(), at="b"))
     with pytest.raises(type(error)):
-        write("convert", tmp_path / "out", broken(error), quiet)
+        write("convert", tmp_path / "out", broken(error))
     made: list[str] = []
-    write("convert", tmp_path / "out", output(made), quiet)
+    write("convert", tmp_path / "out", output(made))
     assert made == list("def")
 
 
 def test_out_of_memory_leaves_what_is_whole(tmp_path):
     with pytest.raises(MemoryError):
-        write("convert", tmp_path / "out", broken(MemoryError()), quiet)
+        write("convert", tmp_path / "out", broken(MemoryError()))
     made: list[str] = []
-    write("convert", tmp_path / "out", output(made), quiet)
+    write("convert", tmp_path / "out", output(made))
     assert made == list("def")
 
 
@@ -260,10 +251,10 @@ def test_out_of_memory_leaves_what_is_whole(tmp_path):
 def test_an_input_that_changed_is_not_written(tmp_path, earlier):
     if earlier:
         with pytest.raises(KeyboardInterrupt):
-            write("convert", tmp_path / "out", broken(KeyboardInterrupt()), quiet)
+            write("convert", tmp_path / "out", broken(KeyboardInterrupt()))
     made: list[str] = []
     with pytest.raises(bf.CheckpointError, match="files that changed while they were read"):
-        write("convert", tmp_path / "out", replace(output(made), is_current=lambda: False), quiet)
+        write("convert", tmp_path / "out", replace(output(made), is_current=lambda: False))
     assert len(made) == (3 if earlier else 6)
     assert os.listdir(tmp_path) == []
 
@@ -274,13 +265,13 @@ def test_an_output_that_somebody_made_meanwhile_is_not_replaced(tmp_path, folder
     out = tmp_path / "out"
     plan = replace(output([], folder), is_current=lambda: (out.mkdir() if folder else out.write_text("mine"), True)[1])
     with pytest.raises(bf.CheckpointError, match=r"File exists .* tensors are kept"):
-        write("convert", out, plan, quiet)
+        write("convert", out, plan)
     assert contents(out) == ({} if folder else b"mine")
     with pytest.raises(bf.CheckpointError, match="a path that exists"):
-        write("convert", out, output([], folder), quiet)
+        write("convert", out, output([], folder))
     out.rename(tmp_path / "mine")
     made: list[str] = []
-    write("convert", out, output(made, folder), quiet)
+    write("convert", out, output(made, folder))
     assert made == []
 
 
@@ -372,7 +363,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path, make, settings):
     before = tree(tmp_path)
     made: list[str] = []
     with pytest.raises(bf.CheckpointError, match=r"out\.partial: got .* not ours; takes .* move it away") as caught:
-        write("convert", tmp_path / "out", output(made, settings=settings), quiet)
+        write("convert", tmp_path / "out", output(made, settings=settings))
     assert str(tmp_path / "out.partial") in str(caught.value)
     assert (made, tree(tmp_path)) == ([], before)
 
@@ -383,12 +374,12 @@ def test_a_finished_output_of_somebody_else_is_not_taken_for_ours(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").write_text("mine")
     with pytest.raises(bf.CheckpointError, match="a path that exists"):
-        write("convert", tmp_path / "out", output([]), quiet)
+        write("convert", tmp_path / "out", output([]))
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "out.partial")
-    write("convert", tmp_path / "out", output([]), quiet)
+    write("convert", tmp_path / "out", output([]))
     ours(tmp_path / "out.partial")
-    write("convert", tmp_path / "out", output([]), quiet)
+    write("convert", tmp_path / "out", output([]))
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -398,7 +389,7 @@ def test_a_finished_output_of_somebody_else_is_not_taken_for_ours(tmp_path):
 def test_the_umask_is_kept(tmp_path, mask, folder):
     before = os.umask(mask)
     try:
-        write("convert", tmp_path / "out", output([], folder), quiet)
+        write("convert", tmp_path / "out", output([], folder))
     finally:
         os.umask(before)
     for path in (tmp_path / "out", *(tmp_path / "out").rglob("*")):

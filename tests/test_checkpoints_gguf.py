@@ -323,6 +323,14 @@ def test_verify_does_not_compare_what_it_cannot_read(tmp_path, capsys):
         "TQ1_0: not compared: ggml's TQ1_0",
         "plain: equal bits",
         "q4_0: equal bits",
+        "",
+        "4 tensors:",
+        "  equal bits    2",
+        "  equal values  0",
+        "  different     0",
+        "  only in A     0",
+        "  only in B     0",
+        "  not compared  2",
         "different",
     ]
 
@@ -336,8 +344,9 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     path.write_bytes(data[:at] + struct.pack("<I", NUMBERS["IQ2_XXS"]) + data[at + 4 :])
     assert main(["run", str(path), "-p", "a"]) == 2
     takes = (
-        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K"
+        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
+        "Q3_K, F32, F16, BF16"
     )
-    expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's type IQ2_XXS; {takes}\n"
+    expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's IQ2_XXS; {takes}\n"
     assert capsys.readouterr().err == expected
     assert "blk.1.ffn_up.weight" in bf.load(path)

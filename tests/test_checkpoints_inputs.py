@@ -13,7 +13,6 @@ from support import assert_same_bits
 
 import billfish as bf
 from billfish.checkpoints import writers
-from billfish.checkpoints.commands import convert
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.writers import engine
 from billfish.checkpoints.writers.source import identity
@@ -31,30 +30,30 @@ def write_model(folder: Path) -> None:
     save_file({"norm.weight": np.ones(8, np.float32)}, folder / "model.safetensors")
 
 
-def test_links_out_of_the_folder_are_not_followed(tmp_path, capsys):
+def test_links_out_of_the_folder_are_not_followed(tmp_path):
     """A model that was downloaded must not put a file of the user's into an output that is published."""
     write_model(tmp_path / "in")
     (tmp_path / "key").write_text("secret")
     (tmp_path / "in" / "README.md").symlink_to(tmp_path / "key")
     (tmp_path / "in" / "NOTICE").symlink_to("../key")
     (tmp_path / "in" / "chat.jinja").symlink_to("LICENSE")
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    report = bf.convert(tmp_path / "in", tmp_path / "out", "billfish")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors", "chat.jinja", *COMPANIONS}
-    note = "NOTICE, README.md: left out: a link that leads out of the model's folder\n"
-    assert note in capsys.readouterr().err
+    reason = "left out: a link that leads out of the model's folder"
+    assert report.notes == (("NOTICE", reason), ("README.md", reason))
 
 
-def test_large_companions_are_left_out_by_name(tmp_path, capsys, monkeypatch):
+def test_large_companions_are_left_out_by_name(tmp_path, monkeypatch):
     write_model(tmp_path / "in")
     monkeypatch.setattr(writers, "MAX_COMPANION_BYTES", 255)
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False)
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "out", "billfish").notes
     assert not (tmp_path / "out" / "tokenizer.model").exists()
-    assert "tokenizer.model: left out: larger than" in capsys.readouterr().err
+    assert note == ("tokenizer.model", "left out: larger than 0 MB")
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, capsys, cached):
+def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, cached):
     """All its files are links to ../../blobs, which count as the model's own; in other folders they do not."""
     model = tmp_path / ("models--org--name" if cached else "name")
     snapshot, blobs = model / "snapshots" / "0123abcd", model / "blobs"
@@ -66,10 +65,10 @@ def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, c
         if not path.is_symlink():
             path.rename(blobs / path.name)
             path.symlink_to(f"../../blobs/{path.name}")
-    convert(str(snapshot), str(tmp_path / "out"), "billfish", False)
+    report = bf.convert(snapshot, tmp_path / "out", "billfish")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors", *(COMPANIONS if cached else ())}
-    assert "README.md" in capsys.readouterr().err
+    assert "README.md" in [note.name for note in report.notes]
 
 
 # ---- the input changes --------------------------------------------------------------------------------------------
@@ -88,7 +87,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_write_piece", stop)
         with pytest.raises(KeyboardInterrupt):
-            convert(str(source), str(out), "billfish", False)
+            bf.convert(source, out, "billfish")
 
 
 def put_in_place(source: Path, content: bytes) -> None:
@@ -109,7 +108,7 @@ def test_another_model_of_the_same_name_size_and_time_is_not_continued(tmp_path,
     )  # in the first tensor, which is written; in the last
     content[at] ^= 1
     put_in_place(source, bytes(content))
-    convert(str(source), str(out), "billfish", False)
+    bf.convert(source, out, "billfish")
     found = bf.load(out)
     for name, array in bf.load(source).items():
         assert_same_bits(found[name], array)
@@ -151,5 +150,5 @@ def test_an_input_that_changes_while_it_is_read_is_not_written(tmp_path, monkeyp
 
     monkeypatch.setattr(engine, "_write_piece", changing)
     with pytest.raises(bf.CheckpointError, match="files that changed while they were read"):
-        convert(str(source), str(out), "billfish", False)
+        bf.convert(source, out, "billfish")
     assert os.listdir(tmp_path) == ([] if change == "removed" else ["m.safetensors"])

@@ -15,10 +15,9 @@ import checkpoint_samples as samples
 import pytest
 from safetensors.numpy import save_file
 from support import gaussian
-from writer_worker import contents, output, quiet
+from writer_worker import contents, output
 
 import billfish as bf
-from billfish.checkpoints.commands import convert, quantization_of
 from billfish.checkpoints.writers import lock
 from billfish.checkpoints.writers.engine import write
 from billfish.checkpoints.writers.lock import Busy, only_writer
@@ -44,9 +43,7 @@ def test_one_of_two_wins_and_the_other_says_why(tmp_path):
     expected = {}
     for format in ("u4b8", "u8b128"):
         (tmp_path / format).mkdir()
-        convert(
-            str(source), str(tmp_path / format / "out"), "billfish", False, quantization_of(format, None, "rtn", [])
-        )
+        bf.quantize_checkpoint(source, tmp_path / format / "out", format, method="rtn")
         expected[format] = contents(tmp_path / format)
     (tmp_path / "race").mkdir()
     rounds = worker("race", source, tmp_path / "race", 50)
@@ -61,7 +58,7 @@ def test_one_of_two_wins_and_the_other_says_why(tmp_path):
 def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, earlier):
     """A first run, one that goes on with what an earlier one left, and one that removes it."""
     (tmp_path / "whole").mkdir()
-    write("convert", tmp_path / "whole" / "out", output(), quiet)
+    write("convert", tmp_path / "whole" / "out", output())
     expected = contents(tmp_path / "whole")
     (tmp_path / "killed").mkdir()
     rounds = worker("kill-at-every-call", tmp_path / "killed", earlier)
@@ -76,7 +73,7 @@ def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, ea
 
 def test_killed_at_random_the_last_run_ends_with_the_same_bytes(tmp_path):
     (tmp_path / "whole").mkdir()
-    write("convert", tmp_path / "whole" / "out", output(), quiet)
+    write("convert", tmp_path / "whole" / "out", output())
     expected = contents(tmp_path / "whole")
     (tmp_path / "killed").mkdir()
     rounds = worker("kill-at-random", tmp_path / "killed", 10, 1)
@@ -94,10 +91,10 @@ def test_the_second_is_told_who_has_it(tmp_path):
     with only_writer("quantize", tmp_path / "out"):
         before = contents(tmp_path)
         with pytest.raises(Busy, match=rf"process {os.getpid()} \(quantize\) is writing; takes one that nobody else"):
-            write("convert", tmp_path / "out", output(), quiet)
+            write("convert", tmp_path / "out", output())
         assert contents(tmp_path) == before
-        write("convert", tmp_path / "elsewhere", output(), quiet)
-    write("convert", tmp_path / "out", output(), quiet)
+        write("convert", tmp_path / "elsewhere", output())
+    write("convert", tmp_path / "out", output())
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out"]
 
 
@@ -126,7 +123,7 @@ def test_a_lock_file_of_somebody_else_is_left_alone(tmp_path, content):
     path = lock.lock_path(tmp_path / "out")
     path.write_text(content)
     with pytest.raises(bf.CheckpointError, match=r"\.out\.billfish-lock: got a file that is not ours; takes .* move"):
-        write("convert", tmp_path / "out", output(), quiet)
+        write("convert", tmp_path / "out", output())
     assert path.read_text() == content
     assert os.listdir(tmp_path) == [path.name]
 
@@ -135,7 +132,7 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "mine").touch()
     lock.lock_path(tmp_path / "out").symlink_to("mine")
     with pytest.raises(bf.CheckpointError, match="billfish-lock"):
-        write("convert", tmp_path / "out", output(), quiet)
+        write("convert", tmp_path / "out", output())
     assert (tmp_path / "mine").read_bytes() == b""
     assert len(os.listdir(tmp_path)) == 2
 
@@ -144,7 +141,7 @@ def test_a_lock_file_cannot_make_us_remove_another_folder(tmp_path):
     (tmp_path / "mine").mkdir()
     record = {"billfish": "lock", "pid": 1, "call": "convert", "scratch": "mine"}
     lock.lock_path(tmp_path / "out").write_text(json.dumps(record))
-    write("convert", tmp_path / "out", output(), quiet)
+    write("convert", tmp_path / "out", output())
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
 
 
@@ -154,5 +151,5 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.warns(UserWarning, match="no locks on this file system"):
-        write("convert", tmp_path / "out", output(), quiet)
+        write("convert", tmp_path / "out", output())
     assert os.listdir(tmp_path) == ["out"]

@@ -13,14 +13,18 @@ PAIRS = [(a, b) for a in bf.FORMATS for b in bf.FORMATS]
 # What must work on ordinary weights, so that the test below cannot pass by refusing.
 EXPECTED = {
     ("q4_0", "u4b8"),
+    ("q4_0", "u4"),
     ("q4_0", "affine4"),
     ("q4_1", "affine4"),
     ("q4_k", "affine4"),
     ("q5_k", "affine8"),
+    ("q5_0", "u8"),
     ("q5_0", "affine8"),
     ("q8_0", "u8b128"),
+    ("q8_0", "u8"),
     ("q8_0", "affine8"),
     ("u4b8", "q4_0"),
+    ("u4b8", "u4"),
     ("u4b8", "affine4"),
     ("u8b128", "q8_0"),
     ("u8b128", "affine8"),

@@ -18,7 +18,7 @@ from safetensors.torch import save_file as save_torch
 from support import assert_same_bits
 
 import billfish as bf
-from billfish.checkpoints.commands import compare, convert, quantization_of
+from billfish.checkpoints.verification import compare
 
 WEIGHT = f"{MODULE}.weight"
 
@@ -77,6 +77,36 @@ LOSSLESS = {
         "gguf nvfp4",
     },
     "mlx": ALL - {"gptq, act-order", "packed, act-order", "packed, float32", "nvfp4", "modelopt", "q6_k"},
+    "gptq": {
+        "gptq, stored 15",
+        "gptq, symmetric",
+        "gptq, act-order",
+        "gptq, 8 bits",
+        "packed",
+        "packed, whole rows",
+        "packed, float32",
+        "q4_0",
+        "q5_0",
+        "q8_0",
+    },
+    "gptq_v2": {
+        "gptq",
+        "gptq, stored 15",  # a zero point of 16, which takes 8 bits
+        "gptq, symmetric",
+        "gptq, act-order",
+        "gptq, 8 bits",
+        "awq",
+        "packed",
+        "packed, asymmetric",
+        "packed, act-order",
+        "packed, whole rows",
+        "packed, float32",
+        "q4_0",
+        "q5_0",
+        "q8_0",
+    },
+    "awq": {"gptq", "gptq, symmetric", "awq", "packed", "packed, asymmetric", "packed, float32", "q4_0"},
+    "plain": ALL,
     "gguf": {
         "gptq, symmetric",
         "packed",
@@ -97,6 +127,13 @@ REASONS = {
     ("compressed-tensors", "mlx"): "u4 has a zero point, and affine4 a minimum",
     ("compressed-tensors", "q4_k"): "u4 has a zero point, and q4_k a minimum",
     ("compressed-tensors", "q6_k"): "groups of 16",
+    ("gptq", "awq"): "a zero point of 0: gptq has 1 to 16",
+    ("gptq", "packed, asymmetric"): "a zero point of 0",
+    ("gptq", "q4_1"): "u4 has a zero point, and q4_1 a minimum",
+    ("gptq", "mlx, experts"): "groups of 64|a minimum",
+    ("awq", "gptq, act-order"): "act-order",
+    ("awq", "gptq, 8 bits"): "u4 has codes of 4 bits, and u8 of 8",
+    ("awq", "mxfp4"): "made of",
     ("mlx", "gptq, act-order"): "act-order",
     ("mlx", "packed, float32"): "no float32",
     ("mlx", "nvfp4"): "no global scale",
@@ -118,12 +155,12 @@ def test_lossless_or_refused_with_the_reason(tmp_path, source, target):
     out = out_of(tmp_path, target)
     if source not in LOSSLESS[target]:
         with pytest.raises(bf.CheckpointError, match=REASONS.get((target, source), "--requantize")) as caught:
-            convert(str(tmp_path / "in"), str(out), target, requantize=False)
+            bf.convert(tmp_path / "in", out, target, raw_names=True)
         name = next(n for n in bf.load(tmp_path / "in") if bf.load(tmp_path / "in").describe(n).format)
         assert name in str(caught.value)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
         return
-    convert(str(tmp_path / "in"), str(out), target, requantize=False)
+    bf.convert(tmp_path / "in", out, target, raw_names=True)
     before, after = bf.load(tmp_path / "in"), bf.load(out)
     if (source, target) == ("gpt-oss", "mlx"):  # where every quantized matrix is a `weight`
         assert {name.removesuffix(".weight") for name in after} == set(before)
@@ -134,7 +171,7 @@ def test_lossless_or_refused_with_the_reason(tmp_path, source, target):
         assert before.describe(name).shape == after.describe(name).shape
     # and back to where it came from, bit for bit
     if target in ("mlx", "billfish") and source in ("gptq, symmetric", "packed", "packed, whole rows", "awq"):
-        convert(str(out), str(tmp_path / "again"), "compressed-tensors", requantize=False)
+        bf.convert(out, tmp_path / "again", "compressed-tensors")
         again = bf.load(tmp_path / "again")
         assert compare(before, again, WEIGHT).same
 
@@ -148,11 +185,12 @@ LOSSY = [
 
 
 @pytest.mark.parametrize(("source", "target"), LOSSY)
-def test_requantizing_is_close_and_says_what_it_did(tmp_path, capsys, source, target):
+def test_requantizing_is_close_and_says_what_it_did(tmp_path, source, target):
     expected = SOURCES[source](tmp_path / "in")
     out = out_of(tmp_path, target)
-    convert(str(tmp_path / "in"), str(out), target, requantize=True)
-    assert "quantized again, to" in capsys.readouterr().err
+    report = bf.convert(tmp_path / "in", out, target, requantize=True, raw_names=True)
+    assert report.quantized
+    assert "quantized again, to" in str(report)
     ck = bf.load(out)
     name = next(n for n in ck if ck.describe(n).format)
     w = next(iter(expected.values())) if isinstance(expected, dict) else expected
@@ -192,7 +230,7 @@ def package_decodes(folder: Path) -> torch.Tensor:
 )
 def test_compressed_tensors_reads_what_we_write(tmp_path, source):
     expected = SOURCES[source](tmp_path / "in")
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "compressed-tensors", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out", "compressed-tensors")
     decoded = package_decodes(tmp_path / "out")
     # It computes in the type of the scales.
     dtype = str(decoded.dtype).removeprefix("torch.")
@@ -208,7 +246,7 @@ def test_compressed_tensors_bytes_survive_both_ways(tmp_path):
     samples.compressed(tmp_path / "in", symmetric=False)
     config = json.loads((tmp_path / "in" / "config.json").read_text())
     (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "compressed-tensors", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out", "compressed-tensors")
     before, after = load_file(tmp_path / "in" / "a.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -219,7 +257,7 @@ def test_compressed_tensors_bytes_survive_both_ways(tmp_path):
 @pytest.mark.parametrize("source", ["q4_0", "q4_1", "q4_k", "awq", "packed", "mlx", "mlx, 8 bits", "mxfp4", "gpt-oss"])
 def test_mlx_reads_what_we_write(tmp_path, source):
     SOURCES[source](tmp_path / "in")
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "mlx", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out", "mlx")
     ck = bf.load(tmp_path / "out")
     name = next(n for n in ck if ck.describe(n).format)
     module = name.removesuffix(".weight")
@@ -240,7 +278,7 @@ def test_mlx_reads_what_we_write(tmp_path, source):
 )
 def test_gguf_reads_what_we_write(tmp_path, source):
     SOURCES[source](tmp_path / "in")
-    convert(str(tmp_path / "in"), str(tmp_path / "out.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf", raw_names=True)
     before = bf.load(tmp_path / "in")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
     name = next(n for n in before if before.describe(n).format)
@@ -253,9 +291,10 @@ def test_gguf_reads_what_we_write(tmp_path, source):
 
 def test_gguf_keeps_its_metadata(tmp_path):
     samples.gguf_file(tmp_path / "m.gguf", ("Q4_0", "F16", "BF16", "F32"))
-    convert(str(tmp_path / "m.gguf"), str(tmp_path / "out.gguf"), "gguf", requantize=False)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "gguf")
     before, after = bf.load(tmp_path / "m.gguf"), bf.load(tmp_path / "out.gguf")
-    assert dict(before.metadata) == dict(after.metadata)
+    described = {"general.file_type": gguf.LlamaFileType.MOSTLY_Q4_0, "general.quantization_version": 2}
+    assert {**before.metadata, **described} == dict(after.metadata)
     assert [compare(before, after, name).verdict for name in before] == ["equal bits"] * 4
 
 
@@ -307,14 +346,14 @@ QUANTIZED = [f"model.layers.{m}.weight" for m in ("0.mlp.up_proj", "0.mlp.down_p
 def test_quantize_is_quantize(tmp_path, format, to):
     tensors = write_model(tmp_path / "in")
     out = out_of(tmp_path, to)
-    convert(str(tmp_path / "in"), str(out), to, False, quantization_of(format, None, "rtn", []))
+    bf.quantize_checkpoint(tmp_path / "in", out, format, method="rtn", to=to, raw_names=True)
     ck = bf.load(out)
     assert set(ck) == set(tensors)
     for name, tensor in tensors.items():
         about = ck.describe(name)
         if name in QUANTIZED and tensor.shape[1] % bf.FORMATS[format].block_size == 0:
             assert about.format.name == format
-            expected = bf.dequantize(bf.quantize(tensor, format))
+            expected = bf.dequantize(bf.quantize(tensor, format, method="rtn"))
             if format == "nvfp4" and to == "compressed-tensors":  # whose global scale was moved by an ulp
                 np.testing.assert_allclose(bf.dequantize(ck[name]), expected, rtol=1e-6)
             else:
@@ -324,11 +363,20 @@ def test_quantize_is_quantize(tmp_path, format, to):
             assert ck[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_rules_and_companions(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["MXFP4", "nvfp4"])
+def test_a_name_means_what_the_target_means_by_it(tmp_path, name):
+    """ggml has an MXFP4 and an NVFP4 of its own."""
     write_model(tmp_path / "in")
-    rules = ["lm_head=q8_0", r"layers\.1\.=keep", "down=u4b8:128"]
-    settings = quantization_of("fp4", 128, "mse", rules)
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False, settings)
+    out = out_of(tmp_path, "gguf")
+    bf.quantize_checkpoint(tmp_path / "in", out, name, method="rtn", keep={"down": "mxfp4"}, raw_names=True)
+    formats = {about.format.name for about in map(bf.load(out).describe, bf.load(out)) if about.format}
+    assert formats == {f"{name.lower()}_gguf", "mxfp4_gguf"}
+
+
+def test_rules_and_companions(tmp_path):
+    write_model(tmp_path / "in")
+    keep = {"lm_head": "q8_0", r"layers\.1\.": "keep", "down": "u4b8:128"}
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "fp4", group_size=128, keep=keep)
     ck = bf.load(tmp_path / "out")
     formats = {name: ck.describe(name).format for name in ck}
     assert {name: f.name for name, f in formats.items() if f} == {
@@ -350,10 +398,10 @@ def test_rules_and_companions(tmp_path, capsys):
     assert set(bf.load(alone / "x.safetensors")) == set(ck)
 
 
-def test_weights_that_do_not_fit_are_left_and_named(tmp_path, capsys):
+def test_weights_that_do_not_fit_are_left_and_named(tmp_path):
     write_model(tmp_path / "in", k=200)
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", False, quantization_of("q4_0", None, "rtn", []))
-    assert "K = 200 is no positive multiple of 32" in capsys.readouterr().err
+    report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", method="rtn")
+    assert report.left[QUANTIZED[0]] == "K = 200 is no positive multiple of 32, as q4_0 needs"
     assert bf.load(tmp_path / "out").describe(QUANTIZED[0]).format is None
     assert bf.load(tmp_path / "out").describe(QUANTIZED[1]).format is not None
 
@@ -364,7 +412,7 @@ def test_shards(tmp_path, monkeypatch):
     write_model(tmp_path / "in")
     monkeypatch.setattr(base, "SHARD_BYTES", 60_000)
     for target in ("billfish", "compressed-tensors", "mlx"):
-        convert(str(tmp_path / "in"), str(tmp_path / target), target, requantize=False)
+        bf.convert(tmp_path / "in", tmp_path / target, target)
         index = json.loads((tmp_path / target / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 2
         before, after = bf.load(tmp_path / "in"), bf.load(tmp_path / target)
@@ -374,7 +422,7 @@ def test_shards(tmp_path, monkeypatch):
 def test_headers_are_those_of_safetensors_itself(tmp_path):
     """Read by the library, which checks every offset; and data begin at a multiple of 8."""
     write_model(tmp_path / "in")
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out", "billfish")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert set(tensors) == set(bf.load(tmp_path / "in"))
     assert int.from_bytes((tmp_path / "out" / "model.safetensors").read_bytes()[:8], "little") % 8 == 0
@@ -383,7 +431,7 @@ def test_headers_are_those_of_safetensors_itself(tmp_path):
 def test_a_tensor_that_cannot_be_read_cannot_be_converted(tmp_path):
     samples.mlx(tmp_path / "in", bits=3, group=32)
     with pytest.raises(bf.CheckpointError, match="affine with 3 bits"):
-        convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", requantize=True)
+        bf.convert(tmp_path / "in", tmp_path / "out", "billfish", requantize=True)
 
 
 def test_types_that_a_target_lacks(tmp_path):
@@ -391,7 +439,7 @@ def test_types_that_a_target_lacks(tmp_path):
     save_torch({"a": torch.zeros(4).to(torch.float8_e4m3fn)}, tmp_path / "in" / "model.safetensors")
     for target, out in (("gguf", "out.gguf"), ("mlx", "out")):
         with pytest.raises(bf.CheckpointError, match=r"a: .* has no type float8_e4m3fn"):
-            convert(str(tmp_path / "in"), str(tmp_path / out), target, requantize=False)
+            bf.convert(tmp_path / "in", tmp_path / out, target, raw_names=True)
 
 
 def test_scalars_and_empty_arrays(tmp_path):
@@ -399,7 +447,7 @@ def test_scalars_and_empty_arrays(tmp_path):
     save_file(
         {"s": np.array(2.5, np.float32), "e": np.zeros((0, 3), np.float32)}, tmp_path / "in" / "model.safetensors"
     )
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "billfish", requantize=False)
+    bf.convert(tmp_path / "in", tmp_path / "out", "billfish")
     before, after = bf.load(tmp_path / "in"), bf.load(tmp_path / "out")
     assert {compare(before, after, name).verdict for name in before} == {"equal bits"}
 
@@ -418,8 +466,7 @@ def test_transformers_loads_what_we_write(tmp_path):
         vocab_size=96,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "in")
-    settings = quantization_of("u4b8", 32, "mse", [])
-    convert(str(tmp_path / "in"), str(tmp_path / "out"), "compressed-tensors", False, settings)
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "u4b8", group_size=32, to="compressed-tensors")
     decoded = LlamaForCausalLM(config)
     ck = bf.load(tmp_path / "out")
     state = {

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import re
+import shlex
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.cli import main
+from billfish import cli, info
+from billfish.cli import EXAMPLES, GROUPS, main, parser
 from billfish.explain import explain, planes_of, print_formats, record, walks
+from billfish.format import aliases_of
+from billfish.tables import print_table
 
 ROOT = Path(__file__).parent.parent
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
@@ -28,6 +38,45 @@ def test_formats_lists_every_format(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["format", *bf.FORMATS]
     assert lines[1 + list(bf.FORMATS).index("q4_0")].split()[:4] == ["q4_0", "4.5", "32", "u4b8"]
+
+
+def test_formats_lists_the_other_names(capsys):
+    main(["formats"])
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        assert all(name in line for name in aliases_of(bf.get_format(line.split()[0])))
+
+
+ROWS = [["name", "of", "first", "second", "third"], ["a", "b", "1" * 10, "2" * 20, "3" * 30], ["c", "d", "1", "2", "3"]]
+
+
+def test_a_table_is_whole_in_a_pipe_and_folded_in_a_terminal(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    pipe = io.StringIO()
+    print_table(ROWS, pipe, left=2, keys=2)
+    assert pipe.getvalue().splitlines() == [
+        "name  of       first                second                           third",
+        f"a     b   {'1' * 10}  {'2' * 20}  {'3' * 30}",
+        "c     d            1                     2                               3",
+    ]
+    for width in (200, 74, 73, 42, 41, 20, 5):
+        monkeypatch.setenv("COLUMNS", str(width))
+        terminal = Terminal()
+        print_table(ROWS, terminal, left=2, keys=2)
+        parts = [part.splitlines() for part in terminal.getvalue().split("\n\n")]
+        assert all(len(part) == 3 and part[1].startswith("a     b ") for part in parts)
+        assert " ".join(part[1][10:].strip() for part in parts).split() == ROWS[1][2:]
+        assert len(parts) == (1 if width >= 74 else 2 if width >= 42 else 3)
+        if width >= 42:  # enough for the widest column beside the keys
+            assert max(map(len, terminal.getvalue().splitlines())) <= width
+
+
+def test_the_table_of_formats_fits_eighty_columns(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    print_formats(terminal)
+    assert max(map(len, terminal.getvalue().splitlines())) <= 80
+    assert terminal.getvalue().split().count("q4_0") == terminal.getvalue().split().count("format")
 
 
 def test_the_table_in_the_documentation_is_the_table(capsys):
@@ -110,7 +159,10 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
             ["explain", "fp4", "16"],
             "billfish: [explain] CODE: got 16; takes 0 to 15 for fp4, such as 5, 0b101 or 0x5\n",
         ),
-        (["explain", "fp5", "1"], f"billfish: [explain] format: got 'fp5'; takes one of {', '.join(bf.FORMATS)}\n"),
+        (
+            ["explain", "fp5", "1"],
+            f"billfish: [explain] format: got 'fp5'; takes one of {', '.join(bf.FORMATS)}; did you mean 'fp4'?\n",
+        ),
     ],
 )
 def test_wrong_arguments_get_one_line(capsys, arguments, message):
@@ -150,12 +202,154 @@ def test_python_dash_m_and_a_reader_that_stops_early():
     assert done.stderr == ""
 
 
+# ---- info -----------------------------------------------------------------------------------------------------------
+
+
+def told(capsys, *options):
+    assert main(["info", *options]) == 0
+    return capsys.readouterr().out
+
+
 def test_info_says_what_was_found_and_chosen(capsys):
-    assert main(["info"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert lines["ISA"].removeprefix("levels").split(", ")[-1] == "portable"
-    assert lines["chosen"].split()[0] in lines["ISA"]
-    assert int(lines["threads"]) >= 1
+    facts = json.loads(told(capsys, "--json"))
+    assert list(facts["backends"]) == list(bf.BACKENDS)
+    assert facts["levels"][-1] == "portable"
+    assert facts["backends"]["cpu"]["about"].split()[0] == bf.BACKENDS["cpu"].level
+    assert facts["chosen"] == "cpu"
+    assert facts["threads"]["used"] >= 1
+    assert facts["threads"]["cores"] == os.cpu_count()
+    assert facts["memory"]["total"] >= facts["memory"].get("available", 0) > 0
+    assert facts["packages"]["numpy"] == np.__version__
+    text = told(capsys)
+    lines = dict(line.strip().split(maxsplit=1) for line in text.splitlines() if len(line.split()) > 1)
+    assert lines["chosen"] == "cpu, for NumPy arrays"
+    for name, answer in facts["backends"].items():
+        assert lines[name].split(":")[0] in (["yes", "by name only"] if answer["usable"] else ["no"])
+        assert answer["about"] in text
+    for name, version in facts["packages"].items():
+        assert lines[name].startswith(version or "-")
+
+
+def test_info_says_why_a_backend_is_not_usable(capsys, monkeypatch):
+    class Broken(type(bf.BACKENDS["reference"])):
+        def usable(self):
+            return False, "it is broken"
+
+    monkeypatch.setitem(bf.BACKENDS._made, "reference", Broken())
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
+    monkeypatch.setattr(sys, "platform", "linux")
+    text = told(capsys)
+    assert re.search(r"^  reference +no: it is broken$", text, re.MULTILINE)
+    assert re.search(r"^  metal +no: Metal is a part of macOS$", text, re.MULTILINE)
+    assert re.search(r"^  tokenizers +-   pip install 'billfish\[llm\]'$", text, re.MULTILINE)
+    assert re.search(r"^  torch +-$", text, re.MULTILINE)
+
+
+def test_info_works_where_the_environment_does_not(capsys, monkeypatch):
+    monkeypatch.setenv("BILLFISH_ISA", "abacus")
+    monkeypatch.setattr(bf.BACKENDS, "_made", {})
+    text = told(capsys)
+    assert "environment         BILLFISH_ISA=abacus" in text
+    assert re.search(r"^  cpu +no: \[cpu\] BILLFISH_ISA: got 'abacus'; takes one", text, re.MULTILINE)
+    monkeypatch.setenv("BILLFISH_ISA", "portable")
+    monkeypatch.setattr(bf.BACKENDS, "_made", {})
+    assert "yes: portable kernels, as BILLFISH_ISA says" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("variable", "used", "allowed", "why"),
+    [
+        ("3", 3, 8, "OMP_NUM_THREADS"),
+        (None, 2, 8, "the CPU quota of this process"),
+        (None, 4, 4, "the cores that this process may use"),
+        (None, 8, 8, "all cores"),
+    ],
+)
+def test_why_so_many_threads(monkeypatch, variable, used, allowed, why):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
+    monkeypatch.setattr(info, "_cpu", SimpleNamespace(threads=lambda: used))
+    assert info.threads() == {"used": used, "cores": 8, "allowed_cores": allowed, "why": why}
+
+
+def test_memory_where_the_system_says_less(tmp_path):
+    assert info.memory(tmp_path / "none").keys() == {"total"}
+    (tmp_path / "some").write_text("MemTotal: 2048 kB\nMemAvailable: 1024 kB\n")
+    assert info.memory(tmp_path / "some") == {"total": 2 << 20, "available": 1 << 20}
+
+
+def test_info_fits_a_terminal_and_imports_nothing_heavy(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = Terminal()
+    info.print_info(terminal)
+    assert max(map(len, terminal.getvalue().splitlines())) <= 60
+    code = "import sys; from billfish.cli import main; main(['info']); print(*sys.modules, file=sys.stderr)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "gguf", "tokenizers", "matplotlib"}.intersection(ran.stderr.split())
+
+
+def test_extras_bring_what_info_says():
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in info.PACKAGES.items():
+        if extra:
+            assert any(re.match(rf"{package}\b", each) for each in extras[extra]), package
+
+
+# ---- the frame ------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    for title, commands in GROUPS.items():
+        below = captured.out.split(f"\n{title}\n")[1].split("\n\n")[0]
+        assert re.findall(r"^  (\w+)", below, re.MULTILINE) == list(commands)
+    assert max(map(len, captured.out.splitlines())) <= 80
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == captured.out
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_can_be_parsed_and_is_in_the_help_of_its_command(name, capsys):
+    program, *words = shlex.split(EXAMPLES[name])
+    assert (program, parser().parse_args(words).command) == ("billfish", name)
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: billfish {name} ")
+    assert f"example: {EXAMPLES[name]}" in shown
+
+
+def test_an_unknown_command_gets_the_nearest(capsys):
+    assert main(["quantise", "in", "out"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("billfish: [billfish] COMMAND: got 'quantise'; takes one of run, eval, ")
+    assert captured.err.endswith("; did you mean 'quantize'?\n")
+
+
+@pytest.mark.parametrize("words", [["--"], ["--nothing"], ["-x", "formats"]])
+def test_options_without_a_command_are_wrong(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: billfish COMMAND ...")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_ctrl_c_shows_no_traceback(name, capsys, monkeypatch):
+    words = shlex.split(EXAMPLES[name])[1:]
+    monkeypatch.setattr(cli, parser().parse_args(words).run.__name__, Mock(side_effect=KeyboardInterrupt))
+    assert main(words) == 130
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "billfish: stopped\n")
 
 
 def test_nobody_waits_for_what_others_need():

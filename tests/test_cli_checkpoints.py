@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -70,7 +71,15 @@ def test_quantize_convert_verify(model, tmp_path, capsys):
     out = tmp_path / "fp4"
     command = ["quantize", str(model), str(out), "--format", "fp4", "--group-size", "128", "--keep", r"layers\.1=q8_0"]
     assert main(command) == 0
-    assert capsys.readouterr().out == f"{out}: 3 tensors, 0.2 MB\n"
+    assert capsys.readouterr().out == (
+        "fp4: 3 tensors, 526.3 kB -> 208.9 kB, 16.03 -> 6.36 bits per weight\n"
+        "  quantized  bf16 -> fp4   1  262.1 kB -> 67.6 kB   4.12 bits\n"
+        "  quantized  bf16 -> q8_0  1  262.1 kB -> 139.3 kB  8.50 bits\n"
+        "  copied     f32           1  2.0 kB                32.00 bits\n"
+        "left as they were: 1 tensor\n"
+        "  1: sensitive (embeddings, last layer, norms, routers); `keep` chooses a format\n"
+        "      norm.weight\n"
+    )
     ck = bf.load(out)
     assert {n: ck[n].format.name for n in ck if n != "norm.weight"} == {
         "layers.0.mlp.weight": "fp4",
@@ -94,11 +103,17 @@ def test_quantize_convert_verify(model, tmp_path, capsys):
     assert "layers.1" not in error
     assert "--requantize" in error
     assert main(["convert", str(out), str(tmp_path / "mlx"), "--to", "mlx", "--requantize"]) == 0
-    assert "layers.0.mlp.weight: quantized again, to affine4" in capsys.readouterr().err
+    assert "layers.0.mlp.weight: quantized again, to affine4" in capsys.readouterr().out
 
 
 def test_quantize_to_gguf_by_its_name(model, tmp_path, capsys):
-    assert main(["quantize", str(model), str(tmp_path / "m.gguf"), "--format", "q4_k", "--method", "rtn"]) == 0
+    command = ["quantize", str(model), str(tmp_path / "m.gguf"), "--format", "q4_k", "--method", "rtn"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "GGUF has no names for" in error
+    assert "--raw-names" in error
+    assert os.listdir(tmp_path) == ["model"]
+    assert main([*command, "--raw-names"]) == 0
     assert bf.load(tmp_path / "m.gguf")["layers.0.mlp.weight"].format.name == "q4_k"
 
 
@@ -121,6 +136,17 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["verify", str(tmp_path / "x.safetensors"), str(tmp_path / "y.safetensors")])
     text = capsys.readouterr().out
+    assert text == f"{bf.verify(tmp_path / 'x.safetensors', tmp_path / 'y.safetensors')}\n"
+    assert text.endswith(
+        "\n\n5 tensors:\n"
+        "  equal bits    1\n"
+        "  equal values  0\n"
+        "  different     2  relative error up to 0.001,\n"
+        "                   in b\n"
+        "  only in A     1\n"
+        "  only in B     1\n"
+        "different\n"
+    )
     for line in (
         "a: shape (6,) and (2, 3)",
         "b: relative error 0.001, largest difference 0.001, f32 and f32",
@@ -137,23 +163,37 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         (["quantize", "IN", "OUT", "--format", "fp5"], "[quantize] format: got 'fp5'; takes one of u4, "),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--group-size", "48"],
-            "[quantize] --group-size: got 48; takes 16, 32",
+            "[quantize] group_size: got 48; takes 16, 32",
         ),
         (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "[quantize] method: got 'best'"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "[quantize] --keep: got 'x'; takes REGEX=FORMAT"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "[quantize] --keep: got '(=q8_0'"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "[quantize] --keep: got 64; takes 32"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "[quantize] keep: got 'x'; takes REGEX=FORMAT"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "[quantize] keep: got '('"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "[quantize] keep: got 64; takes 32"),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--to", "mlx"],
-            "[quantize] --format: got fp4; takes one of affine4",
+            "[quantize] format: got fp4; takes one of affine4",
         ),
-        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "[quantize] --format: got nvfp4; takes"),
+        (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "[quantize] format: got nvfp4; takes"),
         (
             ["quantize", "IN", "OUT", "--format", "q4_0", "--to", "gguf"],
-            "[quantize] OUT: got OUT; takes a name that ends in",
+            "[quantize] output: got OUT; takes a name that ends in .gguf for gguf",
         ),
-        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "[convert] OUT: got OUT.gguf; takes a name that ends in"),
-        (["convert", "IN", "OUT", "--to", "onnx"], "[convert] --to: got 'onnx'; takes one of billfish"),
+        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "[convert] output: got OUT.gguf; takes a folder for mlx"),
+        (["convert", "IN", "OUT", "--to", "onnx"], "[convert] to: got 'onnx'; takes one of billfish"),
+        (
+            ["convert", "IN", "OUT.safetensors", "--to", "mlx"],
+            "[convert] output: got OUT.safetensors; takes a folder for mlx",
+        ),
+        (
+            ["quantize", "IN", "OUT", "--format", "fp4", "--keep", "lm_haed=q8_0"],
+            "[quantize] keep: got 'lm_haed', which finds no tensor; takes a pattern for names such as",
+        ),
+        (
+            ["quantize", "IN", "OUT", "--format", "fp4", "--only", "mlp", "--only", "attn"],
+            "[quantize] only: got 'attn', which finds no tensor; takes a pattern for names such as",
+        ),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "["], "[quantize] only: got '['"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--only", "norm"], "got nothing to quantize (norm.weight: sens"),
         (["convert", "IN", "IN", "--to", "mlx"], "a path that exists; takes one to create"),
         (["convert", "no such", "OUT", "--to", "mlx"], "No such file or directory"),
         (["inspect", "no such"], "No such file or directory"),
@@ -206,6 +246,65 @@ def test_ctrl_c_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     assert len(calls) == 4  # three pieces, one of them twice
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_ctrl_c_shows_no_traceback(model, monkeypatch, capsys, command):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bf.Checkpoint, "describe", interrupted)
+    assert main([command, str(model), *([str(model)] if command == "verify" else [])]) == 130
+    assert capsys.readouterr().err == "billfish: stopped\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGINT")
+def test_a_real_ctrl_c(tmp_path):
+    """The signal itself, while tensors are quantized on all threads."""
+    tensors = {f"layers.{i}.weight": gaussian((256, 512), i) for i in range(20)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    command = [*BILLFISH, "quantize", str(tmp_path / "in.safetensors"), str(tmp_path / "out"), "--format", "u4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and written(tmp_path / "out.partial") == 0:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate()
+    assert (process.returncode, out, error) == (130, "", "billfish: stopped; the same command continues where it was\n")
+    assert main(command[3:]) == 0
+    assert len(bf.load(tmp_path / "out")) == 20
+
+
+def in_a_terminal(columns: int, *arguments: str) -> list[str]:
+    """The lines that a command writes to a terminal of so many columns."""
+    here, there = os.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    process = subprocess.Popen([*BILLFISH, *arguments], stdout=there, stderr=subprocess.DEVNULL, env=environment)
+    os.close(there)
+    written = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other side is closed
+        while part := os.read(here, 10_000):
+            written += part
+    process.wait()
+    os.close(here)
+    return written.decode().splitlines()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_long_names_fit_a_terminal_and_stay_whole_in_a_pipe(tmp_path, capsys, command):
+    name = f"model.{'language_model.' * 6}layers.0.mlp.up_proj.weight"
+    for i in range(2):
+        save_file({name: gaussian((8, 32), i), "b": np.ones(3, np.float32)}, tmp_path / f"{i}.safetensors")
+    paths = [str(tmp_path / f"{i}.safetensors") for i in range(2 if command == "verify" else 1)]
+    with contextlib.suppress(SystemExit):
+        main([command, *paths])
+    assert name in capsys.readouterr().out
+    lines = in_a_terminal(80, command, *paths)
+    assert max(map(len, lines)) <= 80
+    (line,) = (line for line in lines if line.startswith("model."))
+    assert "..." in line
+    assert "proj.weight" in line
+    assert in_a_terminal(200, command, *paths)[:-1] != lines[:-1]  # wider ones show more
 
 
 @pytest.mark.parametrize("command", ["quantize", "convert"])
@@ -277,9 +376,9 @@ def test_killed_three_times_it_ends_with_the_same_bytes(tmp_path, kind, seed):
     samples.write_config(tmp_path / "in")
     tensors = {f"layers.{i}.weight": gaussian((96, 512), i) for i in range(20)}
     save_file(tensors, tmp_path / "in" / "model.safetensors")
-    format, suffix = ("u4", "") if kind == "folder" else ("q4_k", ".gguf")
+    options, suffix = (["u4"], "") if kind == "folder" else (["q4_k", "--raw-names"], ".gguf")
     whole, out = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
-    command = [*BILLFISH, "quantize", str(tmp_path / "in"), str(out), "--format", format]
+    command = [*BILLFISH, "quantize", str(tmp_path / "in"), str(out), "--format", *options]
     subprocess.run([*command[:5], str(whole), *command[6:]], check=True, capture_output=True)
     expected = {path.name.replace("whole", "out"): digest for path, digest in digests(whole).items()}
     total = sum(path.stat().st_size for path in digests(whole))

@@ -374,7 +374,7 @@ def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_
 
 @pytest.mark.skipif("neon_dotprod" not in _cpu.levels(), reason="of NEON")
 def test_neon_levels_take_files_of_each_other(tmp_path):
-    packed = backend_at("neon_dotprod").prepack(bf.quantize(gaussian((37, 512)), "q4_0"))
+    packed = backend_at("neon_dotprod").pack(bf.quantize(gaussian((37, 512)), "q4_0"))
     x = gaussian((20, 512), seed=1)
     for level in ("neon_i8mm", "neon_dotprod"):
         dataclasses.replace(packed, level=level).save(tmp_path / "packed.npz")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -104,6 +105,27 @@ def test_products(format, size, level, activations):
 
 
 @LEVELS
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(np.float32, 2.0**-130), (np.float16, 2.0**-18), (ml_dtypes.bfloat16, 2.0**-130)]
+)
+def test_products_with_plain_weights(level, dtype, size):
+    """Weights that are subnormal in their own type."""
+    backend = CpuBackend()
+    backend.level = level
+    packed = backend.pack_all([(gaussian((33, 300)) * np.float32(size)).astype(dtype)])[0]
+    for m in (1, 9):
+        x = gaussian((m, 300), m)
+        _cpu.set_threads(1)
+        expected = multiply(backend, x, packed)
+        assert np.abs(expected).min() > 0
+        for threads in (1, 3):
+            with flushing():
+                _cpu.set_threads(threads)  # threads that are born flushing
+                got = multiply(backend, x, packed)
+            assert_same_bits(got, expected)
+
+
+@LEVELS
 @pytest.mark.parametrize("threads", [1, 3])
 def test_decoder(level, threads):
     hidden, head_size, rows = 64, 32, 5
@@ -111,9 +133,9 @@ def test_decoder(level, threads):
     backend.level = level
     ones = np.ones(hidden, np.float32)
 
-    def matrix(n: int, k: int) -> tuple[object, np.ndarray, None]:
+    def matrix(n: int, k: int) -> tuple[object, np.ndarray, None, None]:
         packed = backend.pack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
-        return packed.description, packed.data, None
+        return packed.description, packed.data, None, None
 
     decoder = _cpu.Decoder(level, hidden, 2, 1, head_size, hidden, 1e-6, False, False, [0.1] * (head_size // 2))
     sizes = (hidden, head_size, head_size, hidden, hidden, hidden, hidden)

@@ -3,17 +3,50 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from billfish.cli import main
+from billfish.cli import main, parser
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^    billfish (.+)$|`billfish ([a-z].+?)`", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", sorted({line.split("#")[0].strip() for pair in COMMANDS for line in pair if line}))
+def test_every_command_line_of_the_readme_is_one_that_we_have(line):
+    words = shlex.split(line.replace("gguf|compressed-tensors|mlx", "gguf"))
+    needed = {"eval": ["--text", "FILE"]}  # where a sentence only names the command
+    parser().parse_args(words if len(words) > 1 else [*words, *needed.get(words[0], [])])
+
+
+def test_the_extras_of_the_readme_are_those_of_the_package():
+    tomllib = pytest.importorskip("tomllib")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = README.split("| extra | for | brings |\n")[1].split("\n\n")[0].splitlines()[1:]
+    named = {name: row for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert set(named) == set(extras)
+    for name, row in named.items():
+        for package in filter(None, row.split("|")[3].strip().split(", ")):
+            if package not in ("...", "NVRTC", "a compiler"):
+                assert any(re.match(rf"{package}\b", each) for each in extras[name]), (name, package)
+    for asked in re.findall(r"pip install '\.\[([\w,-]+)\]'", README):
+        assert set(asked.split(",")) <= set(extras)
+
+
+def test_make_builds_with_what_the_package_asks_for():
+    tomllib = pytest.importorskip("tomllib")
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    builders = re.search(r"^BUILDERS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert builders is not None
+    assert [word for word in shlex.split(builders[1]) if ">=" in word] == asked
 
 
 def test_the_example_of_the_readme_runs(capsys):
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     names: dict[str, object] = {}
     exec(example, names)
     x, w = names["x"], names["w"]
@@ -26,7 +59,6 @@ def test_the_example_of_the_readme_runs(capsys):
 def test_the_walk_in_the_readme_is_what_explain_prints(capsys):
     main(["explain", "fp4", "0b1011", "--scale", "0.3"])
     printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
-    readme = (ROOT / "README.md").read_text()
-    shown = [line[4:].rstrip() for line in readme.splitlines() if re.match(r"      \w+ .*(0x|minus|bias|\^)", line)]
+    shown = [line[4:].rstrip() for line in README.splitlines() if re.match(r"      \w+ .*(0x|minus|bias|\^)", line)]
     assert len(shown) == 9
     assert set(shown) <= printed

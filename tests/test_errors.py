@@ -37,7 +37,11 @@ def storage(name: str, **arrays: object) -> object:
 U8 = np.uint8
 CASES = [
     # quantize
-    (lambda: bf.quantize(W, "fp5"), bf.FormatError, f"[quantize] format: got 'fp5'; takes one of {NAMES}"),
+    (
+        lambda: bf.quantize(W, "fp5"),
+        bf.FormatError,
+        f"[quantize] format: got 'fp5'; takes one of {NAMES}; did you mean 'fp4'?",
+    ),
     (lambda: bf.quantize(W, ["q4_0"]), bf.FormatError, f"[quantize] format: got ['q4_0']; takes one of {NAMES}"),
     (
         lambda: bf.quantize(W, "fp4", method="best"),

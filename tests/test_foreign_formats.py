@@ -89,7 +89,7 @@ class Squared(ScaledWordFormat):
 OWN = [ReorderedQ4K, LargerQ4K, SwappedQ3K, B2Minimum, LevelsTimesPowers, Thirds, Squared]
 NOT_MULTIPLIED = {"thirds", "squared"}  # by the CPU's kernels: the reference does
 READ_AS_STORED = {"another_q4_k", "another_q6_k", "reordered_q4_k", "scaled_u4", "halved_e2m1", "fp4_with_zeros"}
-READ_AS_STORED |= {"table_with_minimum", "biased_with_minimum", "signed_with_minimum", "levels_times_powers", "thirds"}
+READ_AS_STORED |= {"table_with_minimum", "biased_with_minimum", "signed_with_minimum", "levels_times_powers"}
 
 
 @pytest.fixture(params=[*FOREIGN, *OWN], ids=lambda cls: cls.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
@@ -16,7 +17,7 @@ from support import (
 )
 
 import billfish as bf
-from billfish.format import Format
+from billfish.format import Format, aliases_of
 from billfish.formats.words import WordFormat, pack_words, unpack_words
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
@@ -137,7 +138,7 @@ def test_plain_rounding_is_off_by_a_step_at_most(format):
     rest is the rounding of the scale itself, and mxfp4's rule, which clips by up to a quarter."""
     for options in options_of(format):
         w = gaussian((16, 1024), 12)
-        tensor = bf.quantize(w, format, **options)
+        tensor = bf.quantize(w, format, method="rtn", **options)
         scale = np.abs(format.group_values(tensor.planes).scale)
         widest = np.diff(np.unique(format.element.values)).max()
         step = np.repeat(scale, tensor.group_size, axis=1) * widest
@@ -324,3 +325,75 @@ def test_scales_of_checkpoints_may_be_wider_than_float16(name, backend):
         y = bf.quantized_linear(x, tensor, backend=backend)
         exact = x.astype(np.float64) @ expected.T.astype(np.float64)
         np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@FORMATS
+def test_a_format_has_its_name_in_any_case_and_with_any_separators(format):
+    for name in (format.name, *aliases_of(format)):
+        for written in (name, name.upper(), name.title(), name.replace("_", "-"), name.replace("_", "")):
+            assert bf.get_format(written) is format
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("Q4_K", "q4_k"), ("MXFP4", "mxfp4"), ("FP4_E2M1", "fp4"), ("int4", "u4b8"), ("uint4b8", "u4b8"), ("uint4", "u4")],
+)
+def test_the_names_that_people_use(name, known):
+    q = bf.quantize(gaussian((4, 256)), name)
+    assert q.format.name == known
+    assert_same_planes(q.storage, bf.quantize(gaussian((4, 256)), known).storage)
+    storage = {name: np.array(array) for name, array in q.storage.items()}
+    assert bf.QuantizedTensor.from_storage(name, storage, q.group_size).format.name == known
+    assert bf.MarlinLinear.from_linear(torch.nn.Linear(256, 8), name).format == known
+    model = torch.nn.Sequential(torch.nn.Linear(256, 8))
+    assert bf.quantize_model(model, name, predicate=lambda *_: {"format": name}).replaced[0].format == known
+
+
+def test_a_configuration_is_saved_by_the_names_that_files_have():
+    from billfish.nn.transformers import BillfishConfig
+
+    config = BillfishConfig("INT4", 64, modules={"a": {"format": "UINT4B8"}})
+    assert (config.format, config.modules) == ("u4b8", {"a": {"format": "u4b8"}})
+    assert config.settings("a")["group_size"] == 64  # as it is the same format
+
+
+def test_no_name_stands_for_two_formats():
+    names = ["".join(filter(str.isalnum, name)) for f in bf.FORMATS.values() for name in (f.name, *aliases_of(f))]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("q4_2", "q4_k"), ("MXPF4", "mxfp4"), ("uint4b9", "uint4b8"), ("none", None)]
+)
+def test_an_unknown_name_gets_the_nearest(name, near):
+    with pytest.raises(bf.FormatError) as caught:
+        bf.get_format(name)
+    assert str(caught.value).startswith(f"[get_format] format: got {name!r}; takes one of u4, u8")
+    assert str(caught.value).endswith(f"; did you mean {near!r}?" if near else "q3_k")
+
+
+@pytest.mark.parametrize("name", ["Q4_K_M", "q4_k_s", "Q3_K_L", "q5km"])
+def test_a_mix_is_no_format(name):
+    main = f"q{name[1]}_k"
+    message = rf"got '{name}'; takes one format, such as {main}; this is a mix, for `billfish quantize` and "
+    with pytest.raises(bf.FormatError, match=message):
+        bf.quantize(gaussian((4, 256)), name)
+
+
+def test_foreign_formats_have_aliases_of_their_own_and_take_nobody_elses():
+    class Foreign(type(bf.FORMATS["u4b8"])):  # a subclass does not inherit the aliases
+        name = "foreign"
+
+    try:
+        bf.register(Foreign)
+        assert bf.get_format("Foreign").name == "foreign"
+        assert bf.get_format("int4").name == "u4b8"
+    finally:
+        del bf.FORMATS["foreign"]
+    for taken in ({"name": "Q4-0"}, {"name": "foreign", "aliases": ("int4",)}):
+        with pytest.raises(bf.FormatError, match="takes a name that no other format has"):
+            bf.register(type("Foreign", (Foreign,), taken))
+    assert "foreign" not in bf.FORMATS

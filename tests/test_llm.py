@@ -116,13 +116,15 @@ def test_a_conversation_is_not_computed_twice(model):
     assert continued == "".join(model.generate(messages, max_tokens=12))
 
 
-def test_run_prints_the_answer_and_one_line_of_json(capfd):
+def test_run_prints_one_line_of_json_and_nothing_else(capfd):
     assert main(["run", "-p", FRANCE, "--json"]) == 0
-    *answer, record = capfd.readouterr().out.splitlines()
-    assert answer == ["The capital of France is Paris."]
-    found = json.loads(record)
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("\n") == 1
+    found = json.loads(captured.out)
     assert list(found) == [
         "text",
+        "finish_reason",
         "prompt_tokens",
         "generated_tokens",
         "prompt_tok_per_s",
@@ -132,6 +134,7 @@ def test_run_prints_the_answer_and_one_line_of_json(capfd):
         "kernels",
     ]
     assert found["text"] == "The capital of France is Paris."
+    assert found["finish_reason"] == "stop"
     assert (found["prompt_tokens"], found["generated_tokens"]) == (37, 8)
     assert found["time_to_first_token_s"] > 0
     assert "q4_1" in found["kernels"]

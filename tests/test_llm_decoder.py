@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 from llm_models import Small, in_transformers, write_model
@@ -15,6 +16,8 @@ from billfish.activations import quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.gguf import ggml_names
+from billfish.elements import U4B8
+from billfish.formats.words import ScaledWordFormat
 from billfish.llm import Cache, load
 from billfish.llm.generation import CHUNK
 
@@ -177,6 +180,155 @@ def test_an_embedding_of_any_quantized_type_is_a_head_too(path_of, kind):
     normal = hidden / np.sqrt((hidden**2).mean(axis=1, keepdims=True) + 1e-5) * model.decoder.last_norm
     expected = normal @ bf.dequantize(bf.load(path)["token_embd.weight"]).astype(np.float64).T
     assert close(model.logits(TOKENS), expected, 1e-5)
+
+
+# ---- plain matrices, and columns in another order --------------------------------------------------------------------
+
+PLAIN = pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+
+
+@PLAIN
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("level", _cpu.levels())
+def test_plain_matrices(path_of, kind, architecture, level, monkeypatch):
+    """Hidden 80 and feed-forward 112 are no multiples of 32. x is never rounded for a plain matrix."""
+    monkeypatch.setattr(BACKENDS["cpu"], "level", level)
+    small = Small(architecture, quantization=kind, tied=architecture == "gemma", hidden=80, feed_forward=112, seed=4)
+    model = load(path_of(small))
+    logits = model.logits(TOKENS)
+    assert close(logits, Oracle(path_of(small)).logits(TOKENS), 2e-5)
+    for activations in ("q8", "q16"):
+        assert_same_bits(model.logits(TOKENS, activations=activations), logits)
+
+
+@PLAIN
+def test_texts_of_a_batch_with_plain_matrices_get_the_bits_they_get_alone(path_of, kind):
+    model = load(path_of(Small("qwen2", quantization=kind)))
+    texts = [TOKENS[: 1 + n] for n in range(_cpu.FEW_ROWS + 5)]
+    caches = [Cache(model.config) for _ in texts]
+    for cache, text in zip(caches, texts, strict=True):
+        model.decoder.run([(cache, text)], "q16")
+    together = model.decoder.run([(cache, [7]) for cache in caches], "q16")
+    for text, row in zip(texts, together, strict=True):
+        cache = Cache(model.config)
+        model.decoder.run([(cache, text)], "q16")
+        assert_same_bits(model.decoder.run([(cache, [7])], "q16")[0], row)
+
+
+def reordered(w: np.ndarray, format: str, seed: int) -> bf.QuantizedTensor:
+    """Quantized with its columns in another order, as GPTQ's act-order has them."""
+    order = np.random.default_rng(seed).permutation(w.shape[1])
+    tensor = bf.quantize(w[:, order], format)
+    return bf.QuantizedTensor.from_storage(format, tensor.storage, tensor.group_size, permutation=order)
+
+
+# How each matrix is made of the file's weights. q and k have one order, v another one; gate and up have one order and
+# two kinds of codes.
+MIXED = {
+    "attn_q": lambda w: reordered(w, "u4b8", 1),
+    "attn_k": lambda w: reordered(w, "u4b8", 1),
+    "attn_v": lambda w: reordered(w, "q8_0", 2),
+    "attn_output": lambda w: w.astype(ml_dtypes.bfloat16),
+    "ffn_gate": lambda w: reordered(w, "fp4", 3),
+    "ffn_up": lambda w: reordered(w, "u8b128", 3),
+    "ffn_down": lambda w: reordered(w, "q4_1", 4),
+    "output": lambda w: reordered(w, "q8_0", 5),
+}
+# The other way around: plain where the above is quantized, and beside what has no order.
+TURNED = {
+    "attn_q": lambda w: w.astype(np.float16),
+    "attn_k": lambda w: reordered(w, "q4_0", 1),
+    "attn_v": lambda w: bf.quantize(w, "q4_0"),
+    "attn_output": lambda w: reordered(w, "q8_0", 2),
+    "ffn_gate": lambda w: w.astype(np.float32),
+    "ffn_up": lambda w: w.astype(ml_dtypes.bfloat16),
+    "ffn_down": lambda w: w.astype(np.float16),
+    "output": lambda w: w.astype(ml_dtypes.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kinds", [MIXED, TURNED], ids=["mixed", "turned"])
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("level", _cpu.levels())
+def test_matrices_of_a_layer_may_differ_in_kind_and_order(path_of, kinds, activations, level, monkeypatch):
+    monkeypatch.setattr(BACKENDS["cpu"], "level", level)
+    path, made = path_of(Small("llama", quantization="F32")), {}
+
+    def convert(name, tensor):
+        part = name.split(".")[-2]
+        if part in kinds:
+            tensor = made[name] = kinds[part](tensor)
+        return tensor
+
+    model, oracle = load(path, convert=convert), Oracle(path)
+    tensor_of = {}  # by the oracle's array
+    for name, tensor in made.items():
+        quantized = isinstance(tensor, bf.QuantizedTensor)
+        oracle.weights[name] = (bf.dequantize(tensor) if quantized else tensor).astype(np.float64)
+        tensor_of[id(oracle.weights[name])] = name, tensor
+
+    def linear(x, w):
+        name, tensor = tensor_of[id(w)]
+        if activations == "exact" or not isinstance(tensor, bf.QuantizedTensor):
+            return x @ w.T
+        rounding = "q16" if name == "output.weight" else activations
+        order = slice(None) if tensor.permutation is None else tensor.permutation
+        return quantize_activations(x[:, order].astype(np.float32), rounding).values(x.shape[1]) @ w[:, order].T
+
+    oracle.linear = linear
+    for tokens in (TOKENS, TOKENS[:3]):
+        expected = oracle.logits(tokens)
+        error = np.abs(model.logits(tokens, activations=activations) - expected)
+        if activations == "exact":
+            assert error.max() <= 2e-5 * np.abs(expected).max()
+        else:  # see test_logits_are_those_of_the_oracle
+            assert np.median(error.max(axis=1)) <= 2e-4 * np.abs(expected).max()
+
+
+def test_an_embedding_in_another_order(path_of):
+    def convert(name, tensor):
+        return reordered(tensor, "q8_0", 6) if name == "token_embd.weight" else tensor
+
+    small = Small("llama", quantization="F32", tied=True)
+    model, oracle = load(path_of(small), convert=convert), Oracle(path_of(small))
+    whole = bf.dequantize(reordered(path_of.weights(small)["token_embd.weight"], "q8_0", 6))
+    assert_same_bits(model.decoder.embed(TOKENS), whole[TOKENS])
+    oracle.weights["token_embd.weight"] = whole.astype(np.float64)
+    assert close(model.logits(TOKENS), oracle.logits(TOKENS), 2e-5)
+
+
+def test_a_matrix_of_another_type_is_refused(path_of):
+    path = path_of(Small("llama", quantization="F32"))
+    for dtype in (np.float64, np.int8, ">f4"):
+        with pytest.raises(bf.ModelError) as caught:
+            load(path, convert=lambda _, tensor, dtype=dtype: tensor.astype(dtype))
+        assert str(caught.value) == (
+            f"[llm.load] blk.0.attn_q.weight: got {np.dtype(dtype)} weights; "
+            "takes quantized ones, float32, float16 or bfloat16"
+        )
+
+
+class OddGroups(ScaledWordFormat):
+    name, element, block_size, group_sizes = "odd_groups", U4B8, 8, (48,)
+
+
+def test_a_format_that_the_kernels_do_not_take_is_refused(path_of):
+    path = path_of(Small("llama", quantization="F32", hidden=96))
+    with pytest.raises(bf.ModelError) as caught:
+        load(path, convert=lambda _, tensor: bf.quantize(tensor, OddGroups()) if tensor.ndim == 2 else tensor)
+    assert str(caught.value) == (
+        "[llm.load] blk.0.attn_q.weight: got odd_groups weights (groups of 48; it takes 16, 32, 64, 128, 256, "
+        "multiples of 256, or all of K); takes a format that the CPU engine multiplies with"
+    )
+
+
+def test_types_of_plain_matrices_are_named(path_of):
+    model = load(path_of(Small("llama", quantization="BF16")))
+    assert "(bfloat16)" in model.decoder.kernels
+    small = Small()
+    weights = small.layers * sum(n * k for n, k in small.matrices().values())
+    assert model.decoder.nbytes >= 2 * (weights + model.config.vocabulary * small.hidden)
+    assert model.decoder.nbytes <= 2 * (weights + (model.config.vocabulary + 32) * small.hidden)
 
 
 def test_embedding_of_a_text_is_the_mean_hidden_state(path_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import struct
@@ -16,8 +17,9 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
-from billfish.cli import main
+from billfish.cli import main, parser
 from billfish.llm import commands, evaluate, load
+from billfish.llm.model import Model
 from billfish.llm.sampling import Sampler, Sampling, best_of
 
 
@@ -70,28 +72,29 @@ def test_no_file(tmp_path):
         load(tmp_path / "none.gguf")
 
 
-def test_files_that_are_no_gguf_are_named(tmp_path, capsys):
+def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "pickle.bin").write_bytes(b"PK\x03\x04 and so on")
-    takes = "takes a GGUF file; `billfish convert IN OUT.gguf --to gguf` makes one of a safetensors file or a folder"
+    (tmp_path / "empty").mkdir()
+    no_config = "no config.json beside it; takes a config.json whose model_type is one of llama, mistral,"
     for path, got in (
-        (tmp_path, "a folder"),
-        (tmp_path / "none", "what cannot be opened (No such file or directory)"),
-        (tmp_path / "model.safetensors", "a safetensors file"),
+        (tmp_path, no_config),
+        (tmp_path / "model.safetensors", no_config),
+        (tmp_path / "empty", "no *.safetensors and no *.gguf in empty; takes a folder with one checkpoint"),
+        (tmp_path / "none", "what cannot be opened (No such file or directory); takes a file or a folder"),
         (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
     ):
         for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
             assert main(command) == 2
-            assert capsys.readouterr().err == f"billfish: [llm.load] {path}: got {got}; {takes}\n"
+            assert capsys.readouterr().err.startswith(f"billfish: [load] {path}: got {got}")
 
 
 @pytest.mark.parametrize(
     ("small", "message"),
     [
         (Small("mamba"), "general.architecture: got 'mamba'; takes llama, qwen2, qwen3, gemma"),
-        (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama file"),
+        (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama model"),
         (Small(without=("output_norm.weight",)), "output_norm.weight: got no such tensor"),
-        (Small(quantization="F16"), "token_embd|attn_q.weight: got float16 weights; takes quantized ones"),
         (Small(fields={"llama.expert_count": 8}), "expert_count: got 8; takes no mixture of experts"),
         (Small(fields={"llama.rope.scaling.type": "yarn"}), "rope.scaling.type: got 'yarn'; takes 'none' or 'linear'"),
         (Small(kv_heads=3), "head_count_kv: got 3; takes a divisor of 4"),
@@ -204,7 +207,7 @@ def test_evaluation_by_hand(model, tmp_path):
     write_model(tmp_path / "other.gguf", Small(seed=9))
     other = load(tmp_path / "other.gguf")
     tokens = np.random.default_rng(1).integers(4, 260, 70).tolist()
-    found = evaluate(model, tokens, against=other, window=40)
+    found = evaluate(model, tokens, against=other, window=40, activations="exact")
     losses, divergences, same = [], [], []
     for part in (tokens[:40], tokens[40:]):
         p, q = (_probabilities(m.logits(part)[:-1]) for m in (other, model))
@@ -215,7 +218,7 @@ def test_evaluation_by_hand(model, tmp_path):
     assert found.loss == pytest.approx(np.mean(losses), rel=1e-6)
     assert found.divergence == pytest.approx(np.mean(divergences), rel=1e-6)
     assert found.same_best == pytest.approx(np.mean(same))
-    assert evaluate(model, tokens, against=model).divergence == 0
+    assert evaluate(model, tokens, against=model, activations="exact").divergence == 0
 
 
 def _probabilities(logits):
@@ -229,7 +232,7 @@ def test_evaluation_of_what_cannot_be(model, tmp_path):
     with pytest.raises(bf.DataError, match="at least 2"):
         evaluate(model, [5])
     write_model(tmp_path / "gemma.gguf", Small("gemma"))
-    with pytest.raises(bf.ModelError, match="another vocabulary"):
+    with pytest.raises(bf.ModelError, match="against: got a vocabulary of 266 tokens; takes the model's, of 261"):
         evaluate(model, [5] * 10, against=load(tmp_path / "gemma.gguf"), window=10)
 
 
@@ -310,8 +313,6 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
         raise line
 
     monkeypatch.setattr("builtins.input", answer)
-    from billfish.cli import parser
-
     chat = commands.Chat(model, parser().parse_args(["run", "-n", "3", "--system", "b"]))
     chat.talk()
     captured = capsys.readouterr()
@@ -321,8 +322,6 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
 
 
 def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
-    from billfish.cli import parser
-
     chat = commands.Chat(model, parser().parse_args(["run"]))
     decoder_run, calls = model.decoder.run, []
 
@@ -336,3 +335,10 @@ def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
     chat.answer("ab")
     assert "…" in capsys.readouterr().out
     assert [m["role"] for m in chat._messages] == ["user", "assistant"]
+
+
+def test_one_default_of_activations_for_answers_and_evaluation():
+    defaults = {inspect.signature(call).parameters["activations"].default for call in (evaluate, Model.generate)}
+    for command in (["run"], ["eval", "--text", "a"]):
+        defaults.add(parser().parse_args(command).activations)
+    assert defaults == {"q16"}

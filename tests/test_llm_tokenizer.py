@@ -10,14 +10,16 @@ from llm_models import TEMPLATE, vocabulary
 
 import billfish as bf
 from billfish.llm.chat import ChatTemplate
-from billfish.tokenizer import CUTS, Tokenizer, byte_characters
+from billfish.tokenizer import byte_characters
+from billfish.tokenizer.cuts import CUTS
+from billfish.tokenizer.gguf import read_metadata
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def test_checkpoints_and_the_tokenizer_import_nothing_from_llm():
     root = Path(bf.__file__).parent
-    for path in [root / "tokenizer.py", *sorted((root / "checkpoints").rglob("*.py"))]:
+    for path in [path for folder in ("tokenizer", "checkpoints") for path in sorted((root / folder).rglob("*.py"))]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
@@ -38,7 +40,7 @@ def metadata_of(architecture, **fields):
 
 @pytest.mark.parametrize("pre", CUTS)
 def test_every_cut_gives_the_text_back(pre):
-    tokenizer = Tokenizer(metadata_of("llama", pre=pre))
+    tokenizer = read_metadata(metadata_of("llama", pre=pre))
     text = "ab's  ab12345 \n\n\té🎣<s>ab"
     tokens = tokenizer.encode(text, special=False, start=False)
     assert tokenizer.decode(tokens) == text
@@ -47,7 +49,7 @@ def test_every_cut_gives_the_text_back(pre):
 
 
 def test_control_tokens_count_where_they_may():
-    tokenizer = Tokenizer(metadata_of("llama", add_bos_token=True))
+    tokenizer = read_metadata(metadata_of("llama", add_bos_token=True))
     ab = tokenizer.pieces.index("ab")
     assert tokenizer.encode("<|user|>ab") == [0, 2, ab]
     assert tokenizer.encode("<s>ab") == [0, ab]
@@ -59,7 +61,7 @@ def test_control_tokens_count_where_they_may():
 def test_sentencepiece_merges_by_score_and_spells_the_rest_in_bytes():
     pieces, _ = vocabulary("gemma")
     scores = [0.0] * 260 + [-1.0, -2.0, -3.0, -5.0, -4.0, -6.0]
-    tokenizer = Tokenizer(metadata_of("gemma", model="llama", scores=scores))
+    tokenizer = read_metadata(metadata_of("gemma", model="llama", scores=scores))
     names = [pieces[token] for token in tokenizer.encode("ab a é", start=False)]
     # "ab" scores above "▁a", so it is made first, and then "▁ab".
     assert names == ["▁ab", "▁a", "▁", "<0xC3>", "<0xA9>"]
@@ -72,8 +74,8 @@ def test_a_tokenizer_as_json_does_the_same(architecture):
     from tokenizers import Tokenizer as Fast
 
     model, more = ("llama", {"scores": [-float(i) for i in range(266)]}) if architecture == "gemma" else ("gpt2", {})
-    tokenizer = Tokenizer(metadata_of(architecture, model=model, add_bos_token=True, **more))
-    again = Fast.from_str(tokenizer.to_json())
+    tokenizer = read_metadata(metadata_of(architecture, model=model, add_bos_token=True, **more))
+    again = Fast.from_str(tokenizer.encoder.to_str())
     for text in ("ab's  ab12 \n\té🎣", " a", "ab</s>", ""):
         tokens = tokenizer.encode(text)
         assert again.encode(text).ids == tokens
@@ -81,7 +83,7 @@ def test_a_tokenizer_as_json_does_the_same(architecture):
 
 
 def test_characters_spread_over_tokens_wait_for_their_last_byte():
-    tokenizer = Tokenizer(metadata_of("llama"))
+    tokenizer = read_metadata(metadata_of("llama"))
     tokens = tokenizer.encode("é🎣", start=False)
     assert list(tokenizer.stream(tokens)) == ["", "é", "", "", "", "🎣", ""]
     assert list(tokenizer.stream(tokens[:-1]))[-1] == "�"
@@ -100,26 +102,26 @@ def test_characters_spread_over_tokens_wait_for_their_last_byte():
 )
 def test_vocabularies_that_make_no_sense(fields, message):
     with pytest.raises(bf.ModelError, match=message):
-        Tokenizer(metadata_of("llama", **fields))
+        read_metadata(metadata_of("llama", **fields))
 
 
 def test_bytes_that_are_none():
     pieces, kinds = vocabulary("gemma")
     pieces[10] = "<0xZZ>"
     with pytest.raises(bf.ModelError, match="got '<0xZZ>' for a byte"):
-        Tokenizer(metadata_of("gemma", model="llama", tokens=pieces, token_type=kinds, scores=[0.0] * len(pieces)))
+        read_metadata(metadata_of("gemma", model="llama", tokens=pieces, token_type=kinds, scores=[0.0] * len(pieces)))
 
 
 def test_pieces_outside_of_the_byte_alphabet_are_text():
     pieces, kinds = vocabulary("llama")
-    tokenizer = Tokenizer(metadata_of("llama", tokens=[*pieces, "a reserved token"], token_type=[*kinds, 5]))
+    tokenizer = read_metadata(metadata_of("llama", tokens=[*pieces, "a reserved token"], token_type=[*kinds, 5]))
     assert tokenizer.decode([len(pieces)]) == "a reserved token"
 
 
 def test_unknown_tokenizers_are_refused():
-    for fields in ({"model": "rwkv"}, {"pre": "tekken"}):
+    for fields in ({"model": "rwkv"}, {"pre": "unheard of"}):
         with pytest.raises(bf.ModelError, match=r"tokenizer.ggml.model: got '"):
-            Tokenizer(metadata_of("llama", **fields))
+            read_metadata(metadata_of("llama", **fields))
 
 
 # ---- chat templates -------------------------------------------------------------------------------------------------

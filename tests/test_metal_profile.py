@@ -140,6 +140,8 @@ def test_command(tmp_path, capsys):
     assert len(kernels) == 2 * 5 + 2
     assert {"marlin_gemv_fp4", "marlin_gemm_fp4_striped", "marlin_reduce", "fp_qmv", "fp_qmm_t"} <= set(kernels)
     assert content["decode"]
+    assert content["machine"].keys() == {"cpu", "architecture", "threads", "date"}
+    assert content["versions"]["billfish"] == bf.__version__
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 

@@ -65,6 +65,13 @@ def test_the_mlx_lm_example(tmp_path):
     assert isinstance(names["model"].model.layers[0].mlp.up_proj, bf.MarlinLinear)
 
 
+def test_the_peft_example(capsys):
+    (example,) = examples("docs/layers.md", "peft")
+    names: dict = {}
+    exec(example, names)
+    assert "trainable params: 460,800" in capsys.readouterr().out
+
+
 @pytest.mark.filterwarnings("ignore")  # of compressed-tensors and transformers
 def test_the_commands_for_vllm(tmp_path, capsys):
     """Every command of the page but vLLM's own, in order; transformers reads what they write as we do."""

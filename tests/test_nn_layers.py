@@ -79,7 +79,7 @@ def test_parameters_go_through_safetensors(framework, format, tmp_path):
     tensor = bf.QuantizedTensor.from_storage(format, random_storage(format, 8, k, np.random.default_rng(0)))
     layer = framework.ours.MarlinLinear.from_quantized(tensor, framework.array(gaussian((8,))))
     parameters = framework.parameters(layer)
-    assert set(parameters) == {*format.storage_names, "bias"}
+    assert set(parameters) == {*format.storage_names, "about", "bias"}
     path = str(tmp_path / "layer.safetensors")
     if framework is TORCH:
         safetensors.torch.save_file(parameters, path)

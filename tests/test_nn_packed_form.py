@@ -169,7 +169,8 @@ def test_compiled_graphs_and_gradients_take_the_packed_form(act_order):
             x = X.clone().requires_grad_()
             call(x).square().sum().backward()
             gradients.append(x.grad)
-        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+        largest = float(gradients[1].abs().max())  # small ones are differences of large numbers
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5 * largest)
     assert is_packed(layer)
     tensors, form = layer._weights.for_operator()
     assert form.startswith("cpu:")
@@ -194,4 +195,4 @@ def test_threads_that_start_together():
     for _ in range(20):
         with ThreadPoolExecutor(4) as pool:
             assert all(torch.equal(y, expected) for y in pool.map(layer, [X] * 8))
-        assert layer.state_dict().keys() == tensor.storage.keys()
+        assert layer.state_dict().keys() == {*tensor.storage, "about"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_folders import matrices, write_folder, write_gguf
+from llm_models import Small, write_model
 from support import assert_same_bits
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, MixtralConfig, Qwen3MoeConfig
 
 import billfish as bf
 from billfish.cli import main
@@ -39,19 +41,19 @@ def plain_model(truth: dict[str, np.ndarray], folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize(("format", "group_size"), [("fp4", 64), ("u4", 32), ("nvfp4", None), ("q4_0", None)])
 def test_quantizing_while_loading_equals_quantizing_afterwards(format, group_size, tmp_path):
     truth = write_folder(tmp_path, "plain")
-    config = BillfishConfig(format, group_size, method="mse")
+    config = BillfishConfig(format, group_size, method="rtn")
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
     for name in matrices():
         layer = model.get_submodule(name)
         assert isinstance(layer, MarlinLinear)
-        expected = bf.quantize(truth[f"{name}.weight"], format, group_size=group_size, method="mse")
+        expected = bf.quantize(truth[f"{name}.weight"], format, group_size=group_size, method="rtn")
         for part, array in expected.storage.items():
             assert_same_bits(layer.quantized().storage[part], array)
     assert type(model.lm_head) is torch.nn.Linear
     assert model.hf_quantizer.left == {"lm_head": "modules_to_not_convert"}
     afterwards = AutoModelForCausalLM.from_pretrained(tmp_path)
     bf.quantize_model(
-        afterwards, format, group_size=group_size, method="mse", predicate=lambda path, _: path != "lm_head"
+        afterwards, format, group_size=group_size, method="rtn", predicate=lambda path, _: path != "lm_head"
     )
     assert torch.equal(logits(model), logits(afterwards))
 
@@ -187,6 +189,23 @@ def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize(("architecture", "head_size"), [("qwen3", 32), ("qwen3", 16), ("qwen2", 32), ("llama", 32)])
+def test_gguf_with_heads_of_another_size(architecture, head_size, tmp_path):
+    """hidden / heads is 16, and transformers' default for Qwen3 is 128. The oracle is our own decoder."""
+    path = tmp_path / "model.gguf"
+    write_model(path, Small(architecture, head_size=head_size, rope_base=1e6))
+    expected = torch.from_numpy(bf.llm.load(path).logits(TOKENS[0].tolist()))
+    model = load_model(path)
+    assert model.config.head_dim == head_size
+    torch.testing.assert_close(logits(model)[0], expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_gguf_with_values_of_another_size(tmp_path):
+    write_gguf(tmp_path / "model.gguf", "q4_0", "qwen3", value_length=64)
+    with pytest.raises(bf.CheckpointError, match=r"qwen3\.attention\.value_length: got values of 64; takes 128"):
+        load_model(tmp_path / "model.gguf")
+
+
 def test_quantized_embeddings_are_for_load_model(tmp_path):
     """from_pretrained would not know what to do with them."""
     truth = write_folder(tmp_path / "in", "plain")
@@ -198,6 +217,72 @@ def test_quantized_embeddings_are_for_load_model(tmp_path):
     embedding = load_model(tmp_path / "out").model.embed_tokens.weight.detach().numpy()
     expected = bf.dequantize(bf.quantize(truth["model.embed_tokens.weight"], "q4_0", method="mse"))
     assert_same_bits(embedding, expected)
+
+
+SMALL_EXPERTS = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MIXTURES = {
+    "mixtral": (MixtralConfig(**SMALL_EXPERTS, num_local_experts=4), "block_sparse_moe.experts.0.w1"),
+    "qwen3_moe": (
+        Qwen3MoeConfig(**SMALL_EXPERTS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, head_dim=16),
+        "mlp.experts.0.down_proj",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_quantized_experts_are_for_load_model(kind, tmp_path):
+    """from_pretrained would leave random numbers in their place."""
+    config, first = MIXTURES[kind]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in")
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0"]) == 0
+    message = rf"layers\.0\.{re.escape(first)}\.weight: got a q8_0 matrix that belongs to no Linear, as do 11 others"
+    with pytest.raises(bf.CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "in"))
+    difference = (logits(load_model(tmp_path / "out")) - expected).abs().max()
+    assert difference < 0.05 * expected.abs().max()
+
+
+def test_conv1d_is_for_load_model(tmp_path):
+    """GPT-2's matrices belong to a layer of its own."""
+    config = GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "in")
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q8_0"]) == 0
+    with pytest.raises(bf.CheckpointError, match=r"c_\w+\.weight: got a q8_0 matrix that belongs to no Linear, as do"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_head_that_a_model_does_not_have_is_no_error(tmp_path):
+    write_folder(tmp_path / "in", "plain")
+    assert (
+        main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "q4_0", "--keep", "lm_head=q8_0"])
+        == 0
+    )
+    assert bf.load(tmp_path / "out").describe("lm_head.weight").format is not None
+    assert isinstance(AutoModel.from_pretrained(tmp_path / "out").layers[0].mlp.up_proj, MarlinLinear)
+
+
+@pytest.mark.parametrize(
+    ("settings", "argument", "name"),
+    [
+        ({"modules": {"lm_heat": {"format": "q8_0"}}}, "modules", "lm_heat"),
+        ({"modules": {"model.embed_tokens": {"format": "q8_0"}}}, "modules", "model.embed_tokens"),
+        ({"modules_to_not_convert": ["lm_head", "mlp.app_proj"]}, "modules_to_not_convert", "mlp.app_proj"),
+    ],
+)
+def test_names_that_no_layer_has_are_an_error(settings, argument, name, tmp_path):
+    write_folder(tmp_path, "plain")
+    some = r"takes names such as 'model\.layers\.0\.self_attn\.q_proj', "
+    with pytest.raises(bf.FormatError, match=rf"{argument}: got '{re.escape(name)}', which no layer is called; {some}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BillfishConfig("fp4", **settings))
 
 
 def test_scaled_rotary_positions_of_gguf(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -30,7 +31,7 @@ MATRICES = {
 
 
 def assert_never_worse(w: np.ndarray, format, **arguments) -> None:
-    plain = group_errors(w, bf.quantize(w, format, **arguments))
+    plain = group_errors(w, bf.quantize(w, format, method="rtn", **arguments))
     searched = group_errors(w, bf.quantize(w, format, method="mse", **arguments))
     assert (searched <= plain).all()
 
@@ -98,6 +99,36 @@ def test_gains_are_those_of_the_documentation(format):
     recorded = {record["format"]: record for record in json.loads(RECORDS.read_text())["records"]}[format.name]
     for label, w in reference_matrices().items():
         error = mean_squared_error(w, bf.dequantize(bf.quantize(w, format, method="mse")))
-        plain = mean_squared_error(w, bf.dequantize(bf.quantize(w, format)))
+        plain = mean_squared_error(w, bf.dequantize(bf.quantize(w, format, method="rtn")))
         expected = recorded[label]["mse"] / recorded[label]["rtn"]
         assert error / plain == pytest.approx(expected, abs=0.001)
+
+
+# ---- one default ----------------------------------------------------------------------------------------------------
+
+
+def test_the_better_method_is_the_default_everywhere():
+    """Except where a function promises ggml's very bits."""
+    from billfish.cli import parser
+    from billfish.nn import mlx, torch
+    from billfish.nn.transformers import BillfishConfig
+
+    calls = {name: getattr(bf, name) for name in bf.__all__ if inspect.isfunction(getattr(bf, name))}
+    calls |= {"torch": torch.MarlinLinear.from_linear, "mlx": mlx.MarlinLinear.from_linear, "config": BillfishConfig}
+    defaults = {
+        name: inspect.signature(call).parameters["method"].default
+        for name, call in calls.items()
+        if "method" in inspect.signature(call).parameters
+    }
+    assert {"quantize", "quantize_model", "pack_fp4_weights", "torch", "mlx", "config"} <= defaults.keys()
+    for name, default in defaults.items():
+        assert default == ("rtn" if name.startswith("quantize_q") else "mse"), name
+    assert parser().parse_args(["quantize", "in", "out", "--format", "q4_0"]).method == "mse"
+
+
+def test_what_is_said_to_be_the_default_is_done():
+    w = student_t((8, 256), 7)
+    assert group_errors(w, bf.quantize(w, "q4_0")).sum() < group_errors(w, bf.quantize(w, "q4_0", method="rtn")).sum()
+    np.testing.assert_array_equal(
+        bf.quantize_q4_0(w), bf.quantize(w, "q4_0", method="rtn").storage["blocks"].reshape(8, -1)
+    )

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from billfish.checkpoints.commands import convert, quantization_of
+import billfish as bf
 from billfish.checkpoints.writers.engine import Output, OutputFile, Piece, write
 from billfish.errors import BillfishError
 
@@ -74,10 +74,6 @@ def contents(folder: Path) -> dict[str, str]:
     }
 
 
-def quiet(total: int) -> Callable[[int, str], None]:
-    return lambda amount, label: None
-
-
 def race(source: Path, folder: Path, rounds: int) -> list[object]:
     """Two processes at a time that want one output, with the same settings or others: statuses, and what is there."""
     happened: list[object] = []
@@ -89,7 +85,7 @@ def race(source: Path, folder: Path, rounds: int) -> list[object]:
         def run(format: str, place: Path = place, reader: int = reader, writer: int = writer) -> None:
             os.close(writer)
             os.read(reader, 1)  # until the parent closes it, for all at once
-            convert(str(source), str(place / "out"), "billfish", False, quantization_of(format, None, "rtn", []))
+            bf.quantize_checkpoint(source, place / "out", format, method="rtn")
 
         formats = ("u4b8", "u4b8" if i % 2 else "u8b128")
         processes = [start(lambda format=format: run(format)) for format in formats]
@@ -114,7 +110,7 @@ def kill_at_every_call(folder: Path, earlier: str) -> list[object]:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             other = output(earlier, third_piece)
-            status_of(start(lambda other=other: write("convert", folder / "out", other, quiet)))
+            status_of(start(lambda other=other: write("convert", folder / "out", other)))
             assert (folder / "out.partial" / "output" / "x").exists()
         calls = iter(range(stop))
 
@@ -124,10 +120,10 @@ def kill_at_every_call(folder: Path, earlier: str) -> list[object]:
 
         def run(hook: Callable[[str, object], None] = hook) -> None:
             sys.addaudithook(hook)
-            write("convert", folder / "out", output(), quiet)
+            write("convert", folder / "out", output())
 
         first = status_of(start(run))
-        second = 0 if first == 0 else status_of(start(lambda: write("convert", folder / "out", output(), quiet)))
+        second = 0 if first == 0 else status_of(start(lambda: write("convert", folder / "out", output())))
         happened.append([[first, second], contents(folder)])
         shutil.rmtree(folder / "out")
         if first == 0:
@@ -148,7 +144,7 @@ def kill_at_random(folder: Path, rounds: int, seed: int) -> list[object]:
 
             def run(place: Path = place, reader: int = reader, writer: int = writer) -> None:
                 os.close(reader)
-                write("convert", place / "out", output(before=lambda: os.write(writer, b".")), quiet)
+                write("convert", place / "out", output(before=lambda: os.write(writer, b".")))
 
             process = start(run)
             os.close(writer)

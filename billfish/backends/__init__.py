@@ -67,6 +67,7 @@ BACKENDS = Backends(
     Entry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
     Entry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
 )
+"""The backends by name, the highest priority first. `backend=` takes these names."""
 
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:

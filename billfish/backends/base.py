@@ -57,6 +57,10 @@ class Backend(ABC):
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         """Whether it can, and if not, why, in words for the user."""
 
+    def usable(self) -> tuple[bool, str]:
+        """Whether this machine has what the backend computes with: (True, what that is) or (False, why not)."""
+        return True, ""
+
     @abstractmethod
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> Any:
         """The weights as `linears` wants them for x in that place, such as "cuda:0". They do not keep the tensor.

@@ -24,6 +24,9 @@ class ReferenceBackend(NumpyBackend):
             return False, f"it computes in CPU memory, and the array is on {problem.device}"
         return True, ""
 
+    def usable(self) -> tuple[bool, str]:
+        return True, "NumPy in float64; slow"
+
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> NDArray[np.float32]:
         out = np.empty(tensor.shape, np.float32)
         tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)

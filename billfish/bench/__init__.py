@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import numpy as np
 
 import billfish
+from billfish import pictures, tables
 from billfish.activations import ACTIVATIONS
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.bench.cuda import CudaEngine
@@ -28,7 +29,6 @@ from billfish.bench.limits import Limits, machine
 from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
 from billfish.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
-from billfish.explain import Style
 from billfish.files import write_atomically
 from billfish.format import get_format
 
@@ -272,7 +272,7 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
     if settings.plot is not None:
         from billfish.bench import plot
 
-        plot.require()  # before the work, not after it
+        pictures.require()  # before the work, not after it
     before = _cpu.threads()
     try:
         bench = Bench(settings, limits)
@@ -288,7 +288,8 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
         print(f"billfish: {note.removeprefix('[bench] ')}", file=sys.stderr)
     print_table(report, sys.stdout if out is None else out)
     if settings.plot is not None and report.records:
-        write_atomically(settings.plot, plot.roofline(report.records, report.limits))
+        drawn = plot.roofline(report.records, report.limits, report.machine, report.versions)
+        write_atomically(settings.plot, pictures.png(drawn))
     return report
 
 
@@ -312,11 +313,5 @@ def print_table(report: Report, out: TextIO) -> None:
                 f"{min(peers.values()) / ours:.2f}" if peers else "-",
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    style = Style(out)
-    for i, row in enumerate(rows):
-        left, right = row[:3], row[3:]
-        cells = [cell.ljust(w) for cell, w in zip(left, widths, strict=False)]
-        cells += [cell.rjust(w) for cell, w in zip(right, widths[3:], strict=True)]
-        print(style("  ".join(cells), "bold") if i == 0 else "  ".join(cells), file=out)
+    tables.print_table(rows, out, left=3, keys=4)
     print(report.limits, file=out)

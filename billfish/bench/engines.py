@@ -109,6 +109,9 @@ class InOneCall(Prepared):
 class GpuLimits(Limits):
     """Of a GPU: the arithmetic peak is that of a large float16 product of MLX or cuBLAS."""
 
+    def arithmetic(self, activations: str) -> str:
+        return "float16"
+
     def __str__(self) -> str:
         read, peak = self.read_bytes_per_second / 1e9, self.fma_operations_per_second / 1e9
         return f"limits: memory {read:.3g} GB/s, float16 {peak:.4g} GOP/s"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from billfish.backends.cpu import _cpu
+from billfish.info import cpu_name, output
 
 MEBIBYTE = 1 << 20
 ATTEMPTS = 3  # a limit is the best that was seen: other programs can only make it look lower
@@ -39,6 +39,10 @@ class Limits:
             return self.fma_operations_per_second
         return self.dot_operations_per_second / (2 if activations == "q16" else 1)
 
+    def arithmetic(self, activations: str) -> str:
+        """What the peak is a peak of, in words."""
+        return {"exact": "float32", "q8": "int8", "q16": "int8, two products each,"}[activations]
+
     def least_seconds(self, activations: str, weight_bytes: int, operations: int) -> float:
         """No product that reads its weights from memory can take less: it is bound by the one or by the other."""
         return max(weight_bytes / self.read_bytes_per_second, operations / self.peak(activations))
@@ -65,21 +69,10 @@ def machine() -> dict[str, object]:
     }
 
 
-def cpu_name() -> str:
-    """The model, such as "Neoverse-N1"; the architecture if nobody knows more."""
-    if sys.platform == "darwin":
-        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
-    # /proc/cpuinfo has numbers instead of names on ARM; lscpu has the table that goes with them.
-    for line in _output("lscpu").splitlines():
-        if line.lower().startswith("model name:"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
 def last_level_cache() -> int:
     """Bytes of the largest level, all its instances together; 0 if unknown."""
     if sys.platform == "darwin":
-        sizes = [_output("sysctl", "-n", name) for name in ("hw.l3cachesize", "hw.l2cachesize")]
+        sizes = [output("sysctl", "-n", name) for name in ("hw.l3cachesize", "hw.l2cachesize")]
         return next((int(size) for size in sizes if size.isdigit() and int(size)), 0)
     return sysfs_last_level_cache(Path("/sys/devices/system/cpu"))
 
@@ -95,10 +88,3 @@ def sysfs_last_level_cache(root: Path) -> int:
         except (OSError, ValueError):  # containers hide some of it
             continue
     return sum(levels[max(levels)].values()) if levels else 0
-
-
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

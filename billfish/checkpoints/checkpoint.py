@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,26 @@ from billfish.tensor import QuantizedTensor
 
 
 class Checkpoint(Mapping[str, QuantizedTensor | Array]):
-    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`."""
+    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`.
+
+    path: a file or a folder, as :func:`billfish.load` takes it.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.files, self._entries, self.metadata, self.config = open_path(self.path)
+        # Where the files that belong to the model are, such as its tokenizer; None for tensors in memory.
+        self.folder: Path | None = self.path if self.path.is_dir() else self.path.parent
         self.origins: dict[str, str] = {}  # names in the file of tensors that are looked at under other ones
+
+    @classmethod
+    def of_entries(cls, name: str, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> Checkpoint:
+        """Of tensors in memory; `name` stands for the path."""
+        checkpoint = cls.__new__(cls)
+        checkpoint.path, checkpoint.folder, checkpoint.files = Path(name), None, []
+        checkpoint._entries, checkpoint.origins = dict(entries), {}
+        checkpoint.metadata, checkpoint.config = {}, dict(config)
+        return checkpoint
 
     def view(self, entries: Mapping[str, Entry], origins: Sequence[str]) -> Checkpoint:
         """The same files with other entries; `origins` are their names here."""
@@ -95,8 +110,16 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
         return f"Checkpoint({str(self.path)!r}, {len(self)} tensors, {', '.join(sorted(self.layouts))})"
 
 
+Source = Checkpoint | str | os.PathLike[str]  # what is read from
+
+
+def opened(source: Source) -> Checkpoint:
+    """The checkpoint at a path; a checkpoint as it is."""
+    return source if isinstance(source, Checkpoint) else load(source)
+
+
 def load(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint: a GGUF file, a safetensors file, or a folder of shards with its config.json.
+    """Open the checkpoint at `path`: a GGUF file, a safetensors file, or a folder of shards with its config.json.
 
     Recognised by content: GGUF; GPTQ, AWQ, compressed-tensors, ModelOpt NVFP4, gpt-oss MXFP4, MLX, billfish's own
     layout and plain arrays in safetensors. Nothing but headers is read. See :mod:`billfish.checkpoints`.

@@ -49,6 +49,7 @@ TYPES: dict[str, tuple[int, Any]] = {
     "F6_E2M3": (6, None),
     "F6_E3M2": (6, None),
 }
+KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
 
 
 def damaged(path: Path, got: object, takes: str) -> CheckpointError:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from billfish.about import ABOUT
 from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
 from billfish.checkpoints.container import (
     CALL,
@@ -21,6 +22,13 @@ from billfish.checkpoints.container import (
 from billfish.checkpoints.entry import Entry, Plain, Unsupported
 from billfish.checkpoints.gguf import open_gguf
 from billfish.errors import CheckpointError, complaint
+
+# What torch.save writes, now and before 1.6. To read a pickle is to run it.
+PICKLES = {b"PK\x03\x04": "a zip archive, such as PyTorch's pickles", b"\x80\x02": "a pickle"}
+INSTEAD_OF_PICKLES = (
+    "safetensors: bf.save(model, PATH) or safetensors.torch.save_file(model.state_dict(), PATH) instead of torch.save;"
+    " of a pickle that you trust, bf.save(torch.load(PICKLE, weights_only=True), PATH)"
+)
 
 Found = tuple[list[MappedFile], dict[str, Entry], Mapping[str, Any], dict[str, Any]]
 
@@ -38,17 +46,14 @@ def open_path(path: Path) -> Found:
         return *open_gguf(path), {}
     if head[8:9] == b"{":
         return _open_safetensors({path: None}, path.parent)
+    if head.startswith(tuple(PICKLES)):
+        raise damaged(path, contents(head), INSTEAD_OF_PICKLES)
     raise damaged(path, contents(head), "a GGUF file, a safetensors file, or a folder with one of them")
 
 
 def contents(head: bytes) -> str:
     """What a file is, in words, from its first 9 bytes."""
-    kinds = {
-        b"GGUF": "a GGUF file",
-        b"PK\x03\x04": "a zip archive, such as PyTorch's pickles",
-        b"\x80\x02": "a pickle",
-        b"\x89HDF": "an HDF5 file",
-    }
+    kinds = {b"GGUF": "a GGUF file", **PICKLES, b"\x89HDF": "an HDF5 file"}
     named = next((kind for magic, kind in kinds.items() if head.startswith(magic)), None)
     if named is None and head[8:9] == b"{":
         return "a safetensors file"
@@ -62,6 +67,9 @@ def _open_folder(folder: Path) -> Found:
     models = [p for p in sorted(folder.glob("*.gguf")) if "-00001-of-" in p.name or "-of-" not in p.name]
     if len(models) == 1:
         return *open_gguf(models[0]), read_config(folder)
+    pickles = sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind))
+    if not models and pickles:
+        raise damaged(folder, f"no weights but in pickles, such as {pickles[0]}", INSTEAD_OF_PICKLES)
     got = f"{len(models)} GGUF files" if models else f"no *.safetensors and no *.gguf in {folder.name}"
     raise damaged(folder, got, "a folder with one checkpoint")
 
@@ -112,10 +120,10 @@ def _recognise(
     metadata: Mapping[str, str],
 ) -> Entry | None:
     """The entry that begins with this array, if one does."""
-    module, _, suffix = name.rpartition(".")
+    module, dot, suffix = name.rpartition(".")
 
     def parts(names: tuple[str, ...]) -> dict[str, Stored]:
-        return {n: stored[f"{module}.{n}"] for n in names if f"{module}.{n}" in stored}
+        return {n: stored[module + dot + n] for n in names if module + dot + n in stored}
 
     if suffix == "qweight":
         found = parts(GPTQ_PARTS)
@@ -134,8 +142,8 @@ def _recognise(
         settings = section(config, "quantization") or section(config, "quantization_config")
         return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings)
     if suffix in native.first_parts():
-        settings = _native_settings(about, metadata)
-        return native.recognise(module, parts(native.parts()), settings) if settings else None
+        settings, found = _native_settings(about, metadata), parts(native.parts())
+        return native.recognise(module, found, settings) if settings or ABOUT in found else None
     if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
         return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
     return None

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,18 @@ Span = tuple[int, int]  # from, up to
 
 @dataclass(frozen=True)
 class Description:
-    """What is known about a tensor before it is read."""
+    """What is known about a tensor before it is read.
+
+    name: of the tensor in the checkpoint.
+    layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish", "plain" or "memory".
+    """
 
     name: str
-    layout: str  # "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish" or "plain"
+    layout: str
     format: Format | None  # None for arrays that are not quantized
     dtype: str  # of plain arrays, as the container calls it; of quantized ones, of their codes
     shape: tuple[int, ...]  # logical: [N, K], or [experts, N, K]
-    group_size: int | None
+    group_size: int | None  # None for arrays that are not quantized
     nbytes: int  # in the file, scales and all
     act_order: bool = False  # whether `permutation` may give one
     column_step: int = 1  # `read` cuts columns at multiples of this
@@ -38,6 +43,25 @@ class Description:
     def bits_per_weight(self) -> float:
         """Bits in the file for each weight."""
         return 8 * self.nbytes / max(1, math.prod(self.shape))
+
+    @property
+    def kind(self) -> str:
+        """The format, or the type of a plain array, with what is special about it."""
+        if self.unsupported:
+            return f"not supported: {self.unsupported}"
+        kind = self.dtype.lower() if self.format is None else self.format.name
+        return f"{kind}, act-order" if self.act_order else kind
+
+
+class NamedArray(Protocol):
+    """What is known about an array before it is read: :class:`Stored` in a file, or one in memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Entry(ABC):
@@ -68,14 +92,7 @@ class Plain(Entry):
         super().__init__(about, [stored.name])
 
     def read(self, rows: Span | None, columns: Span | None) -> Array:
-        array = self.stored.array()
-        if rows is not None:
-            a, b = check_span("rows", rows, array.shape[0] if array.ndim else 0)
-            array = array[a:b]
-        if columns is not None:
-            c, d = check_span("columns", columns, array.shape[-1] if array.ndim > 1 else 0)
-            array = array[..., c:d]
-        return array
+        return cut_array(self.stored.array(), rows, columns)
 
 
 class Unsupported(Entry):
@@ -106,7 +123,7 @@ class Matrix(Entry):
         format: str,
         shape: tuple[int, ...],
         group_size: int,
-        parts: Iterable[Stored],
+        parts: Iterable[NamedArray],
         act_order: bool = False,
         stored_group: int | None = None,  # where the file has larger groups than we
     ) -> None:
@@ -141,6 +158,17 @@ class Matrix(Entry):
             raise
         except BillfishError as error:
             raise CheckpointError(f"[{CALL}] {self.description.name}: {error}") from None
+
+
+def cut_array(array: Array, rows: Span | None, columns: Span | None) -> Array:
+    """Rows are the first axis of a plain array, columns its last."""
+    if rows is not None:
+        a, b = check_span("rows", rows, array.shape[0] if array.ndim else 0)
+        array = array[a:b]
+    if columns is not None:
+        c, d = check_span("columns", columns, array.shape[-1] if array.ndim > 1 else 0)
+        array = array[..., c:d]
+    return array
 
 
 def check_span(argument: str, span: Span | None, size: int) -> Span:

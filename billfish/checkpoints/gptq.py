@@ -21,13 +21,15 @@ from billfish.checkpoints.words import FLOATS, WordMatrix, gather_words, group_o
 from billfish.errors import CheckpointError, complaint
 from billfish.storage import Array
 
+STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # what is taken off zero points, by "checkpoint_format": versions 1 and 2
+
 
 class GptqMatrix(WordMatrix):
     layout = "gptq"
 
     def __init__(self, name: str, parts: dict[str, Stored], bits: int, group: int, config: dict[str, Any]) -> None:
         self.qweight, self.qzeros, self.stored_scales = (parts[n] for n in ("qweight", "qzeros", "scales"))
-        self.declared_version = 2 if config.get("checkpoint_format") == "gptq_v2" else 1
+        self.stored_less = STORED_LESS.get(str(config.get("checkpoint_format")), STORED_LESS["gptq"])
         self.declared_symmetric = config.get("sym")
         shape = (self.qweight.shape[1], self.qweight.shape[0] * 32 // bits)
         g_idx = parts.get("g_idx")
@@ -49,11 +51,12 @@ class GptqMatrix(WordMatrix):
     def zeros(self, rows: slice, groups: slice) -> Array | None:
         stored = unpack_bits(self.qzeros.array(), self.bits, axis=1)
         # Of symmetric files the zero points tell the version, which is as well: some of version 2 claim to be 1.
-        version = self.declared_version
+        less = self.stored_less
         if self.declared_symmetric is not False and (stored == stored.flat[0]).all():
-            version = {self.offset - 1: 1, self.offset: 2}.get(int(stored.flat[0]), version)
+            missing = self.offset - int(stored.flat[0])
+            less = missing if missing in STORED_LESS.values() else less
         # Added after unpacking, and in a wider type: a stored 15 means 16, and must not carry into its neighbour.
-        zeros = stored[groups, rows].astype(np.int16) + (1 if version == 1 else 0)
+        zeros = stored[groups, rows].astype(np.int16) + less
         return None if self.symmetric and (zeros == self.offset).all() else zeros
 
 

@@ -2,8 +2,9 @@
 
     M.packed, M.scales, ...     or M.blocks: the arrays of docs/formats.md; 32-bit words as I32 or U32
     M.permutation               i32 [K], only with act-order
+    M.about                     u8, in files of layers: the format and the group size of M, see billfish/about.py
 
-Which format it is says config.json,
+Where there is no M.about, config.json says which format it is,
 
     "quantization_config": {"quant_method": "billfish", "format": "fp4", "group_size": 128,
                             "modules": {"lm_head": {"format": "q8_0", "group_size": 32}}}
@@ -20,16 +21,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.about import ABOUT, About
 from billfish.checkpoints.container import CALL, Stored, section
 from billfish.checkpoints.entry import Entry, Matrix
-from billfish.errors import CheckpointError, complaint
+from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import FORMATS, Format
 from billfish.storage import Storage
 
 
 def parts() -> tuple[str, ...]:
     """The names of all arrays that a module may have."""
-    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), "permutation")
+    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), "permutation", ABOUT)
 
 
 def first_parts() -> set[str]:
@@ -41,9 +43,11 @@ class NativeMatrix(Matrix):
     layout = "billfish"
 
     def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, ...], group: int) -> None:
-        self.arrays = {part: stored for part, stored in parts.items() if part != "permutation"}
+        self.arrays = {part: stored for part, stored in parts.items() if part not in ("permutation", ABOUT)}
         self.order = parts.get("permutation")
-        super().__init__(name, format.name, shape, group, parts.values(), self.order is not None)
+        weights = [stored for part, stored in parts.items() if part != ABOUT]
+        super().__init__(name, format.name, shape, group, weights, self.order is not None)
+        self.parts |= {stored.name for stored in parts.values()}
         self.group = group
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
@@ -69,6 +73,8 @@ class NativeMatrix(Matrix):
 def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
     """The entry for `module`, whose arrays are `parts`."""
     settings = {**config, **section(section(config, "modules"), module)}
+    if ABOUT in parts:  # which lies beside the arrays, and cannot be of other ones
+        settings |= _read_about(parts[ABOUT])
     format, group = FORMATS.get(str(settings.get("format"))), settings.get("group_size")
     if format is None:
         got = f"format {settings.get('format')!r} for {module}"
@@ -90,8 +96,15 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     order = parts.get("permutation")
     if order is not None and (order.kind not in ("I32", "I64") or order.shape != (shape[1],)):
         raise CheckpointError(complaint(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
-    name = module if settings.get("bare") else f"{module}.weight"
+    name = module if settings.get("bare") else f"{module}.weight".removeprefix(".")
     return NativeMatrix(name, parts, format, _stack(module, shape, settings.get("shape")), int(group))
+
+
+def _read_about(stored: Stored) -> dict[str, Any]:
+    try:
+        return About.read(CALL, stored.array())._asdict()
+    except FormatError as error:
+        raise CheckpointError(f"[{CALL}] {stored.name}: {error}") from None
 
 
 def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:

@@ -142,10 +142,14 @@ def _integer_planes(
             raise Misfit(f"{target.name} stores more than a scale")
         return {"scale": narrow(scale) if isinstance(target, WordFormat) else _as_half(scale, target)}
     if isinstance(target, ZeroPointFormat):
-        if zero is None or minimum is not None:
+        if minimum is not None:
+            raise Misfit(f"{target.name} has a zero point, and {source.name} a minimum")
+        if source.element.bits > target.element.bits:
             raise Misfit(
-                f"{target.name} has a zero point, and {source.name} {'none' if minimum is None else 'a minimum'}"
+                f"{target.name} has codes of {target.element.bits} bits, and {source.name} of {source.element.bits}"
             )
+        if zero is None:  # codes are counted from the lowest value, so zero is that far up
+            zero = np.full_like(scale, -source.element.low)
         return {"scale": narrow(scale), "zero": _whole_numbers(zero, int(target.element.high))}
     if isinstance(target, (AffineFormat, MinimumBlock)):
         if minimum is None:

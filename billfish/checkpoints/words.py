@@ -136,3 +136,15 @@ def gather_words(words: Array, order: NDArray[np.int64], bits: int) -> NDArray[n
         fields <<= to_bits[:, None]
         np.bitwise_or.reduce(fields, axis=1, out=gathered[some])
     return gathered
+
+
+def model_columns(words: Array, order: NDArray[np.int64] | None, bits: int) -> Array:
+    """K-major words of sorted columns, with the columns back where the model has them."""
+    return words if order is None else gather_words(words, np.argsort(order), bits)
+
+
+def group_index(k: int, group: int, order: NDArray[np.int64] | None) -> NDArray[np.int32]:
+    """The group of each column of the model, [K]; `order` is where the sorted columns came from."""
+    index = np.empty(k, np.int32)
+    index[slice(None) if order is None else order] = np.arange(k) // group
+    return index

@@ -75,6 +75,7 @@ class ZeroPointFormat(WordFormat):
 @register
 class U4Format(ZeroPointFormat):
     name = "u4"
+    aliases = ("uint4",)
     element = U4
     block_size = 8
     layout = "u32 [K/8, N], f16 [K/g, N], zeros [K/g, N]"
@@ -83,6 +84,7 @@ class U4Format(ZeroPointFormat):
 @register
 class U8Format(ZeroPointFormat):
     name = "u8"
+    aliases = ("uint8",)
     element = U8
     block_size = 4
     layout = "u32 [K/4, N], f16 [K/g, N], zeros [K/g, N]"
@@ -93,6 +95,7 @@ class U4B8Format(ScaledWordFormat):
     """(q - 8) * scale: GPTQ's symmetric 4-bit."""
 
     name = "u4b8"
+    aliases = ("uint4b8", "int4")
     element = U4B8
     block_size = 8
     layout = "u32 [K/8, N], f16 [K/g, N]"
@@ -103,6 +106,7 @@ class U8B128Format(ScaledWordFormat):
     """(q - 128) * scale: GPTQ's symmetric 8-bit."""
 
     name = "u8b128"
+    aliases = ("uint8b128", "int8")
     element = U8B128
     block_size = 4
     layout = "u32 [K/4, N], f16 [K/g, N]"

@@ -32,6 +32,7 @@ class Fp4(ScaledWordFormat):
     """E2M1 times a float16 scale."""
 
     name = "fp4"
+    aliases = ("fp4_e2m1",)
     element = FP4
     group_sizes = (16, 32, 64, 128)
     block_size = 8

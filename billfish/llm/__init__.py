@@ -1,6 +1,6 @@
-"""A small decoder for language models in GGUF files, all of its matrix work on billfish's kernels.
+"""A small decoder for language models in GGUF files and folders, all of its matrix work on billfish's kernels.
 
-model = bf.llm.load("model.gguf")
+model = bf.llm.load("model.gguf")  # or a folder
 for text in model.generate("What is the capital of France?"):
     print(text, end="")
 """

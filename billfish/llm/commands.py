@@ -6,6 +6,7 @@ import argparse
 import gc
 import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from billfish.llm.chat import Message
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
+from billfish.style import Style
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -26,11 +28,11 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def _load(path: str | None) -> Model:
+def _load(path: str | None, quantize: str | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
-        return load(path)
+        return load(path, quantize=quantize)
     finally:
         gc.enable()
 
@@ -39,8 +41,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
     set_threads(arguments)
-    model = _load(arguments.model)
-    if arguments.prompt is None and sys.stdin.isatty():
+    chat = arguments.prompt is None and sys.stdin.isatty()
+    if chat and arguments.json:
+        raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
+    model = _load(arguments.model, arguments.quantize)
+    if not arguments.raw and model.template is None:
+        takes = "one with a chat template, or --raw, which continues the prompt as it is"
+        raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
+    if chat:
         Chat(model, arguments).talk()
         return
     prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
@@ -51,15 +59,17 @@ def run(arguments: argparse.Namespace) -> None:
         for text in answer:
             first_token = first_token or time.perf_counter() - started
             pieces.append(text)
-            print(text, end="", flush=True)
+            if not arguments.json:
+                print(text, end="", flush=True)
     except KeyboardInterrupt:
-        print(" …")
-        raise SystemExit(130) from None  # what a shell expects after Ctrl-C
-    print()
+        if not arguments.json:
+            print(" …")
+        raise
     first_token = first_token or time.perf_counter() - started
     if arguments.json:
         print(json.dumps(_record("".join(pieces), answer, first_token, model)))
     else:
+        print()
         print_rates(answer, model, sys.stderr, first_token)
 
 
@@ -87,6 +97,7 @@ def _generate(
 def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
     return {
         "text": text,
+        "finish_reason": "stop" if answer.finished == "end" else "length",
         "prompt_tokens": answer.prompt_tokens,
         "generated_tokens": len(answer.tokens),
         "prompt_tok_per_s": round(answer.prompt_rate, 2),
@@ -108,22 +119,28 @@ def print_rates(answer: Generation, model: Model, out: TextIO, first_token: floa
     facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
     if answer.finished == "context":
         facts.append(f"stopped: the context of {model.config.context} tokens is full")
-    from billfish.explain import Style  # here, because the first word should not wait for it
-
     print(Style(out)(" · ".join(facts), "dim"), file=out)
 
 
+HELP = """\
+/clear          forget the conversation
+/system TEXT    tell the model this before the conversation, which starts anew
+/exit           end the chat, as Ctrl-D does
+Ctrl-C stops an answer. Anything else is said to the model."""
+
+
 class Chat:
-    """A conversation in the terminal. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+    """A conversation in the terminal. Ctrl-C stops an answer, /exit or Ctrl-D ends the chat, /help tells the rest."""
 
     def __init__(self, model: Model, arguments: argparse.Namespace) -> None:
         self._model, self._arguments = model, arguments
-        self._messages: list[Message] = _system(arguments)
+        self._start: list[Message] = _system(arguments)
+        self._messages = self._start
         self._cache = model.cache()
 
     def talk(self) -> None:
         importlib.import_module("readline")  # input() then has history and editing
-        print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+        print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.")
         while True:
             try:
                 said = input("> ").strip()
@@ -133,18 +150,37 @@ class Chat:
             except KeyboardInterrupt:
                 print()
                 continue
-            if said:
+            word, _, rest = said.partition(" ")
+            if word == "/exit":
+                return
+            if re.fullmatch(r"/[a-z]+", word):  # a path such as /usr/bin is something to talk about
+                self.obey(word, rest.strip())
+            elif said:
                 self.answer(said)
+
+    def obey(self, word: str, rest: str) -> None:
+        """A command of the chat itself."""
+        if word == "/clear":
+            self._messages = self._start
+            print("The conversation starts anew.")
+        elif word == "/system":
+            self._start = [{"role": "system", "content": rest}] if rest else []
+            self._messages = self._start
+            print("The conversation starts anew.")
+        elif word == "/help":
+            print(HELP)
+        else:
+            print(f"There is no command {word}. /help lists the commands.")
 
     def answer(self, said: str) -> None:
         """Print the answer to one message and remember both."""
         messages = [*self._messages, {"role": "user", "content": said}]
-        prompt = said if self._model.template is None else messages
+        prompt = said if self._arguments.raw else messages
         try:
             answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
         except ModelError as error:  # such as a history that has outgrown the context
             print(f"billfish: {error}. The conversation starts anew.", file=sys.stderr)
-            self._messages = _system(self._arguments)
+            self._messages = self._start
             return
         pieces = []
         try:
@@ -169,7 +205,7 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = _load(arguments.model)
+    model = _load(arguments.model, arguments.quantize)
     against = None if arguments.against is None else _load(arguments.against)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
     found = evaluate(

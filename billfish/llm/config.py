@@ -1,14 +1,15 @@
-"""What a model is made of, from the metadata of its file."""
+"""What a model is made of, from the metadata of its file, or what a config.json says in their words."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.gguf import Metadata
 from billfish.errors import ModelError, complaint
 
 CALL = "llm.load"
@@ -64,8 +65,8 @@ class Config:
         return frequencies if factors is None else frequencies / factors
 
 
-def read_config(metadata: Metadata) -> Config:
-    """The configuration that GGUF metadata describes; raises if it is of a kind we do not run."""
+def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
+    """The configuration that GGUF's fields describe; raises if it is of a kind we do not run."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelError(complaint(CALL, "general.architecture", repr(architecture), f"{', '.join(ARCHITECTURES)}"))
@@ -94,7 +95,7 @@ def read_config(metadata: Metadata) -> Config:
         kv_heads=int(number("attention.head_count_kv", heads)),
         head_size=head_size,
         feed_forward=int(number("feed_forward_length")),
-        vocabulary=metadata.length("tokenizer.ggml.tokens"),
+        vocabulary=vocabulary,
         context=int(number("context_length")),
         norm_epsilon=float(number("attention.layer_norm_rms_epsilon")),
         rope_base=float(number("rope.freq_base", 10000.0)),

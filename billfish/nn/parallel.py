@@ -27,6 +27,7 @@ from billfish.errors import CheckpointError, ShapeError, complaint
 from billfish.nn.torch import MarlinLinear, autocast
 from billfish.nn.torch_watch import ARRAYS
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations
 
 Span = tuple[int, int]
 
@@ -203,7 +204,7 @@ def bias_share(bias: Any, share: Share, rank: int) -> Any:
 
 
 def parallel_layer(
-    weights: Checkpoint, path: str, share: Share, mesh: DeviceMesh, *, activations: str = "exact"
+    weights: Checkpoint, path: str, share: Share, mesh: DeviceMesh, *, activations: Activations = "exact"
 ) -> ColumnParallelLinear | RowParallelLinear:
     """The layer at `path` of a checkpoint, cut as a plan says."""
     tensor, order = read_share(weights, path, share)

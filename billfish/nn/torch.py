@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from billfish.about import ABOUT
 from billfish.activations import check_activations
 from billfish.errors import BillfishError, DTypeError, ShapeError, complaint
 from billfish.format import Format
@@ -20,6 +21,7 @@ from billfish.nn.torch_watch import order_array, to_numpy, to_torch
 from billfish.nn.torch_weights import ORDER, Weights
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations, FormatLike, Method
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,8 +56,9 @@ def _is_watched() -> bool:
 class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
-    Buffers are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit, and
-    `permutation` int32 [K] where columns are stored in another order (act-order); the bias is an ordinary parameter.
+    Buffers are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
+    `permutation` int32 [K] where columns are stored in another order (act-order), and `about`, which says the
+    format. The bias is an ordinary parameter.
     `.to(dtype)`, `.half()` and the like convert the bias and leave storage alone: another type would be other weights.
     """
 
@@ -70,15 +73,17 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         out_features: int,
         bias: bool = True,
         *,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         group_size: int | None = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         act_order: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        framework: Literal["torch"] = "torch",
         **options: str,
     ) -> None:
         """A layer of zeros, to load a state dict into. `act_order` makes room for a permutation."""
+        base.check_framework(framework, self.kind)
         known, group, specs = base.empty_weights(format, out_features, in_features, group_size, options)
         storage = {
             name: torch.zeros(spec.shape, dtype=to_torch(np.empty(0, spec.dtype)).dtype, device=device)
@@ -96,7 +101,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         storage: dict[str, Tensor],
         bias: Tensor | None,
         permutation: Tensor | None,
-        activations: str,
+        activations: Activations,
     ) -> None:
         torch.nn.Module.__init__(self)
         self.format, self.group_size = format.name, group_size
@@ -108,19 +113,20 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         for name in self.storage_names:
             self.register_buffer(name, storage[name])
         self.register_buffer(ORDER, permutation)
+        self.set_about()
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias.detach())
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
         cls,
         linear: torch.nn.Linear,
-        format: str | Format = "fp4",
+        format: FormatLike = "fp4",
         *,
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "mse",
+        activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize a torch.nn.Linear, on the device it is on. The bias is kept as it is, not copied."""
@@ -138,7 +144,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         bias: Tensor | None = None,
         *,
         permutation: Any = None,
-        activations: str = "exact",
+        activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> Self:
         """A layer with a copy of these weights.
@@ -208,6 +214,11 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         """The storage arrays, in the order of `storage_names`."""
         return [self._weights[name] for name in self.storage_names]
 
+    @property
+    def qweight(self) -> Tensor:
+        """The first storage array, by the name by which peft and others ask where a quantized layer is."""
+        return self.storage[0]
+
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
         matrix, order = self._weights.current().tensor, self._weights.own(ORDER)
@@ -221,6 +232,10 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         not after this, until other memory takes its place.
         """
         self._weights.repack()
+
+    def set_about(self) -> None:
+        """Say the format in `about` anew, on the device of the weights: for whoever puts arrays in by hand."""
+        self._weights.set_about()
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
@@ -267,11 +282,13 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
         self._weights.restore()
         held = {name: self._weights.own(name) for name in self.storage_names}
+        del self._weights[ABOUT]  # what `to_empty` would leave of it says nothing
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in held.items():
             after = self._weights.own(name)
             if after.dtype != before.dtype:
                 self._weights[name] = before.to(after.device)
+        self.set_about()
         return self
 
     def _load_from_state_dict(
@@ -288,9 +305,12 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         held = {
             name: tensor for name, tensor in (*self._weights.items(), *self._parameters.items()) if tensor is not None
         }
+        own_about = held.pop(ABOUT, None)
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         fits = True
         try:
+            if isinstance(given.get(ABOUT), Tensor):
+                self._weights.check_about("load_state_dict", given[ABOUT])
             self._check_state({name: given.get(name, tensor) for name, tensor in held.items()})
         except BillfishError as error:
             fits = False
@@ -304,7 +324,10 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
                 # copy_ would convert. Scales of a file may have a wider type than quantize() makes: take that type.
                 self._weights[name] = torch.empty_like(held[name], dtype=value.dtype)
             loaded[prefix + name] = value
+        if own_about is not None:
+            loaded[prefix + ABOUT] = own_about  # given or not, it says the same
         super()._load_from_state_dict(loaded, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self.set_about()
 
     def _check_state(self, arrays: dict[str, Any]) -> None:
         """Raises unless these arrays are weights of this layer's format and shape."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from billfish.activations import check_activations
 from billfish.errors import DTypeError, complaint
 from billfish.format import get_format
 from billfish.nn.torch_weights import matrix_of
@@ -39,8 +40,7 @@ def _linear(
     form: str,
 ) -> Tensor:
     matrix = matrix_of(weights, get_format(format), (n, x.shape[-1]), group_size, form)
-    y: Tensor = quantized_linear(x, matrix, bias=bias, activations=activations)
-    return y
+    return quantized_linear(x, matrix, bias=bias, activations=check_activations("MarlinLinear", activations))
 
 
 @torch.library.register_fake("billfish::linear")  # type: ignore[untyped-decorator]
@@ -51,8 +51,7 @@ def _linear_fake(x: Tensor, weights: Any, bias: Any, format: str, group_size: in
 @torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
 def _dequantize(weights: list[Tensor], format: str, group_size: int, n: int, k: int, form: str) -> Tensor:
     matrix = matrix_of(weights, get_format(format), (n, k), group_size, form)
-    w: Tensor = dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))
-    return w
+    return dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))
 
 
 @torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from billfish.about import ABOUT, About
 from billfish.backends import BACKENDS
 from billfish.format import Format
 from billfish.nn.base import check_order
@@ -90,7 +91,7 @@ class Packed(NamedTuple):
 
 
 class Weights(dict[str, Any]):
-    """The buffers of a layer: storage tensors by name, and `permutation`.
+    """The buffers of a layer: storage tensors by name, `permutation`, and `about`, which cannot be that of others.
 
     Where a backend's packed form can be unpacked (`Backend.to_tensors`), the layer holds only that once it has
     computed. Storage comes back when somebody asks for it.
@@ -131,6 +132,8 @@ class Weights(dict[str, Any]):
                 return
             if isinstance(value, Tensor):
                 value = own(value)
+        if name == ABOUT and isinstance(value, Tensor):
+            self.check_about("MarlinLinear", value)
         dict.__setitem__(self, name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -157,6 +160,17 @@ class Weights(dict[str, Any]):
     def own(self, name: str) -> Any:
         """The layer's own tensor, which nobody else gets."""
         return dict.get(self, name)
+
+    def check_about(self, call: str, about: Tensor) -> None:
+        """Raises if these bytes say that weights are in another format. Those of a placeholder say nothing."""
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+        if type(about) in (Tensor, torch.nn.Parameter) and not about.is_meta and not traced:
+            About(self.format.name, self.group_size).check(call, to_numpy(about))
+
+    def set_about(self) -> None:
+        """`about` anew, beside the storage."""
+        about = About(self.format.name, self.group_size).array()
+        dict.__setitem__(self, ABOUT, to_torch(about, self.for_operator()[0][0].device))
 
     def for_operator(self) -> tuple[list[Tensor], str]:
         """(The storage tensors, ""), or (the packed ones, their form). Nobody may write to them."""

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from billfish.about import ABOUT
 from billfish.activations import check_activations
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names, is_gguf
-from billfish.errors import BackendUnavailable, ShapeError
+from billfish.errors import BackendUnavailable, FormatError, ShapeError, complaint
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
 from billfish.ops import check_method
+from billfish.typing import Activations, FormatName, Method
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -42,11 +44,15 @@ try:
         find_places,
         make_layer,
         refuse_others,
+        says_format,
+        set_head_size,
         set_rotary_scaling,
         state_dict,
     )
 except ImportError as error:
     raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
+
+__all__ = ["BillfishConfig", "load_model"]
 
 METHOD = "billfish"
 
@@ -57,15 +63,16 @@ class BillfishConfig(QuantizationConfigMixin):
 
     format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
-    modules_to_not_convert: layers to leave; by default the output layer. Layers whose weights are tied always stay.
+    modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
+    output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
     """
 
     def __init__(
         self,
-        format: str = "fp4",
+        format: FormatName | str = "fp4",
         group_size: int | None = None,
-        method: str = "rtn",
-        activations: str = "exact",
+        method: Method = "mse",
+        activations: Activations = "exact",
         options: dict[str, str] | None = None,
         modules: dict[str, dict[str, Any]] | None = None,
         modules_to_not_convert: list[str] | None = None,
@@ -80,7 +87,10 @@ class BillfishConfig(QuantizationConfigMixin):
         self.format, self.group_size = known.name, known.default_group_size if group_size is None else group_size
         self.method, self.activations = method, check_activations(call, activations)
         self.options = known.check_options(call, options or {})
-        self.modules = modules or {}
+        self.modules = {path: {**own} for path, own in (modules or {}).items()}
+        for own in self.modules.values():
+            if "format" in own:
+                own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
 
     def settings(self, path: str) -> dict[str, Any]:
@@ -95,7 +105,7 @@ class BillfishConfig(QuantizationConfigMixin):
 class LoadConfig(BillfishConfig):
     """For load_model alone: where the matrices of a checkpoint go. Saved, it is a BillfishConfig like any other."""
 
-    def __init__(self, weights: Checkpoint, places: Places, activations: str) -> None:
+    def __init__(self, weights: Checkpoint, places: Places, activations: Activations) -> None:
         super().__init__(activations=activations)
         self.source: tuple[Checkpoint, Places] | None = (weights, places)
 
@@ -141,11 +151,14 @@ class BillfishQuantizer(HfQuantizer):
                 share=places.shares.get(path),
                 mesh=places.mesh,
             )
+            if isinstance(config, LoadConfig) or not says_format(source, name):
+                layer.register_buffer(ABOUT, None)  # nobody must look for it in the file
             model.set_submodule(path, layer)
             self.storage |= {f"{path}.{part}" for part in layer.storage_names}
 
     def _choose(self, model: Any) -> None:
         config = self.quantization_config
+        self._check_names(model)
         skipped = self.get_modules_to_not_convert(model, config.modules_to_not_convert, model._keep_in_fp32_modules)
         tied = model.all_tied_weights_keys
         held = {name.removesuffix(".weight") for name in (*tied.keys(), *tied.values())}
@@ -163,6 +176,25 @@ class BillfishQuantizer(HfQuantizer):
                     self.chosen[path] = settings
                 except ShapeError as error:
                     self.left[path] = str(error)
+
+    def _check_names(self, model: Any) -> None:
+        """Raises for names that no layer has: whoever wrote them meant one."""
+        config = self.quantization_config
+        linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+        paths = [path for path, _ in model.named_modules()]
+        unused = {
+            "modules": [path for path in config.modules if path not in linears],
+            "modules_to_not_convert": [
+                pattern
+                for pattern in config.modules_to_not_convert or []
+                if all(should_convert_module(path, [pattern]) for path in paths)
+            ],
+        }
+        for argument, patterns in unused.items():
+            if patterns:
+                got = f"{patterns[0]!r}, which no layer is called"
+                takes = f"names such as {', '.join(map(repr, linears[:3]))}"
+                raise FormatError(complaint("BillfishConfig", argument, got, takes))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")
@@ -182,6 +214,7 @@ class BillfishQuantizer(HfQuantizer):
             for name, buffer in list(layer.named_buffers()):
                 if buffer.dtype == torch.uint32:  # as MLX writes words
                     layer.register_buffer(name, buffer.view(torch.int32))
+            layer.set_about()
             layer.repack()  # nobody writes to the files that the arrays may be views of
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
@@ -231,7 +264,7 @@ def load_model(
     path: str | os.PathLike[str],
     auto_class: Any = AutoModelForCausalLM,
     *,
-    activations: str = "exact",
+    activations: Activations = "exact",
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -248,6 +281,7 @@ def load_model(
     if is_gguf(checkpoint):
         file = path if path.is_file() else min(path.glob("*.gguf"))
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        set_head_size(config, checkpoint)
         set_rotary_scaling(config, checkpoint)
     else:
         config = AutoConfig.from_pretrained(path)

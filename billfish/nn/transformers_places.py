@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from billfish.about import ABOUT
 from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names import ROTARY_FACTORS
 from billfish.errors import CheckpointError, complaint
@@ -20,6 +23,7 @@ from billfish.nn.torch import MarlinLinear
 from billfish.nn.torch_watch import to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations
 
 
 class Places(NamedTuple):
@@ -48,14 +52,34 @@ def find_places(model: Any, source: Checkpoint) -> Places:
 
 
 def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
-    """from_pretrained reads arrays itself and could not decode a quantized embedding."""
-    wanted = {f"{prefix}{name}" for name in model.state_dict() for prefix in ("", f"{model.base_model_prefix}.")}
-    for name in wanted.intersection(source).difference(places.names.values()):
-        format = source.describe(name).format
-        if format is not None:
-            got = f"a {format.name} matrix that belongs to no Linear"
-            takes = "billfish.nn.transformers.load_model, which decodes it"
-            raise CheckpointError(complaint("from_pretrained", name, got, takes))
+    """Raises for quantized matrices that are wanted by what is no Linear: embeddings, experts, GPT-2's Conv1D.
+
+    from_pretrained reads arrays itself, could not decode these, and would leave random numbers in their place.
+    """
+    state = model.state_dict()
+    conversions = get_model_conversion_mapping(model)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+
+    def is_wanted(name: str) -> bool:
+        new, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        return new in state
+
+    placed = set(places.names.values())
+    quantized = [name for name in source if name not in placed and source.describe(name).format is not None]
+    lost = [name for name in quantized if is_wanted(name)]
+    if lost:
+        format = source.describe(lost[0]).format
+        assert format is not None
+        more = f", as do {len(lost) - 1} others" if lost[1:] else ""
+        got = f"a {format.name} matrix that belongs to no Linear{more}"
+        takes = "billfish.nn.transformers.load_model, which decodes it"
+        raise CheckpointError(complaint("from_pretrained", lost[0], got, takes))
+
+
+def says_format(source: Checkpoint, name: str) -> bool:
+    """Whether the file has an array beside a matrix that says its format, as files of layers have."""
+    return any(part.rpartition(".")[2] == ABOUT for part in source.entry(name).parts)
 
 
 def make_layer(
@@ -63,7 +87,7 @@ def make_layer(
     about: Description,
     *,
     act_order: bool,
-    activations: str,
+    activations: Activations,
     share: parallel.Share | None = None,
     mesh: DeviceMesh | None = None,
 ) -> MarlinLinear:
@@ -152,6 +176,18 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
 
 def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str) -> NDArray[Any]:
     return matrix(name)[part]
+
+
+def set_head_size(config: Any, checkpoint: Checkpoint) -> None:
+    """The size of a head as GGUF says it, or means it. transformers takes that of the smallest Qwen3 for all Qwen3."""
+    architecture = checkpoint.metadata["general.architecture"]
+    plain = config.hidden_size // config.num_attention_heads
+    size = checkpoint.metadata.get(f"{architecture}.attention.key_length", plain)
+    values = checkpoint.metadata.get(f"{architecture}.attention.value_length", size)
+    if values != size:
+        got, takes = f"values of {values}", f"{size}, the size of keys"
+        raise CheckpointError(complaint("load_model", f"{architecture}.attention.value_length", got, takes))
+    config.head_dim = int(size)
 
 
 def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:

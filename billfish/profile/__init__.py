@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 
+from billfish import pictures
 from billfish.backends.metal import Kernels, emulator
 from billfish.backends.metal.emulator.compiler import find_compiler
 from billfish.backends.metal.layout import element_axis
 from billfish.errors import DataError, FormatError, ShapeError, complaint
-from billfish.explain import Style
 from billfish.files import write_atomically
 from billfish.format import Format, get_format
+from billfish.info import cpu_name, version_of
+from billfish.machine import available_cores
 from billfish.ops import quantize
 from billfish.profile.counts import Count, count_mlx, count_ours, kernels_for, mlx_counts
 from billfish.profile.operations import Operations, count_operations
+from billfish.tables import print_table
+from billfish.version import __version__
 
 
 @dataclass(frozen=True)
@@ -74,23 +79,37 @@ def run(settings: Settings, out: TextIO | None = None) -> tuple[list[Count], lis
     if settings.plot is not None:
         from billfish.profile import plot
 
-        plot.require()
+        pictures.require()
     counts = count_all(settings)
     operations = count_operations()
     out = sys.stdout if out is None else out
     print_counts(counts, out)
     print(file=out)
     print_operations(operations, out)
+    about = {"machine": counted_on(), "versions": versions()}
     if settings.json is not None:
         content = {
+            **about,
             "compiler": counted_with(),
             "launches": [count.as_json() for count in counts],
             "decode": [asdict(each) for each in operations],
         }
         write_atomically(settings.json, (json.dumps(content, indent=1) + "\n").encode())
     if settings.plot is not None:
-        write_atomically(settings.plot, plot.picture(counts, operations))
+        write_atomically(settings.plot, pictures.png(plot.picture(counts, operations, **about)))
     return counts, operations
+
+
+def counted_on() -> dict[str, Any]:
+    """The machine and the day."""
+    about = {"cpu": cpu_name(), "architecture": platform.machine(), "threads": available_cores()}
+    return about | {"date": time.strftime("%Y-%m-%d")}
+
+
+def versions() -> dict[str, str]:
+    """Whose kernels were counted, and what compiled them."""
+    found = {"billfish": __version__, "MLX": version_of("mlx"), "compiler": find_compiler().version}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def counted_with() -> str:
@@ -154,7 +173,7 @@ def print_counts(counts: list[Count], out: TextIO) -> None:
                 f"{count.threadgroup_memory - count.padding}{padding}",
             ]
         )
-    print_table(rows, 2, out)
+    print_table(rows, out, left=2, keys=3)
 
 
 def print_operations(operations: list[Operations], out: TextIO) -> None:
@@ -163,13 +182,4 @@ def print_operations(operations: list[Operations], out: TextIO) -> None:
     for each in operations:
         numbers = (each.integer, each.floating, each.conversions, each.memory)
         rows.append([each.element, each.way, *(f"{number:.2f}" for number in numbers)])
-    print_table(rows, 2, out)
-
-
-def print_table(rows: list[list[str]], left: int, out: TextIO) -> None:
-    """The first `left` columns to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    style = Style(out)
-    for i, row in enumerate(rows):
-        cells = [c.ljust(w) if j < left else c.rjust(w) for j, (c, w) in enumerate(zip(row, widths, strict=True))]
-        print(style("  ".join(cells), "bold") if i == 0 else "  ".join(cells), file=out)
+    print_table(rows, out, left=2, keys=2)

@@ -36,14 +36,15 @@ const Kind KINDS[] = {
     {"q6_k", Codes::u6, Scales::sub, 16, 32},        {"q3_k", Codes::u3, Scales::sub, 16, 4},          {"q2_k", Codes::u2, Scales::sub_nibbles, 16, 0},
     {"q8_0", Codes::s8, Scales::f16, 32, 0},         {"mxfp4", Codes::table, Scales::e8m0, 32, 0},     {"nvfp4", Codes::table, Scales::e4m3, 16, 0},
     {"fp4:16", Codes::table, Scales::f16, 16, 0},    {"fp4:32", Codes::table, Scales::f16, 32, 0},     {"float32", Codes::u4, Scales::f32, 64, 8},
-    {"minimum", Codes::s8, Scales::f32_minimum, 32, 0},
+    {"minimum", Codes::s8, Scales::f32_minimum, 32, 0}, {"plain f32", Codes::f32, Scales::none, 32, 0}, {"plain f16", Codes::f16, Scales::none, 32, 0},
+    {"plain bf16", Codes::bf16, Scales::none, 32, 0},
 };
 const int8_t TWICE_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 std::mt19937 source(1);
 int random_below(int end) { return int(source() % uint32_t(end)); }
 
-// Weights as words of four codes, [k / 4, n], and fields of random scales.
+// Weights as words of four codes, [k / 4, n], and fields of random scales; or plain ones, [n, k].
 struct Matrix {
   Weights weights{};
   std::vector<uint8_t> codes;
@@ -53,7 +54,6 @@ struct Matrix {
   Matrix(const Kind& kind, int64_t n, int64_t k) : codes(size_t(n * k)) {
     weights.n = n, weights.k = k, weights.codes = kind.codes, weights.scales = kind.scales, weights.group = kind.group, weights.bias = kind.bias;
     weights.factor = kind.codes == Codes::table ? 0.5f : 1.0f;
-    for (auto& code : codes) code = uint8_t(random_below(1 << code_bits(kind.codes)));
     const int64_t groups = (k + kind.group - 1) / kind.group, chunks = (k + CHUNK - 1) / CHUNK;
     const auto half = [](uint8_t* to) { to[0] = uint8_t(random_below(256)), to[1] = uint8_t(random_below(2) << 7 | (8 + random_below(8)) << 2 | random_below(4)); };
     const auto below = [](int end) { return [end](uint8_t* to) { *to = uint8_t(random_below(end)); }; };
@@ -61,6 +61,11 @@ struct Matrix {
       const float x = float(random_below(2001) - 1000) / 997;
       std::memcpy(to, &x, 4);
     };
+    if (!is_plain(weights))
+      for (auto& code : codes) code = uint8_t(random_below(1 << code_bits(kind.codes)));
+    else if (kind.codes == Codes::f32) make_numbers(4, number);
+    else if (kind.codes == Codes::f16) make_numbers(2, half);
+    else make_numbers(2, [&](uint8_t* to) { uint8_t bytes[4]; number(bytes), std::memcpy(to, bytes + 2, 2); });
     switch (kind.scales) {
       case Scales::f16: add(group_fields, groups, 2, half); break;
       case Scales::f16_minimum: case Scales::f16_zero16: add(group_fields, groups, 2, half), add(group_fields, groups, 2, half); break;
@@ -75,7 +80,12 @@ struct Matrix {
       case Scales::sub_nibbles: add(chunk_fields, chunks, 2, half), add(chunk_fields, chunks, 2, half), add(group_fields, groups, 1, below(256)); break;
       case Scales::f32: add(group_fields, groups, 4, number); break;
       case Scales::f32_minimum: add(group_fields, groups, 4, number), add(group_fields, groups, 4, number); break;
+      case Scales::none: break;
     }
+  }
+  template <class F> void make_numbers(size_t size, F make) {
+    codes.resize(codes.size() * size);
+    for (size_t i = 0; i < codes.size(); i += size) make(codes.data() + i);
   }
   template <class F> void add(std::vector<Field>& fields, int64_t count, int size, F make) {
     std::vector<uint8_t> bytes(size_t(weights.n * count * size));
@@ -94,7 +104,11 @@ struct Matrix {
     Storage words{};
     words.bytes = codes.data(), words.n = w.n, words.k = w.k, words.code_field[0].bits = 8, words.flip = 128;
     const CodeReader reader(level, words, true, w);
-    for (int64_t tile = 0; tile < tiles; tile++) pack_tile(w, reader, chunk_fields, group_fields, tile, stream.data() + tile * int64_t(shape.tile_bytes));
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      uint8_t* out = stream.data() + tile * int64_t(shape.tile_bytes);
+      if (!is_plain(w)) pack_tile(w, reader, chunk_fields, group_fields, tile, out);
+      else (w.codes == Codes::f32 ? pack_plain_tile<uint32_t> : pack_plain_tile<uint16_t>)(w, codes.data(), shape.rows, tile, out);
+    }
     w.stream = stream.data();
     Prepared prepared;
     prepared.begin(level, w, m, digits);

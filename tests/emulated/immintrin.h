@@ -94,5 +94,6 @@ EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
 }
 EMULATED __m512 _mm512_cvtepi32_ps(__m512i v) { return {__m512i::of<float>([=](int i) { return v.get<int32_t>(i); })}; }
 EMULATED __m512i _mm512_cvtepu8_epi32(__m128i v) { return __m512i::of<int32_t>([=](int i) { return v.bytes[i]; }); }
+EMULATED __m512i _mm512_cvtepu16_epi32(__m256i v) { return __m512i::of<int32_t>([=](int i) { return v.get<uint16_t>(i); }); }
 EMULATED __m256i _mm256_cvtepu8_epi16(__m128i v) { return __m256i::of<uint16_t>([=](int i) { return v.bytes[i]; }); }
 EMULATED __m512 _mm512_cvtph_ps(__m256i v) { return {__m512i::of<float>([=](int i) { return BILLFISH_ISA::half_to_float(v.get<uint16_t>(i)); })}; }

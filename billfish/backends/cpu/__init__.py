@@ -5,6 +5,7 @@ To pack W (docs/words.md has the words):
     source.py     where codes and scales lie in the storage
     axes.py       which codes and which scales of the kernels a format is made of
     packed.py     the result: one stream of bytes, in the order in which the kernels read
+    plain.py      the same of a matrix that is not quantized
 To multiply: x and the stream go to the native core, and y comes back.
 """
 
@@ -26,10 +27,12 @@ from billfish.backends.base import Backend, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.packed import Axes, PackedWeights
+from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import codes_of, source_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.formats.ggml import BlockFormat
+from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
@@ -50,7 +53,7 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+    """Sets how many threads compute. `count` 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
 
     The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
     fork, and by ``set_threads(0)``.
@@ -97,14 +100,26 @@ class CpuBackend(Backend):
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
-    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
-        return self.pack_all([tensor])[0]
+    def usable(self) -> tuple[bool, str]:
+        named = "as BILLFISH_ISA says" if "BILLFISH_ISA" in os.environ else "the best of this machine"
+        return True, f"{self.level} kernels, {named}"
 
-    def pack_all(self, tensors: Iterable[QuantizedTensor]) -> list[PackedWeights]:
-        """Packs many matrices. All ggml blocks go in one native call, which leaves Python to other threads."""
-        packed: dict[int, PackedWeights] = {}
-        blocks, places, all_tensors = [], [], list(tensors)
-        for place, tensor in enumerate(all_tensors):
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
+        weights = self.pack_all([tensor])[0]
+        assert isinstance(weights, PackedWeights)
+        return weights
+
+    def pack_all(self, tensors: Iterable[QuantizedTensor | Array]) -> list[PackedWeights | PlainWeights]:
+        """Packs many matrices, quantized ones or arrays [N, K] of PLAIN_TYPES.
+
+        All ggml blocks go in one native call, which leaves Python to other threads.
+        """
+        packed: dict[int, PackedWeights | PlainWeights] = {}
+        blocks, in_blocks = [], []
+        for place, tensor in enumerate(list(tensors)):
+            if not isinstance(tensor, QuantizedTensor):
+                packed[place] = pack_plain(self.level, tensor)
+                continue
             structure = structure_of(tensor.format)
             if structure is None or not structure.scales_inside:
                 packed[place] = self._pack_with_fields(tensor)
@@ -113,11 +128,11 @@ class CpuBackend(Backend):
             source = codes_of(tensor)
             packed[place] = self._room_for(tensor, layout_of_blocks(tensor.format))
             blocks.append((packed[place].description, source.data, source.about, packed[place].data))
-            places.append(place)
-        for place, finite in zip(places, _cpu.prepack_blocks(self.level, blocks), strict=True):
+            in_blocks.append((place, tensor))
+        for (place, tensor), finite in zip(in_blocks, _cpu.prepack_blocks(self.level, blocks), strict=True):
             if not finite:  # scales that are not finite go as float32: see axes.py
-                packed[place] = self._pack_with_fields(all_tensors[place])
-        return [packed[place] for place in range(len(all_tensors))]
+                packed[place] = self._pack_with_fields(tensor)
+        return [packed[place] for place in range(len(packed))]
 
     def _room_for(self, tensor: QuantizedTensor, layout: Layout) -> PackedWeights:
         """PackedWeights whose stream is not written yet."""

@@ -13,7 +13,8 @@ class Description:
         self, n: int, k: int, codes: int, scales: int, bias: int, group: int, factor: float, table: list[int]
     ) -> None: ...
 
-PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None]
+# Weights, their stream, the bias, and the order of their columns.
+PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
 
 class Decoder:
     def __init__(
@@ -66,6 +67,7 @@ def prepack(
 def prepack_blocks(
     level: str, matrices: list[tuple[Description, NDArray[Any], dict[str, Any], NDArray[Any]]]
 ) -> list[bool]: ...
+def prepack_plain(level: str, description: Description, numbers: NDArray[Any], out: NDArray[Any]) -> None: ...
 
 # The arguments of multiply.
 ProductArrays = tuple[str, Description, NDArray[Any], NDArray[Any], int, NDArray[Any] | None, NDArray[Any]]

@@ -19,7 +19,7 @@ from billfish.files import replacing
 from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
-# The order of the enums in layout/problem.h.
+# The order of the enums in layout/problem.h; what these have behind it is in plain.py.
 CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
 SCALES = (
     "f16",
@@ -56,6 +56,9 @@ class PackedWeights:
     """W [N, K] in one sequential stream: `data` is all there is, the rest says how to read it.
 
     :func:`billfish.prepack` makes one and :func:`billfish.quantized_linear` takes one; nothing else has to be kept.
+
+    format, shape, group_size, permutation: as of QuantizedTensor.
+    level, axes: the instruction set that `data` was packed for, and the kind of weights in it.
     """
 
     format: Format
@@ -64,7 +67,7 @@ class PackedWeights:
     level: str
     axes: Axes
     data: NDArray[np.uint8]
-    permutation: NDArray[np.int32] | None = None  # as of QuantizedTensor
+    permutation: NDArray[np.int32] | None = None
 
     @cached_property
     def description(self) -> Any:

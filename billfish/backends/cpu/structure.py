@@ -86,10 +86,15 @@ def structure_of(format: Format) -> Structure | None:
 
 
 def _has_values(element: Element) -> bool:
-    """Whether kernels know what a code means: by a table of 16, or as an integer less a bias."""
+    """Whether kernels know what a code means: by a table of 16, or as an integer less a bias.
+
+    NEON looks up the upper two bytes of a float (simd/sixteen.h), so the lower two are zeros: each value is a bfloat16.
+    """
     if type(element).decode is not Element.decode:
         return False
-    return element.bits <= 4 or (element.bits in (5, 6, 8) and type(element) in (Integer, Signed))
+    if element.bits <= 4:
+        return not (element.values.astype(np.float32).view(np.uint32) & 0xFFFF).any()
+    return element.bits in (5, 6, 8) and type(element) in (Integer, Signed)
 
 
 def _blocks(format: BlockFormat) -> Structure | None:

@@ -46,11 +46,15 @@ class CudaBackend(Backend):
         reason = why_not(problem.format, problem.group_size, problem.k)
         if reason:
             return False, reason
+        usable, about = self.usable()
+        return usable, "" if usable else about
+
+    def usable(self) -> tuple[bool, str]:
         try:
-            device()
+            found = device()
         except BackendUnavailable as error:
             return False, str(error).removeprefix("[cuda] ")
-        return True, ""
+        return True, f"{found.name}, {found.arch}"
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> DeviceWeights:
         return DeviceWeights.pack(tensor, place)

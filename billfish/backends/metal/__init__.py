@@ -8,7 +8,9 @@ test it: it is slow.
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -21,11 +23,13 @@ from billfish.arrays import Input, MlxArrays
 from billfish.backends.base import Backend, NumpyBackend, Problem, Product
 from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out
+from billfish.errors import BackendUnavailable
 from billfish.formats.meaning import decodes_plainly
 from billfish.tensor import QuantizedTensor
 
 MLX = MlxArrays()
 GROUPS = (16, 32, 64, 128, 256)
+NO_METAL = "MLX finds no Metal on this machine"
 
 __all__ = ["MLX", "EmulatorBackend", "Kernels", "MetalBackend", "MetalProduct", "MetalWeights", "lay_out"]
 
@@ -89,10 +93,19 @@ class MetalBackend(Backend):
         import mlx.core as mx  # there, as x is one of its arrays
 
         if not mx.metal.is_available():
-            return False, "MLX finds no Metal on this machine"
+            return False, NO_METAL
         if mx.default_device().type != mx.DeviceType.gpu:
             return False, "the default device of MLX is the CPU; mx.set_default_device(mx.gpu) changes that"
         return has_kernels(problem)
+
+    def usable(self) -> tuple[bool, str]:
+        if sys.platform != "darwin":
+            return False, "Metal is a part of macOS"
+        if importlib.util.find_spec("mlx") is None:
+            return False, "no package mlx; pip install 'billfish[metal]'"
+        import mlx.core as mx
+
+        return (True, "Apple GPU, for MLX arrays") if mx.metal.is_available() else (False, NO_METAL)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -126,6 +139,14 @@ class EmulatorBackend(NumpyBackend):
         if problem.device != "cpu":
             return False, f"it computes in CPU memory, and the array is on {problem.device}"
         return has_kernels(problem)
+
+    def usable(self) -> tuple[bool, str]:
+        from billfish.backends.metal.emulator.compiler import find_compiler
+
+        try:
+            return True, f"kernels compiled by {find_compiler().version}; slow"
+        except BackendUnavailable as error:
+            return False, str(error).removeprefix("[metal_kernel] ")
 
     @cached_property
     def kernels(self) -> Kernels:

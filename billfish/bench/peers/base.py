@@ -52,7 +52,7 @@ class Case:
     @cached_property
     def distinct(self) -> QuantizedTensor:
         """The distinct rows, quantized."""
-        return quantize(self.rows, self.format, group_size=self.group_size)
+        return quantize(self.rows, self.format, group_size=self.group_size, method="rtn")
 
     @cached_property
     def planes(self) -> Planes:

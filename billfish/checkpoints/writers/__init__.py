@@ -1,4 +1,4 @@
-"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GGUF.
+"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
 plan      what becomes of each tensor, from headers, scales and offsets
 target    how it is called and laid out there
@@ -12,106 +12,138 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import secrets
 from pathlib import Path
-from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.entry import Description
 from billfish.checkpoints.gguf import Metadata
-from billfish.checkpoints.names import is_gguf
-from billfish.checkpoints.writers import compressed_tensors, mlx, native
-from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_files
+from billfish.checkpoints.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.names import EMBEDDING, is_gguf, is_gguf_name
+from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
+from billfish.checkpoints.writers.awq import AwqTarget
+from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_file, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
 from billfish.checkpoints.writers.engine import Output, write
-from billfish.checkpoints.writers.gguf import GgufTarget, gguf_file
+from billfish.checkpoints.writers.gguf import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
+from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
-from billfish.checkpoints.writers.names import for_folders, for_gguf
+from billfish.checkpoints.writers.names import GgufFields, for_folders, for_gguf, typed
 from billfish.checkpoints.writers.native import NativeTarget
-from billfish.checkpoints.writers.plan import Remark, Settings, plan, refuse
+from billfish.checkpoints.writers.plain import PlainTarget
+from billfish.checkpoints.writers.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
-from billfish.checkpoints.writers.tokenizer import tokenizer_files
+from billfish.checkpoints.writers.tokenizer import tokenizer_fields, tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.progress import OnProgress
 from billfish.version import __version__
 
 TARGETS: dict[str, type[Target]] = {
-    target.name: target for target in (NativeTarget, CompressedTensorsTarget, MlxTarget, GgufTarget)
+    target.name: target
+    for target in (
+        NativeTarget,
+        CompressedTensorsTarget,
+        MlxTarget,
+        GptqTarget,
+        Gptq2Target,
+        AwqTarget,
+        PlainTarget,
+        GgufTarget,
+    )
 }
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
 MAX_COMPANION_BYTES = 200_000_000
-STRING_TYPE, UINT32_TYPE = 8, 4
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was written."""
-
-    items: list[Item]
-    notes: list[Remark]
-    nbytes: int
+FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
 
 
 def export(
-    call: str,
-    checkpoint: Checkpoint,
-    out: str | os.PathLike[str],
-    settings: Settings,
-    start: Callable[[int], Callable[[int, str], None]],
-) -> Report:
-    """Write a checkpoint to `out`. `start` is given the number of bytes left, and returns what is told of progress."""
-    path, target, sources = Path(out), settings.target, identity(checkpoint.files)  # before anything is read
-    checkpoint = for_gguf(checkpoint) if isinstance(target, GgufTarget) else for_folders(checkpoint)
-    items, problems, notes = plan(checkpoint, settings)
-    takes = f"what {target.name} holds as it is; --requantize quantizes these again, and loses something"
-    refuse(call, problems, takes)
-    if isinstance(target, GgufTarget) != (path.suffix == ".gguf"):
-        takes = "a name that ends in .gguf for GGUF, and a folder for everything else"
-        raise CheckpointError(complaint(call, "OUT", path.name, takes))
-    output = _output(checkpoint, sources, path, items, settings, notes)
-    write(call, path, output, start)
-    return Report(items, notes, output.nbytes)
+    call: str, checkpoint: Checkpoint, path: Path, settings: Settings, progress: bool | OnProgress
+) -> ConversionReport:
+    """Write a checkpoint to `path`."""
+    target, sources = settings.target, identity(checkpoint.files)  # before anything is read
+    _check_path(call, path, target)
+    checkpoint = _for_gguf(call, checkpoint, settings) if isinstance(target, GgufTarget) else for_folders(checkpoint)
+    planned = plan(checkpoint, settings)
+    refuse(call, planned, settings)
+    output = _output(checkpoint, sources, path, planned, settings)
+    write(call, path, output, progress)
+    return _report(checkpoint, path, planned, target, output)
 
 
-def _output(
-    checkpoint: Checkpoint, sources: Identity, path: Path, items: list[Item], settings: Settings, notes: list[Remark]
-) -> Output:
-    """What is to be written; `notes` gets what is left out."""
-    target = settings.target
+def _check_path(call: str, path: Path, target: Target) -> None:
+    suffix = path.suffix if path.suffix in FILES else ""
+    if suffix not in target.suffixes:
+        kinds = {"": "a folder"} | {suffix: f"a name that ends in {suffix}" for suffix in FILES}
+        takes = f"{' or '.join(kinds[known] for known in target.suffixes)} for {target.name}"
+        raise CheckpointError(complaint(call, "output", path.name, takes))
+
+
+def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
+    """As llama.cpp names it; raises if it has no names for it, unless the names may stay."""
+    view = for_gguf(checkpoint)
+    translated = view is not checkpoint or is_gguf(checkpoint)
+    if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
+        got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
+        takes = (
+            f"{', '.join(ARCHITECTURE_OF)} with all sizes in config.json;"
+            " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
+        )
+        raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
+    return view
+
+
+def _report(checkpoint: Checkpoint, path: Path, planned: Plan, target: Target, output: Output) -> ConversionReport:
+    tensors = []
+    for item in planned.items:
+        about = checkpoint.describe(item.name)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in target.all_specs(item).values())
+        done: Done = "quantized" if item.name in planned.quantized else _move(about, item)
+        tensors.append(Written(item.name, about.kind, item.kind, math.prod(item.shape), about.nbytes, nbytes, done))
+    return ConversionReport(path, target.name, tuple(tensors), planned.left, tuple(planned.notes), output.nbytes)
+
+
+def _move(about: Description, item: Item) -> Done:
+    """What became of a tensor that was not quantized."""
+    if about.kind == item.kind:
+        return "copied"
+    if item.format is not None:
+        return "moved"
+    return "cast" if about.format is None else "decoded"
+
+
+def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:
+    """What is to be written; the plan's notes get what is left out."""
+    target, items, notes = settings.target, planned.items, planned.notes
+    on_disk = bool(checkpoint.files)  # what is in memory is never the same again
     inputs = {
         "billfish": __version__,
-        "sources": sources,
+        "sources": sources if on_disk else secrets.token_hex(),
         "method": settings.quantization.method if settings.quantization else "",
         "requantize": settings.requantize,
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     if isinstance(target, GgufTarget):
-        fields = _gguf_metadata(checkpoint)
-        lost = [name for name in _companions(checkpoint, []) if name in ("tokenizer.json", "tokenizer.model")]
-        if lost and "tokenizer.ggml.model" not in fields:
-            takes = "byte-level BPE of llama, mistral, qwen2 and qwen3 goes into GGUF"
-            notes.append(Remark(lost[0], f"left out: {takes}"))
+        mix = settings.quantization.mix if settings.quantization else None
+        described = file_type_fields(checkpoint, items, mix)
+        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, notes), **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
-        return Output([file], {}, False, inputs, unchanged)
+        return Output([file], {}, False, inputs, unchanged, on_disk)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
     config.pop("quantization_config", None)
-    metadata = {"format": "pt"}
-    if isinstance(target, CompressedTensorsTarget):
-        config["quantization_config"] = compressed_tensors.quantization_config(items)
-    elif isinstance(target, MlxTarget):
-        metadata = {"format": "mlx"}
-        quantization = mlx.quantization_config(items)
-        if quantization:
-            config |= {"quantization": quantization, "quantization_config": quantization}
-    else:
-        config["quantization_config"] = native.quantization_config(items)
-        metadata["billfish"] = json.dumps(config["quantization_config"])
+    metadata = target.metadata(items)
+    if path.suffix in FILES:
+        file = safetensors_file(target, path.name, items, metadata, checkpoint.release)
+        notes += [Remark(name, "left out: the output is one file") for name in _companions(checkpoint, [])]
+        return Output([file], {}, False, inputs, unchanged, on_disk)
+    if settings.dtype is not None:
+        config |= dict.fromkeys({"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}, settings.dtype.name)
     files, index = safetensors_files(target, items, metadata, checkpoint.release)
-    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index}
-    small["config.json"] = json_bytes(config)
-    return Output(files, small, True, inputs, unchanged)
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index, **target.further_files(items)}
+    small["config.json"] = json_bytes(config | target.config(items))
+    return Output(files, small, True, inputs, unchanged, on_disk)
 
 
 def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
@@ -125,9 +157,24 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
         return {}
 
 
+def _tokenizer_fields(checkpoint: Checkpoint, notes: list[Remark]) -> GgufFields:
+    """The tokenizer that lies beside a folder's weights, as GGUF has it."""
+    folder = checkpoint.folder
+    if folder is None or EMBEDDING not in checkpoint or is_gguf(checkpoint):
+        return {}
+    files = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    if not files:
+        return {}
+    try:
+        return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
+    except (ModelError, BackendUnavailable) as error:
+        notes.append(Remark(files[0], f"left out: {error}"))
+        return {}
+
+
 def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if not (folder / "config.json").is_file():  # a file in some folder, not a model's
+    folder = checkpoint.folder
+    if folder is None or not (folder / "config.json").is_file():  # in memory, or a file in some folder, not a model's
         return {}
     found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
     copied = {}
@@ -159,7 +206,7 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return False
 
 
-def _gguf_metadata(checkpoint: Checkpoint) -> dict[str, tuple[Any, int, int | None]]:
+def _gguf_metadata(checkpoint: Checkpoint) -> GgufFields:
     """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
     not, the architecture and the whole configuration."""
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.container import TYPES
+from billfish.checkpoints.container import KINDS
 from billfish.checkpoints.writers.engine import OutputFile, Piece
 from billfish.format import Format, Planes
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 SHARD_BYTES = 5_000_000_000
-KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
 
@@ -42,6 +41,13 @@ class Item:
         return self.name.removesuffix(".weight")
 
     @property
+    def kind(self) -> str:
+        """As that of a Description."""
+        if self.format is None:
+            return KINDS[self.dtypes[""]].lower()
+        return f"{self.format.name}, act-order" if self.act_order else self.format.name
+
+    @property
     def n(self) -> int:
         return math.prod(self.shape[:-1])
 
@@ -57,6 +63,15 @@ class Item:
     def bits(self) -> int:
         assert self.format is not None
         return self.format.element.bits
+
+
+@dataclass(frozen=True)
+class Misplaced:
+    """Why an item cannot be beside the others, and what it would have to be."""
+
+    reason: str
+    format: Format
+    group_size: int
 
 
 def storage_specs(item: Item) -> dict[str, Spec]:
@@ -79,7 +94,13 @@ class Target(ABC):
     name: str
     formats: tuple[str, ...]  # those it holds, in the order in which they are tried
     quantizes: tuple[str, ...] = ()  # those that weights can be quantized to, if not all
-    stores_reciprocals: bool = False  # of global scales
+    takes_dtype: bool = False  # whether a type can be asked for, in which matrices are written as numbers
+    casts_vectors: bool = True  # to that type, where it loses nothing
+    suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
+
+    def own(self, format: Format) -> Format:
+        """The format that the target means by a format's name."""
+        return format
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         """Raises Misfit if a tensor in one of the formats has something else that the target cannot hold.
@@ -94,6 +115,30 @@ class Target(ABC):
 
     def preferred(self, format: Format, planes: Planes, config: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
         """Storage arrays to be written in another type than the planes', where that loses nothing."""
+        return {}
+
+    def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
+        """Whether a matrix is written as numbers and never quantized; `dtype` is the type that was asked for."""
+        return False
+
+    def adapt(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """Weights that were quantized for this target, moved to what it can store."""
+        return tensor
+
+    def odd_ones(self, items: Sequence[Item]) -> Mapping[str, Misplaced]:
+        """Items that cannot be in one checkpoint with the others, by name."""
+        return {}
+
+    def config(self, items: Sequence[Item]) -> dict[str, Any]:
+        """What config.json says of the weights."""
+        return {}
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        """What the header of each safetensors file says of the weights."""
+        return {"format": "pt"}
+
+    def further_files(self, items: Sequence[Item]) -> dict[str, bytes]:
+        """Small files of the folder beside config.json."""
         return {}
 
     @abstractmethod
@@ -144,14 +189,22 @@ def safetensors_files(
     files, weight_map = [], dict[str, str]()
     for i, shard in enumerate(shards):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        specs = {key: spec for item in shard for key, spec in target.all_specs(item).items()}
-        pieces = tuple(target.piece(item, release) for item in shard)
-        files.append(OutputFile(name, safetensors_header(specs, metadata), pieces))
-        weight_map |= dict.fromkeys(specs, name)
+        files.append(safetensors_file(target, name, shard, metadata, release))
+        weight_map |= {key: name for item in shard for key in target.all_specs(item)}
     if len(shards) == 1:
         return files, {}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return files, {"model.safetensors.index.json": json_bytes(index)}
+
+
+def safetensors_file(
+    target: Target, name: str, items: Iterable[Item], metadata: Mapping[str, str], release: Callable[[], None]
+) -> OutputFile:
+    """One file of these items."""
+    shard = list(items)
+    specs = {key: spec for item in shard for key, spec in target.all_specs(item).items()}
+    pieces = tuple(target.piece(item, release) for item in shard)
+    return OutputFile(name, safetensors_header(specs, metadata), pieces)
 
 
 def safetensors_header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bytes:

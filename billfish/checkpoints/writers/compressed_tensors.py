@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -11,10 +12,10 @@ from numpy.typing import NDArray
 
 from billfish.arrays import bfloat16
 from billfish.checkpoints.recast import Misfit, holds
-from billfish.checkpoints.words import gather_words
+from billfish.checkpoints.words import group_index, model_columns
 from billfish.checkpoints.writers.base import Item, Spec, Target, model_type
 from billfish.format import Format, Planes
-from billfish.formats.words import WordFormat
+from billfish.formats.words import WordFormat, pack_words
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
@@ -28,7 +29,6 @@ FP4 = {
 class CompressedTensorsTarget(Target):
     name = "compressed-tensors"
     formats = ("u4b8", "u8b128", "u4", "u8", "mxfp4", "nvfp4")
-    stores_reciprocals = True
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         symmetric = source.offset == "none"
@@ -46,6 +46,17 @@ class CompressedTensorsTarget(Target):
             raise Misfit(f"a zero point of {planes['zero'].max()}")
         if "global_scale" in planes:
             divisor_of(planes["global_scale"])
+
+    def adapt(self, tensor: QuantizedTensor) -> QuantizedTensor:
+        """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
+        if "global_scale" not in tensor.storage:
+            return tensor
+        one, scale = np.float32(1), tensor.storage["global_scale"]
+        moved = np.asarray(one / np.float32(one / scale), np.float32)
+        return replace(tensor, storage={**tensor.storage, "global_scale": moved})
+
+    def config(self, items: Sequence[Item]) -> dict[str, Any]:
+        return {"quantization_config": quantization_config(items)}
 
     def preferred(self, format: Format, planes: Planes, config: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
         # The type of the model itself is what loaders expect.
@@ -82,10 +93,8 @@ class CompressedTensorsTarget(Target):
                 arrays[f"{name}.weight_scale"] = storage["scales"].view(E4M3)
                 arrays[f"{name}.weight_global_scale"] = divisor_of(storage["global_scale"])
             return arrays
-        packed = storage["packed"]
         order = item.order() if item.act_order else None
-        if order is not None:
-            packed = gather_words(packed, np.argsort(order), item.bits)  # columns back where the model has them
+        packed = model_columns(storage["packed"], order, item.bits)
         arrays = {
             f"{name}.weight_packed": packed.T.view(np.int32) if packed.T.flags.c_contiguous else _turned(packed),
             f"{name}.weight_scale": storage["scales"].T,
@@ -94,10 +103,7 @@ class CompressedTensorsTarget(Target):
         if "zeros" in storage:
             arrays[f"{name}.weight_zero_point"] = pack_zeros(storage["zeros"], item.bits)
         if item.act_order:
-            g_idx = np.arange(item.k) // item.group_size
-            if order is not None:
-                g_idx[order] = np.arange(item.k) // item.group_size
-            arrays[f"{name}.weight_g_idx"] = g_idx
+            arrays[f"{name}.weight_g_idx"] = group_index(item.k, item.group_size, order)
         return arrays
 
 
@@ -109,10 +115,9 @@ def pack_zeros(zeros: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
     """Zero points [G, N] to words [ceil(N * bits / 32), G], fields along N."""
     per_word = 32 // bits
     groups, n = zeros.shape
-    padded = np.zeros((groups, -(-n // per_word) * per_word), np.uint32)
-    padded[:, :n] = zeros
-    fields = padded.reshape(groups, -1, per_word) << np.arange(0, 32, bits, dtype=np.uint32)
-    return np.ascontiguousarray(np.bitwise_or.reduce(fields, axis=-1).T).view(np.int32)
+    padded = np.zeros((-(-n // per_word) * per_word, groups), np.uint8)
+    padded[:n] = zeros.T
+    return pack_words(padded, bits).view(np.int32)
 
 
 def divisor_of(multiplier: Array) -> NDArray[np.float32]:

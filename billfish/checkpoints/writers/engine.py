@@ -15,6 +15,8 @@ an error of the system      all whole pieces, or nothing if there are none: the 
 the input has changed       nothing: pieces of two inputs do not make one
 any other, such as a        what an earlier run left; of a first run nothing, as the same command would fail again
 damaged input
+
+An input in memory cannot be continued: whatever the error, nothing is left.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from billfish.checkpoints.writers.lock import lock_path, only_writer
 from billfish.checkpoints.writers.partial import Partial, partial_path, plan_text, write_small
 from billfish.errors import CheckpointError, complaint
 from billfish.files import sync
+from billfish.progress import Advance, OnProgress, follow
 from billfish.storage import Array
 
 Made = Sequence[Array]
@@ -76,6 +79,7 @@ class Output:
     folder: bool
     settings: Mapping[str, Any]  # what the content depends on, beside headers; JSON
     is_current: Callable[[], bool]  # whether the input is still what the settings say
+    continues: bool = True  # whether a later run can have the same input: what was in memory is gone with its process
 
     def plan(self) -> str:
         headers = [[f.name, hashlib.sha256(f.header).hexdigest(), f.ends()[-1]] for f in self.files]
@@ -87,29 +91,23 @@ class Output:
         return sum(f.ends()[-1] for f in self.files) + sum(map(len, self.small.values()))
 
 
-Advance = Callable[[int, str], None]
-
-
 class SourceChanged(CheckpointError):
     """The input is no longer what it was when writing began."""
 
 
-def write(call: str, out: Path, output: Output, start: Callable[[int], Advance]) -> None:
-    """Write `output` to `out`, which must not exist.
-
-    `start` is told how many bytes are left to write, and returns what is told of each: how many, and of what.
-    """
+def write(call: str, out: Path, output: Output, progress: bool | OnProgress = False) -> None:
+    """Write `output` to `out`, which must not exist. `progress` is told of the bytes that were left to write."""
     out = Path(os.path.abspath(out))
     if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
         raise _exists(call, out)  # and nothing of ours to end or to clear up, where we might not be allowed to lock
     try:
         with only_writer(call, out) as scratch:
-            _write_alone(call, out, output, start, Partial(call, out, scratch))
+            _write_alone(call, out, output, progress, Partial(call, out, scratch))
     except OSError as error:
         raise _refused(call, out, error, "a place that can be written to") from None
 
 
-def _write_alone(call: str, out: Path, output: Output, start: Callable[[int], Advance], partial: Partial) -> None:
+def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
     plan = output.plan()
     known = partial.known_plan()
     if os.path.lexists(out):
@@ -121,7 +119,7 @@ def _write_alone(call: str, out: Path, output: Output, start: Callable[[int], Ad
         partial.discard()
         partial.create(plan)
     with _errors(call, out, output, partial, resumes=known == plan):
-        _fill(call, output, start, partial)
+        _fill(call, output, progress, partial)
         if not output.is_current():
             takes = "files that stay as they are until the end; start again"
             raise SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
@@ -138,7 +136,7 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
     try:
         yield
     except OSError as error:
-        whole = sum(_kept(partial.output / file.name, file)[1] for file in output.files)
+        whole = sum(_kept(partial.output / file.name, file)[1] for file in output.files) if output.continues else 0
         takes = "a place with room that can be written to"
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
@@ -146,7 +144,9 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
         else:
             _discard(partial)
         raise _refused(call, out, error, takes) from None
-    except MemoryError:
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        if not output.continues:
+            _discard(partial)
         raise
     except Exception as error:
         if not resumes or isinstance(error, SourceChanged):
@@ -182,16 +182,17 @@ def _is_written(out: Path, output: Output) -> bool:
     return all(is_file(*about) for about in (*large, *small))
 
 
-def _fill(call: str, output: Output, start: Callable[[int], Advance], partial: Partial) -> None:
+def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
     """All files of the output, in the partial folder."""
     partial.output.mkdir(exist_ok=True)
     left = output.nbytes - sum(_kept(partial.output / file.name, file)[0] for file in output.files)
     _check_space(call, partial.path, left)
-    advance = start(left)
-    for file in output.files:
-        _write_file(partial.output / file.name, file, advance)
-    for name, content in output.small.items():
-        write_small(partial.output / name, content)
+    with follow(progress, left) as advance:
+        for file in output.files:
+            _write_file(partial.output / file.name, file, advance)
+        for name, content in output.small.items():
+            write_small(partial.output / name, content)
+            advance(len(content), name)
 
 
 def _check_space(call: str, partial: Path, needed: int) -> None:

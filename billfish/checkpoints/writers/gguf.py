@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,21 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import bfloat16
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.container import TYPES
 from billfish.checkpoints.gguf import PLAIN, ggml_names
+from billfish.checkpoints.mixes import FILE_TYPES, Mix
 from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
 from billfish.extras import require
-from billfish.format import Format, Planes
+from billfish.format import Format, Planes, get_format
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
 ALIGNMENT = 32
+STRING_TYPE, UINT32_TYPE = 8, 4
+QUANTIZATION_VERSION = 2  # of ggml's blocks
 GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"} | {
     f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
 }
@@ -27,9 +34,19 @@ GGML_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64":
 
 class GgufTarget(Target):
     name = "gguf"
+    suffixes = (".gguf",)
+    takes_dtype = True
+    casts_vectors = False  # llama.cpp wants them in float32
 
     def __init__(self) -> None:
         self.formats = (*ggml_names().values(),)
+
+    def own(self, format: Format) -> Format:
+        """MXFP4 is ggml's, which is not quite the standard's."""
+        return get_format(ggml_names().get(format.name.upper(), format.name))
+
+    def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
+        return dtype is not None
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         if k % 32:
@@ -58,6 +75,32 @@ class GgufTarget(Target):
         if "global_scale" in tensor.storage:
             arrays[f"{item.module}.scale"] = tensor.storage["global_scale"]
         return arrays
+
+
+def file_type_fields(
+    checkpoint: Checkpoint, items: Sequence[Item], mix: Mix | None
+) -> dict[str, tuple[Any, int, None]]:
+    """`general.file_type`, what llama.cpp calls such a file: by the mix that was asked for, or as it was called if no
+    tensor has changed, or by the format or type that most weights have."""
+    number = checkpoint.metadata.get("general.file_type")
+    if mix is not None:
+        number = mix.file_type
+    elif number is None or any(_changed(checkpoint, item) for item in items):
+        weights: Counter[str] = Counter()
+        for item in items:
+            weights[item.dtypes[""].name if item.format is None else item.format.name] += math.prod(item.shape)
+        number = next((FILE_TYPES.get(kind) for kind, _ in weights.most_common(1)), None)
+    fields: dict[str, tuple[Any, int, None]] = {}
+    if number is not None:
+        fields["general.file_type"] = (number, UINT32_TYPE, None)
+    if any(item.format for item in items):
+        fields["general.quantization_version"] = (QUANTIZATION_VERSION, UINT32_TYPE, None)
+    return fields
+
+
+def _changed(checkpoint: Checkpoint, item: Item) -> bool:
+    about = checkpoint.describe(item.name)
+    return about.format is not item.format or (item.format is None and TYPES[about.dtype][1] != item.dtypes[""])
 
 
 def gguf_file(

@@ -47,6 +47,13 @@ class MlxTarget(Target):
             return {"scales": bfloat16, "biases": bfloat16}
         return {}
 
+    def config(self, items: Sequence[Item]) -> dict[str, Any]:
+        quantization = quantization_config(items)
+        return {"quantization": quantization, "quantization_config": quantization} if quantization else {}
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        return {"format": "mlx"}
+
     def specs(self, item: Item) -> dict[str, Spec]:
         leading = item.shape[:-1]
         specs: dict[str, Spec] = {f"{item.module}.weight": (U32, (*leading, item.k * item.bits // 32))}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,19 @@ from billfish.tensor import QuantizedTensor
 
 class NativeTarget(Target):
     name = "billfish"
+    suffixes = ("", ".safetensors")
 
     def __init__(self) -> None:
         self.formats = tuple(FORMATS)  # and whatever was registered since this was imported
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         return None  # nothing that does not fit
+
+    def config(self, items: Sequence[Item]) -> dict[str, Any]:
+        return {"quantization_config": quantization_config(items)}
+
+    def metadata(self, items: Sequence[Item]) -> dict[str, str]:
+        return {"format": "pt", "billfish": json.dumps(quantization_config(items))}
 
     def specs(self, item: Item) -> dict[str, Spec]:
         specs = {f"{item.module}.{part}": spec for part, spec in storage_specs(item).items()}

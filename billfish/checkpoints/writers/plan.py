@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.arrays import FLOATS
+from billfish.arrays import FLOAT_NAMES, FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
-from billfish.checkpoints.recast import Misfit, recast
+from billfish.checkpoints.mixes import Mix
+from billfish.checkpoints.recast import Misfit, holds, recast
+from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
 from billfish.errors import CheckpointError, complaint
@@ -27,22 +31,76 @@ SENSITIVE = re.compile(
 )
 
 
+AGAIN = "--requantize (requantize=True)"
+
+
+class Rule(NamedTuple):
+    """A format for the tensors that a pattern finds; None leaves them as they are."""
+
+    pattern: re.Pattern[str]
+    format: Format | None
+    group_size: int | None
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """How to quantize: the format for ordinary weights, and rules (pattern, format or None) that come first."""
+    """How to quantize: the format for ordinary weights, rules that come first, and patterns for the only ones."""
 
     format: Format
     group_size: int | None
     method: str
-    rules: tuple[tuple[re.Pattern[str], Format | None, int | None], ...] = ()
+    rules: tuple[Rule, ...] = ()
+    only: tuple[re.Pattern[str], ...] = ()
+    mix: Mix | None = None  # whose rules come after these
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
-        """The format of a tensor; None to leave it as it is. Rules are for its name, or the one it had."""
-        for pattern, format, group_size in self.rules:
-            if pattern.search(name) or pattern.search(origin):
-                return None if format is None else (format, group_size)
-        ordinary = len(shape) == 2 and name.endswith("weight") and not SENSITIVE.search(name)
-        return (self.format, self.group_size) if ordinary else None
+        """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
+        if self.reason_to_leave(name, origin, shape):
+            return None
+        rule = self._rule(name, origin)
+        return (self.format, self.group_size) if rule is None or rule.format is None else (rule.format, rule.group_size)
+
+    def reason_to_leave(self, name: str, origin: str, shape: tuple[int, ...]) -> str:
+        """Why a tensor is left as it is; "" for one that is to be quantized."""
+        rule = self._rule(name, origin)
+        if rule is not None:
+            return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
+        if not self.is_wanted(name, origin):
+            return "not found by `only`"
+        if SENSITIVE.search(name):
+            return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+        if len(shape) > 2:
+            return "stacks of matrices, such as experts; `keep` chooses a format"
+        if len(shape) < 2:
+            return "no matrix"
+        return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
+
+    def is_wanted(self, name: str, origin: str) -> bool:
+        """Whether `only` finds a tensor, or there is none."""
+        return not self.only or any(finds(pattern, name, origin) for pattern in self.only)
+
+    def _rule(self, name: str, origin: str) -> Rule | None:
+        return next((rule for rule in self.rules if finds(rule.pattern, name, origin)), None)
+
+    def check_patterns(self, checkpoint: Checkpoint) -> None:
+        """Raises if a pattern finds no tensor: a misspelt rule must not be silently without effect."""
+        origins = {name: checkpoint.origins.get(name, name) for name in checkpoint}
+        patterns = [("keep", rule.pattern) for rule in self.rules] + [("only", pattern) for pattern in self.only]
+        for argument, pattern in patterns:
+            if not any(finds(pattern, *names) for names in origins.items()):
+                got = f"'{pattern.pattern}', which finds no tensor"
+                raise CheckpointError(complaint("quantize", argument, got, _examples(pattern.pattern, origins)))
+
+
+def finds(pattern: re.Pattern[str], name: str, origin: str) -> bool:
+    """Whether a pattern is for a tensor, under its name or the one it had."""
+    return bool(pattern.search(name) or pattern.search(origin))
+
+
+def _examples(pattern: str, names: Iterable[str], count: int = 3) -> str:
+    """The names that look most like a pattern."""
+    alike = sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())
+    return f"a pattern for names such as {', '.join(alike[:count])}"
 
 
 @dataclass(frozen=True)
@@ -50,52 +108,87 @@ class Settings:
     target: Target
     quantization: Quantization | None = None
     requantize: bool = False
+    raw_names: bool = False  # whether GGUF may get names that no program knows
+    dtype: np.dtype[Any] | None = None  # of matrices that are written as numbers; None: as they are, decoded to float32
 
 
-@dataclass(frozen=True)
-class Remark:
-    """A tensor or a file, and why it is refused, left as it is or left out: what the user is told."""
+@dataclass
+class Plan:
+    """What becomes of the tensors of a checkpoint."""
 
-    name: str
-    reason: str
+    items: list[Item] = field(default_factory=list)  # in the order of the checkpoint
+    quantized: set[str] = field(default_factory=set)  # those of them whose values are rounded anew
+    left: dict[str, str] = field(default_factory=dict)  # tensors that `quantize` leaves as they are, and why
+    notes: list[Remark] = field(default_factory=list)  # what else the user is told
+    problems: list[Remark] = field(default_factory=list)  # tensors that cannot be written
 
 
-def plan(checkpoint: Checkpoint, settings: Settings) -> tuple[list[Item], list[Remark], list[Remark]]:
-    """Items in the order of the checkpoint; tensors that cannot be written; tensors left as they are, and why."""
-    items, problems, left = [], list[Remark](), list[Remark]()
+def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
+    """From headers, scales and offsets."""
+    if settings.quantization:
+        settings.quantization.check_patterns(checkpoint)
+        settings = replace(settings, quantization=_with_mix(checkpoint, settings.quantization))
+    made = Plan()
     for name in checkpoint:
         try:
-            item = _item(checkpoint, name, settings, left)
+            made.items.append(_item(checkpoint, name, settings, made))
         except Misfit as reason:
-            problems.append(Remark(name, str(reason)))
-        else:
-            items.append(item)
+            made.problems.append(Remark(name, str(reason)))
         checkpoint.release()
-    return items, problems, left
+    _settle(checkpoint, settings, made)
+    return made
 
 
-def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Remark]) -> Item:
+def _with_mix(checkpoint: Checkpoint, quantization: Quantization) -> Quantization:
+    """The rules of its mix are rules like any others, after those of the user."""
+    if quantization.mix is None:
+        return quantization
+    shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
+    wanted = [name for name in checkpoint if quantization.is_wanted(name, checkpoint.origins.get(name, name))]
+    rules = [Rule(*rule) for rule in quantization.mix.rules("quantize", shapes, wanted)]
+    return replace(quantization, rules=(*quantization.rules, *rules))
+
+
+def _settle(checkpoint: Checkpoint, settings: Settings, made: Plan) -> None:
+    """Items that cannot be in one checkpoint with the others are quantized again to be like them, or are problems."""
+    for name, odd in settings.target.odd_ones(made.items).items():
+        at = next(i for i, item in enumerate(made.items) if item.name == name)
+        try:
+            if not settings.requantize:
+                raise Misfit(odd.reason)
+            made.items[at] = _quantized(checkpoint, name, made.items[at].shape, odd.format, odd.group_size, settings)
+        except Misfit as reason:
+            made.problems.append(Remark(name, str(reason)))
+        else:
+            made.notes = [remark for remark in made.notes if remark.name != name]
+            made.notes.append(Remark(name, f"quantized again, to {odd.format.name}: {odd.reason}"))
+            made.quantized.add(name)
+            made.left.pop(name, None)
+
+
+def _item(checkpoint: Checkpoint, name: str, settings: Settings, made: Plan) -> Item:
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
-    origin = checkpoint.origins.get(name, name)
-    choice = quantization.choice(name, origin, about.shape) if quantization else None
+    if quantization is not None:
+        try:
+            item = _chosen(checkpoint, name, settings, quantization)
+            made.quantized.add(name)
+            return item
+        except Misfit as reason:
+            made.left[name] = str(reason)
     if about.format is None:
         dtype = np.dtype(TYPES[about.dtype][1])
-        if choice is not None and dtype.name in FLOATS and len(about.shape) >= 2:
-            try:
-                return _quantized(checkpoint, name, about.shape, *choice, settings)
-            except Misfit as reason:
-                left.append(Remark(name, str(reason)))
-        settings.target.check_plain(dtype)
-        return Item(name, None, about.shape, 0, {"": dtype}, False, lambda: checkpoint[name], lambda: None)
+        return _numbers(checkpoint, name, _type_asked_for(checkpoint, name, dtype, settings), settings)
+    if settings.target.is_plain(name, settings.dtype):
+        if settings.dtype is None:
+            made.notes.append(Remark(name, "decoded to float32, which loses nothing; --dtype chooses another type"))
+        return _numbers(checkpoint, name, settings.dtype or np.dtype(np.float32), settings)
     order = checkpoint.permutation(name) if about.act_order else None
-    if choice is not None and settings.requantize:
-        return _quantized(checkpoint, name, about.shape, *choice, settings)
     try:
         item = _as_it_is(checkpoint, name, order is not None, settings)
         if item.format is not None and item.bits > about.format.element.bits:
-            left.append(
+            made.notes.append(
                 Remark(name, f"{about.format.name}, held as {item.format.name} with {item.bits} bits for each code")
             )
         return item
@@ -103,9 +196,54 @@ def _item(checkpoint: Checkpoint, name: str, settings: Settings, left: list[Rema
         fallback = settings.target.fallback(about.format, about.shape[-1])
         if not settings.requantize or fallback is None:
             raise
-        left.append(Remark(name, f"quantized again, to {fallback[0]}: {reason}"))
+        made.notes.append(Remark(name, f"quantized again, to {fallback[0]}: {reason}"))
+        made.quantized.add(name)
+        made.left.pop(name, None)
         format, group_size = get_format(fallback[0]), fallback[1]
         return _quantized(checkpoint, name, about.shape, format, group_size, replace(settings, quantization=None))
+
+
+def _chosen(checkpoint: Checkpoint, name: str, settings: Settings, quantization: Quantization) -> Item:
+    """A tensor that is to be quantized; raises Misfit with the reason for one that is not."""
+    about, origin = checkpoint.describe(name), checkpoint.origins.get(name, name)
+    choice = quantization.choice(name, origin, about.shape)
+    if choice is None:
+        raise Misfit(quantization.reason_to_leave(name, origin, about.shape))
+    if about.format is not None and not settings.requantize:
+        raise Misfit(f"quantized already, to {about.format.name}; {AGAIN} does it again")
+    if about.format is None and (len(about.shape) < 2 or np.dtype(TYPES[about.dtype][1]).name not in FLOATS):
+        raise Misfit(f"no matrix of {FLOAT_NAMES}")
+    return _quantized(checkpoint, name, about.shape, *choice, settings)
+
+
+def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> np.dtype[Any]:
+    """The type of a plain array in the output: of matrices the one that was asked for, of vectors if it holds them."""
+    wanted = settings.dtype
+    if wanted is None or dtype.name not in FLOATS:
+        return dtype
+    if len(checkpoint.describe(name).shape) >= 2:
+        return wanted
+    casts = settings.target.casts_vectors and holds(_weights(checkpoint, name).astype(np.float32), wanted)
+    return wanted if casts else dtype
+
+
+def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> Item:
+    """A plain array of some type, from one of any type or from quantized weights."""
+    settings.target.check_plain(dtype)
+    shape = checkpoint.describe(name).shape
+
+    def load() -> Array:
+        weights = _weights(checkpoint, name)
+        if weights.dtype == dtype:
+            return weights
+        with np.errstate(over="ignore"):
+            cast = weights.astype(dtype)
+        if (np.isinf(cast) & ~np.isinf(weights)).any():
+            got = f"numbers up to {np.abs(weights).max():g} for {dtype.name}"
+            raise CheckpointError(complaint("convert", name, got, "a type that holds them, such as bfloat16"))
+        return cast
+
+    return Item(name, None, shape, 0, {"": dtype}, False, load, lambda: None)
 
 
 def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Settings) -> Item:
@@ -164,30 +302,25 @@ def _quantized(
 ) -> Item:
     """Quantized, from a plain array or from weights in another format."""
     call, target = "quantize", settings.target
+    format = target.own(format)
     method = settings.quantization.method if settings.quantization else "mse"
     k = shape[-1]
+    if target.is_plain(name, settings.dtype):
+        raise Misfit(f"{target.name} holds it as numbers only")
     if k == 0 or k % format.block_size:
         raise Misfit(f"K = {k} is no positive multiple of {format.block_size}, as {format.name} needs")
     group = format.check_group_size(call, group_size, k)
     options = format.check_options(call, {})
     specs = format.storage_spec(1, k, group, options)
-    planes = format.unpack_scales({part: spec.zeros() for part, spec in specs.items()})
-    target.check(format, group, planes, shape, False)
+    row = target.adapt(quantize_matrix(call, name, np.ones((1, k), np.float32), format, group, "rtn", options))
+    target.check(format, group, row.scale_planes, shape, False)  # scales and offsets such as the weights will have
 
     def load() -> QuantizedTensor:
         weights = _weights(checkpoint, name).reshape(-1, k)
-        tensor = quantize_matrix(call, name, weights, format, group, method, options)
-        return _with_reciprocal(tensor) if target.stores_reciprocals and "global_scale" in tensor.storage else tensor
+        return target.adapt(quantize_matrix(call, name, weights, format, group, method, options))
 
     types = {part: spec.dtype for part, spec in specs.items()}
     return Item(name, format, shape, group, types, False, load, lambda: None)
-
-
-def _with_reciprocal(tensor: QuantizedTensor) -> QuantizedTensor:
-    """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
-    one, scale = np.float32(1), tensor.storage["global_scale"]
-    moved = np.asarray(one / np.float32(one / scale), np.float32)
-    return replace(tensor, storage={**tensor.storage, "global_scale": moved})
 
 
 def _matrix(checkpoint: Checkpoint, name: str) -> QuantizedTensor:
@@ -204,18 +337,15 @@ def _weights(checkpoint: Checkpoint, name: str) -> Array:
     return dequantize(tensor)
 
 
-def by_reason(remarks: Sequence[Remark], limit: int = 5) -> list[str]:
-    """One line for each reason, with the names of the first tensors and the number of the others."""
-    names: dict[str, list[str]] = {}
-    for remark in remarks:
-        names.setdefault(remark.reason, []).append(remark.name)
-    return [
-        ", ".join(same[:limit]) + (f" and {len(same) - limit} more" if len(same) > limit else "") + f": {reason}"
-        for reason, same in names.items()
-    ]
-
-
-def refuse(call: str, problems: Sequence[Remark], takes: str) -> None:
-    """Raises an error that names the tensors and the reasons."""
-    if problems:
-        raise CheckpointError(complaint(call, f"{len(problems)} tensors", "; ".join(by_reason(problems)), takes))
+def refuse(call: str, made: Plan, settings: Settings) -> None:
+    """Raises an error, with the tensors and the reasons, if some cannot be written or none would be quantized."""
+    if made.problems:
+        takes = f"what {settings.target.name} holds as it is; {AGAIN} quantizes these again, and loses something"
+        got = "; ".join(by_reason(made.problems))
+        raise CheckpointError(complaint(call, f"{len(made.problems)} tensors", got, takes))
+    if settings.quantization and not made.quantized:
+        reasons = by_reason((Remark(*item) for item in made.left.items()), limit=2)
+        again = any(AGAIN in reason for reason in reasons)
+        takes = f"{AGAIN} for weights that are quantized already" if again else "a checkpoint with matrices to quantize"
+        got = f"nothing to quantize ({'; '.join(reasons) or 'no tensors'})"
+        raise CheckpointError(complaint(call, "the input", got, takes))

@@ -13,10 +13,10 @@ namespace billfish {
 // more to get afresh than to fill.
 class Prepared {
  public:
-  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. plain: exact ones are to be kept as they are.
-  void begin(const Level& level, const Weights& w, int64_t m, int digits, bool plain = false) {
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. as_it_is: exact ones are not to be made of digits; plain weights want none anyway.
+  void begin(const Level& level, const Weights& w, int64_t m, int digits, bool as_it_is = false) {
     level_ = &level, kind_ = w;
-    digits_ = digits > 0 ? digits : !plain && level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
+    digits_ = is_plain(w) ? 0 : digits > 0 ? digits : !as_it_is && level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
     if (digits_ > 0) {
       integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_)};
@@ -29,8 +29,8 @@ class Prepared {
       if (digits_ == EXACT_DIGITS) values_.resize(size_t(m)), integers.power = values_.data();
     } else {
       // Groups a multiple of 16 KiB apart would share the same few sets of a first-level cache, so then they are a chunk further apart.
-      exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks};
-      values_.resize(size_t(exact.bundles() * 4 * exact.blocks * BLOCK)), exact.x = values_.data();
+      exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks, lanes_of_floats(w, m)};
+      values_.resize(size_t(exact.bundles() * exact.lanes * exact.blocks * BLOCK)), exact.x = values_.data();
     }
   }
 
@@ -39,13 +39,20 @@ class Prepared {
     int64_t first_row, rows, first_block, last_block;
   };
 
-  // x [rows, k] of a part. False: these must be plain, because they are not finite.
+  // x [rows, k] of a part, in the order of the weights' columns. False: these must stay as they are, because they are not finite.
   bool put(const float* x, const Part& part) {
     const int64_t k = kind_.k;
+    std::vector<float> ordered(kind_.order ? size_t(k) : 0);
     bool good = true;
-    for (int64_t i = 0; i < part.rows; i++)
-      if (digits_ > 0) good = level_->quantize_row(x + i * k, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
-      else level_->lay_out_row(x + i * k, k, exact, part.first_row + i, part.first_block, part.last_block);
+    for (int64_t i = 0; i < part.rows; i++) {
+      const float* row = x + i * k;
+      if (kind_.order) {
+        for (int64_t j = 0; j < k; j++) ordered[size_t(j)] = row[kind_.order[j]];
+        row = ordered.data();
+      }
+      if (digits_ > 0) good = level_->quantize_row(row, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
+      else level_->lay_out_row(row, k, exact, part.first_row + i, part.first_block, part.last_block);
+    }
     if (digits_ > 0) finish(part);
     return good;
   }
@@ -59,10 +66,14 @@ class Prepared {
   // Tiles [first, last) of w, which is of the kind that this was made for.
   void multiply(const Weights& w, const float* bias, float* y, int64_t first, int64_t last) const {
     if (digits_ > 0) level_->multiply8(w, integers, bias, y, first, last);
-    else level_->multiply_exact(w, exact, bias, y, first, last);
+    else (is_plain(w) ? level_->multiply_plain : level_->multiply_exact)(w, exact, bias, y, first, last);
   }
 
-  bool is_for(const Weights& w) const { return kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias; }
+  // Plain weights of every type want the same of x.
+  bool is_for(const Weights& w) const {
+    if (kind_.order != w.order || is_plain(kind_) != is_plain(w)) return false;
+    return is_plain(w) || (kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias);
+  }
   const Weights& kind() const { return kind_; }
 
   Activations8 integers{};

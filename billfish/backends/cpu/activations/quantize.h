@@ -139,8 +139,9 @@ inline bool quantize_row(const float* x, int64_t k, const Activations8& all, int
 
 // Blocks [first, last) of a row of x [k] as it is, padded with zeros to whole blocks.
 inline void lay_out_row(const float* x, int64_t k, const billfish::ActivationsExact& out, int64_t row, int64_t first, int64_t last) {
-  float* to = out.x + row / 4 * out.blocks * 32 * 4 + row % 4;
-  for (int64_t i = first * 32; i < last * 32; i++) to[i * 4] = i < k ? x[i] : 0.0f;
+  const int64_t lanes = out.lanes;
+  float* to = out.x + row / lanes * lanes * out.blocks * 32 + row % lanes;
+  for (int64_t i = first * 32; i < last * 32; i++) to[i * lanes] = i < k ? x[i] : 0.0f;
 }
 
 }  // namespace BILLFISH_ISA

@@ -179,6 +179,18 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
   return finite;
 }
 
+// Plain weights [n, k], as bytes.
+void prepack_plain(const std::string& name, const Description& d, Contiguous<const uint8_t> numbers, Contiguous<uint8_t> out) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(level, nullptr);
+  const TileShape shape(w, level.tile_rows);
+  const auto pack = w.codes == Codes::f32 ? pack_plain_tile<uint32_t> : pack_plain_tile<uint16_t>;
+  const Computing computing;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) pack(w, numbers.data(), shape.rows, tile, out.data() + tile * shape.tile_bytes);
+  });
+}
+
 // x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
 void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
                     Contiguous<const float> scale, Contiguous<float> y) {
@@ -343,6 +355,7 @@ NB_MODULE(_cpu, module) {
   module.def("packed_bytes", &packed_bytes);
   module.def("prepack", &prepack);
   module.def("prepack_blocks", &prepack_blocks);
+  module.def("prepack_plain", &prepack_plain);
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_all", &multiply_all);
   module.def("multiply_codes", &multiply_codes);

@@ -22,8 +22,9 @@ BILLFISH_LEVELS(DECLARE_KERNELS)
 namespace {
 
 using Numbers = Contiguous<const float>;
-// Packed weights and, where there is one, the bias.
-using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>>;
+using Order = Contiguous<const int32_t>;
+// Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
+using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
 
 const DecoderKernels& find_kernels(const std::string& name) {
 #define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
@@ -93,9 +94,11 @@ class PythonDecoder {
   }
   const float* keep(const std::optional<Numbers>& array) { return array ? keep(*array) : nullptr; }
   Matrix keep(const PackedMatrix& matrix) {
-    const auto& [description, stream, bias] = matrix;
+    const auto& [description, stream, bias, order] = matrix;
     streams_.push_back(stream);
-    return {description.weights(level_, stream.data()), keep(bias)};
+    Weights weights = description.weights(level_, stream.data());
+    if (order) orders_.push_back(*order), weights.order = order->data();
+    return {weights, keep(bias)};
   }
 
   const Level& level_;
@@ -105,6 +108,7 @@ class PythonDecoder {
   Matrix head_{};
   std::vector<Numbers> arrays_;
   std::vector<Contiguous<const uint8_t>> streams_;
+  std::vector<Order> orders_;
 };
 
 }  // namespace

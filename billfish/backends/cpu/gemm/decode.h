@@ -43,7 +43,7 @@ inline Bytes unsigned_bytes(Bytes v) {
 // bias is 8. `code` is unsigned, the value plus code_bias(w.bias).
 //
 // A decoder that has `dotted`, an unsigned code, and nothing in it to make up for.
-template <class Decoder, int BITS> struct Plain {
+template <class Decoder, int BITS> struct Unsigned {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES * BITS / 8;
   static constexpr Operand operand = Operand::codes;
   static constexpr bool in_place = false;
@@ -55,12 +55,12 @@ template <class Decoder, int BITS> struct Plain {
 };
 
 // Two bits: fields of a byte, four vectors in one.
-struct Twos : Plain<Twos, 2> {
+struct Twos : Unsigned<Twos, 2> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return field<2, V>(block); }
 };
 
 // Five bits: vector 2i at the bottom of a byte, and above it the low three bits of 2i+1. Its other two bits are fields of bytes behind.
-struct Fives : Plain<Fives, 5> {
+struct Fives : Unsigned<Fives, 5> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     const Bytes both = load_bytes(block + V / 2 * VECTOR_BYTES);
     if constexpr (V % 2 == 0) return bit_and(both, splat_byte(31));
@@ -69,7 +69,7 @@ struct Fives : Plain<Fives, 5> {
 };
 
 // Six bits: vectors 4i, 4i+1 and 4i+2 at the bottom of three bytes, and above them 4i+3, its upper bits first.
-struct Sixes : Plain<Sixes, 6> {
+struct Sixes : Unsigned<Sixes, 6> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V % 4 < 3) return bit_and(load_bytes(block + (V / 4 * 3 + V % 4) * VECTOR_BYTES), splat_byte(63));
     else return shift_right<2>(tops<V / 4>(block));
@@ -82,7 +82,7 @@ struct Sixes : Plain<Sixes, 6> {
 };
 
 // Three bits: vectors 2i and 2i+1 are the low and the high half of six.
-struct Threes : Plain<Threes, 3> {
+struct Threes : Unsigned<Threes, 3> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V / 2 % 4 < 3) {
       const Bytes six = load_bytes(block + (V / 8 * 3 + V / 2 % 4) * VECTOR_BYTES);
@@ -143,7 +143,7 @@ template <Operand KIND> struct Unpacked {
 
 using Whole = Unpacked<Operand::bytes>;
 
-// Calls f with the decoder for these codes.
+// Calls f with the decoder for these codes; plain weights have none.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
   switch (codes) {
     case billfish::Codes::u2: return f(Twos{});
@@ -153,6 +153,7 @@ template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
     case billfish::Codes::u6: return f(Sixes{});
     case billfish::Codes::s8: return f(Whole{});
     case billfish::Codes::table: return f(Looked{});
+    case billfish::Codes::f32: case billfish::Codes::f16: case billfish::Codes::bf16: return;
   }
 }
 

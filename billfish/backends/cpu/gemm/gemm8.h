@@ -204,6 +204,7 @@ inline FewKernel few_kernel(const Weights& w) {
         case Scales::e4m3: return halves ? add_chunks<Looked, Scales::e4m3, 2> : nullptr;
         default: return nullptr;
       }
+    case Codes::f32: case Codes::f16: case Codes::bf16: return nullptr;
   }
   return nullptr;
 }

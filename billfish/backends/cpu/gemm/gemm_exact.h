@@ -142,13 +142,12 @@ template <int FIRST> __attribute__((flatten, noinline)) void add_values(const fl
   });
 }
 
-template <class Decoder>
-void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
+// values_of(shape, run) are the values of a run of blocks, [k][TILE_ROWS], where a cache has them.
+template <class ValuesOf>
+void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last, ValuesOf values_of) {
   // Rows of x go in panels of 128. A chunk of a panel, 128 KiB, stays in the second-level cache while all tiles pass over it.
   const int64_t padded = x.bundles() * X_ROWS, panel = std::min<int64_t>(128, padded);
   const TileShape shape(w, TILE_ROWS);
-  alignas(64) float values[CHUNK * TILE_ROWS];
-  GroupScales scales[16];
   Room room;
   float* sums = room.take((last - first) * panel * TILE_ROWS);
   for (int64_t first_row = 0; first_row < padded; first_row += panel) {
@@ -156,29 +155,38 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
     std::fill_n(sums, (last - first) * panel * TILE_ROWS, 0.0f);
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++)
       for (int64_t tile = first; tile < last; tile++) {
-        const int blocks = shape.blocks_in(chunk);
-        const Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+        const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
+        const float* values = values_of(shape, run);
         float* to = sums + (tile - first) * panel * TILE_ROWS;
         const float* from = x.x + (first_row / X_ROWS * x.blocks + chunk * 8) * BLOCK * X_ROWS;
-        read_scales<false>(w, shape, run.stream, blocks, scales, 0, w.factor);
-        const uint8_t* codes = run.stream + run.chunk_header;
-        for (int b = 0; b < blocks; b++, codes += Decoder::block_bytes) {
-          if (b % run.span == 0) codes += run.span_header;
-          decode_values<Decoder>(w, codes, scales + b / run.span * shape.groups_in_span(), values + b * BLOCK * TILE_ROWS);
-        }
         for (int64_t row = first_row; row < last_row; row += X_ROWS, to += X_ROWS * TILE_ROWS, from += x.blocks * BLOCK * X_ROWS)
-          unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) { add_values<decltype(part)::value * SUM_VECTORS>(values, from, blocks * BLOCK, to); });
+          unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) { add_values<decltype(part)::value * SUM_VECTORS>(values, from, run.count * BLOCK, to); });
       }
     for (int64_t tile = first; tile < last; tile++)
       write_tile(sums + (tile - first) * panel * TILE_ROWS, 1, nullptr, bias, w.n, tile, first_row, std::min(last_row, x.m), y);
   }
 }
 
+template <class Decoder>
+void multiply_decoded(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
+  alignas(64) float values[CHUNK * TILE_ROWS];
+  GroupScales scales[16];
+  multiply_values(w, x, bias, y, first, last, [&](const TileShape& shape, const Blocks& run) {
+    read_scales<false>(w, shape, run.stream, run.count, scales, 0, w.factor);
+    const uint8_t* codes = run.stream + run.chunk_header;
+    for (int64_t b = 0; b < run.count; b++, codes += Decoder::block_bytes) {
+      if (b % run.span == 0) codes += run.span_header;
+      decode_values<Decoder>(w, codes, scales + b / run.span * shape.groups_in_span(), values + b * BLOCK * TILE_ROWS);
+    }
+    return values;
+  });
+}
+
 inline void multiply_exact(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const CodesKernel few = codes_kernel(w, x.bundles());
   with_decoder(w.codes, [&](auto decoder) {
     if (few) multiply_codes<decltype(decoder)>(w, x, bias, y, first, last, few);
-    else multiply_values<decltype(decoder)>(w, x, bias, y, first, last);
+    else multiply_decoded<decltype(decoder)>(w, x, bias, y, first, last);
   });
 }
 

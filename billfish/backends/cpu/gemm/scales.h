@@ -91,6 +91,7 @@ template <class F> inline void with_reader(Scales scales, F&& f) {
     case Scales::sub_nibbles: return f(Reader<Scales::sub_nibbles>{});
     case Scales::f32: return f(Reader<Scales::f32>{});
     case Scales::f32_minimum: return f(Reader<Scales::f32_minimum>{});
+    case Scales::none: return;
   }
 }
 

@@ -66,6 +66,7 @@ struct BlockPacker {
       case Codes::u5: put_fives(out); break;
       case Codes::u6: put_sixes<1>(out); break;
       case Codes::s8: put_fields<8>(0, 0, out); break;
+      case Codes::f32: case Codes::f16: case Codes::bf16: break;  // no codes: see pack_plain_tile
     }
   }
 };
@@ -153,6 +154,18 @@ inline void pack_tile(const Weights& w, const CodeReader& read_codes, const std:
           for (const Field& field : group_fields) put_field(field, (chunk * 8 + b) * BLOCK / w.group + g);
       BlockPacker{codes.data() + b * BLOCK, rows / lanes, lanes}.pack(w.codes, uint32_t(level.high_flip), out);
     }
+  }
+}
+
+// The same of plain weights [n, k], where Bits are those of a number: blocks [32 k][rows of the tile], zeros where W has ended.
+template <class Bits> inline void pack_plain_tile(const Weights& w, const uint8_t* numbers, int rows, int64_t tile, uint8_t* out) {
+  constexpr int64_t size = sizeof(Bits);
+  const int64_t first = tile * rows, count = std::min<int64_t>(rows, w.n - first), block_bytes = BLOCK * rows * size;
+  for (int64_t k = 0; k < w.k; k += BLOCK, out += block_bytes) {
+    const int64_t end = std::min<int64_t>(BLOCK, w.k - k);
+    if (count < rows || end < BLOCK) std::memset(out, 0, size_t(block_bytes));
+    for (int64_t r = 0; r < count; r++)  // files may have numbers anywhere, so they are copied as bytes
+      for (int64_t i = 0; i < end; i++) std::memcpy(out + (i * rows + r) * size, numbers + ((first + r) * w.k + k + i) * size, size_t(size));
   }
 }
 

@@ -9,14 +9,14 @@ constexpr int CHUNK = 256;  // k of the stream, with the upper scales of all row
 constexpr int BLOCK = 32;   // k of x that share a scale, and k of the stream
 constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
-// How the bits of a code are stored; see gemm/decode.h.
-enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table };
+// How the bits of a code are stored; see gemm/decode.h. The last three are plain weights: no codes but the numbers themselves.
+enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, f32, f16, bf16 };
 
 // What may be in the bytes that dot() gets: unsigned codes below 64, signed values above -128, or any signed bytes.
 enum class Operand { codes, values, bytes };
 
-// How the scales of a chunk are stored; see gemm/scales.h.
-enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum };
+// How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
+enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
 struct Weights {
   const uint8_t* stream;  // tile after tile of rows; see TileShape
@@ -27,7 +27,10 @@ struct Weights {
   int32_t group;          // k that share a scale: 16, 32, 64, 128 or 256
   float factor;           // multiplies every scale; 1 where there are minimums
   uint8_t table[16];      // for Codes::table
+  const int32_t* order = nullptr;  // [k], or null: column j of the stream is multiplied with x[order[j]]
 };
+
+inline bool is_plain(const Weights& w) { return w.codes == Codes::f32 || w.codes == Codes::f16 || w.codes == Codes::bf16; }
 
 // How many int8 digits make x exact; see quantize_exactly.
 constexpr int EXACT_DIGITS = 4;
@@ -80,13 +83,18 @@ class RowOfX {
   int64_t first_, lane_;
 };
 
-// x as it is, rows side by side in fours: for exact products with many rows.
+// x as it is, for products in float32. Rows go side by side in bundles of four, or one by one: see lanes_of_floats.
 struct ActivationsExact {
-  float* x;  // [bundles, blocks * 32, 4]; there may be room for more blocks than x has
+  float* x;  // [bundles, blocks * 32, lanes]; there may be room for more blocks than x has
   int64_t m, blocks;
+  int32_t lanes;
 
-  int64_t bundles() const { return (m + 3) / 4; }
+  int64_t bundles() const { return (m + lanes - 1) / lanes; }
 };
+
+// So many rows are multiplied with plain weights straight from the stream, and these kernels take x row by row.
+constexpr int FEW_PLAIN_ROWS = 8;
+inline int32_t lanes_of_floats(const Weights& w, int64_t m) { return is_plain(w) && m <= FEW_PLAIN_ROWS ? 1 : 4; }
 
 // Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
 // billfish.formats.ggml.unfold. A second field holds the next higher bits.
@@ -136,6 +144,7 @@ struct Level {
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
+  void (*multiply_plain)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
   void (*dequantize_rows)(const Storage&, void* out, int type, int64_t first, int64_t last);
   void (*dequantize_words)(const Storage&, void* out, int type, int64_t first, int64_t last);
@@ -157,6 +166,8 @@ inline int code_bits(Codes codes) {
     case Codes::u5: return 5;
     case Codes::u6: return 6;
     case Codes::s8: return 8;
+    case Codes::f16: case Codes::bf16: return 16;
+    case Codes::f32: return 32;
     default: return 4;
   }
 }
@@ -169,6 +180,7 @@ inline size_t group_scale_bytes(Scales scales) {
     case Scales::f16_zero8: return 3;
     case Scales::f16_minimum: case Scales::f16_zero16: case Scales::f32: return 4;
     case Scales::f32_minimum: return 8;
+    case Scales::none: return 0;
   }
   return 0;
 }
@@ -184,7 +196,8 @@ struct TileShape {
   int64_t blocks, chunks;
   size_t chunk_header, span_header, block_code_bytes, full_chunk_bytes, tile_bytes;
 
-  TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group), span(w.group <= BLOCK ? 1 : w.group / BLOCK) {
+  // Inlined, or it would be a weak symbol that levels share: see simd/room.h.
+  __attribute__((always_inline)) TileShape(const Weights& w, int tile_rows) : rows(tile_rows), group(w.group), span(w.group <= BLOCK ? 1 : w.group / BLOCK) {
     blocks = blocks_of(w.k);
     chunks = (blocks + 7) / 8;
     chunk_header = size_t(rows) * chunk_scale_bytes(w.scales);

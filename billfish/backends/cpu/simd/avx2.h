@@ -118,6 +118,9 @@ template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x)
 template <int L> Floats multiply_x(Floats w, FloatActivations x) { return _mm256_mul_ps(w, _mm256_broadcast_ss(x.p + L)); }
 
 inline Floats halves_to_floats(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline Floats bfloats_to_floats(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
 inline __m256i widen(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); }
 // (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
 inline Floats times_bytes_offset(Floats d, int bias) { return multiply(d, splat(float(-bias))); }

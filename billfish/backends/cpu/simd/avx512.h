@@ -108,6 +108,9 @@ template <int L> Floats multiply_add_x(Floats sum, Floats w, FloatActivations x)
 template <int L> Floats multiply_x(Floats w, FloatActivations x) { return _mm512_mul_ps(w, _mm512_set1_ps(x.p[L])); }
 
 inline Floats halves_to_floats(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline Floats bfloats_to_floats(const uint8_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
 inline __m512i widen(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 // (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
 inline Floats times_bytes_offset(Floats d, int bias) { return multiply(d, splat(float(-bias))); }

@@ -140,6 +140,11 @@ template <int L> Floats multiply_x(Floats w, FloatActivations x) { return vmulq_
 
 // LANES stored numbers to float32.
 inline Floats halves_to_floats(const uint8_t* p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
+// A bfloat16 is the upper half of a float32. It gets there by zip, which either pipe does; a shift would wait for one of them.
+inline Floats bfloats_to_floats(const uint8_t* p) {
+  const uint16x8_t upper = vcombine_u16(vreinterpret_u16_u8(vld1_u8(p)), vdup_n_u16(0));
+  return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), upper));
+}
 // Bytes ROW .. ROW + 3 of 16, one for each row of a tile: one load serves all four vectors of rows. Each goes to byte TO of a
 // lane, whose other bytes are those of `word`.
 template <int ROW, int TO> uint8x16_t row_bytes(uint8x16_t rows, uint8x16_t word) {

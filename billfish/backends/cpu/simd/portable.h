@@ -108,6 +108,9 @@ template <class F> inline Floats each_lane(F f) { return Floats{f(0), f(1), f(2)
 inline Floats halves_to_floats(const uint8_t* p) {
   return each_lane([&](int i) { return half_to_float(uint16_t(p[2 * i] | p[2 * i + 1] << 8)); });
 }
+inline Floats bfloats_to_floats(const uint8_t* p) {
+  return each_lane([&](int i) { return bits_to_float(uint32_t(p[2 * i] | p[2 * i + 1] << 8) << 16); });
+}
 // (field - bias) * d for the rows from ROW on, where the field of a byte is byte >> SHIFT & MASK; offset is -bias * d.
 inline Floats times_bytes_offset(Floats d, int bias) { return d * float(-bias); }
 template <int ROW, int SHIFT, int MASK> Floats byte_fields(const uint8_t* rows, int bias) {  // field - bias

@@ -1,0 +1,122 @@
+"""verify: two checkpoints, tensor by tensor. Equal bits, equal values, or the error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
+from billfish.checkpoints.entry import Span
+from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
+from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
+from billfish.errors import CheckpointError, complaint
+from billfish.ops import dequantize
+from billfish.progress import OnProgress, follow
+from billfish.storage import Array
+from billfish.tensor import QuantizedTensor
+
+VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
+
+
+def verify(a: Source, b: Source, *, progress: bool | OnProgress = True) -> VerificationReport:
+    """Compare two checkpoints tensor by tensor, whatever their layouts: what `billfish verify` does.
+
+    a, b: paths that bf.load takes, or checkpoints that it returned. GGUF's names are translated where the other one
+    has those of transformers.
+    progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
+
+    The report is true if every tensor is in both with the same values; `report.comparisons` has each tensor's outcome,
+    and str(report) is what the command prints.
+    """
+    first, second = opened(a), opened(b)
+    if is_gguf(first) != is_gguf(second):  # by the names of models
+        first, second = _by_model_names(first), _by_model_names(second)
+    comparisons = []
+    with follow(progress, first.nbytes + second.nbytes) as advance:
+        for name in dict.fromkeys([*first, *second]):
+            comparisons.append(compare(first, second, name))
+            advance(sum(ck.describe(name).nbytes for ck in (first, second) if name in ck), name)
+            first.release()
+            second.release()
+    return VerificationReport(first.path, second.path, tuple(comparisons))
+
+
+def _by_model_names(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        return by_model_names(checkpoint)
+    except UnknownModel:  # its names may still be those of the other one
+        return checkpoint
+
+
+def compare(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
+    """One tensor of two checkpoints, some rows at a time."""
+    if name not in first or name not in second:
+        outcome: Outcome = "only in A" if name in first else "only in B"
+        return Comparison(name, outcome, f"only in {first.path if name in first else second.path}")
+    a, b = first.describe(name), second.describe(name)
+    if a.shape != b.shape:
+        return Comparison(name, "different", f"shape {a.shape} and {b.shape}")
+    reasons = [about.unsupported for about in (a, b) if about.unsupported]
+    if reasons:
+        return Comparison(name, "not compared", f"not compared: {reasons[0]}")
+    if not a.shape or 0 in a.shape:
+        same = first.read(name).tobytes() == second.read(name).tobytes()  # type: ignore[union-attr]
+        return Comparison(name, "equal bits", "equal bits") if same else Comparison(name, "different", "different")
+    return _compare_rows(first, second, name)
+
+
+def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
+    a, b = first.describe(name), second.describe(name)
+    rows = int(np.prod(a.shape[:-1])) or 1
+    step = max(1, VERIFY_ELEMENTS // max(1, int(np.prod(a.shape)) // rows))
+    orders = [ck.permutation(name) for ck in (first, second)]
+    in_order = [np.arange(a.shape[-1]) if order is None else order for order in orders]
+    bits = a.kind == b.kind and a.group_size == b.group_size and np.array_equal(in_order[0], in_order[1])
+    squares = power = largest = 0.0
+    for start in range(0, rows, step):
+        span = (start, min(start + step, rows))
+        parts = [_read_rows(ck, name, span) for ck in (first, second)]
+        if bits and _same_bits(*parts):
+            continue
+        bits = False
+        x, y = (_values(part, a.shape[-1]) for part in parts)
+        with np.errstate(invalid="ignore"):
+            difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
+        squares += float(np.sum(difference**2))
+        power += float(np.sum(x.astype(np.float64) ** 2))
+        largest = max(largest, float(difference.max()))
+    if bits:
+        return Comparison(name, "equal bits", "equal bits")
+    if squares == 0:
+        return Comparison(name, "equal values", f"equal values, {a.kind} and {b.kind}")
+    relative = float(np.sqrt(squares / power)) if power else np.inf
+    verdict = f"relative error {relative:.3g}, largest difference {largest:.3g}, {a.kind} and {b.kind}"
+    return Comparison(name, "different", verdict, relative, largest)
+
+
+def _read_rows(checkpoint: Checkpoint, name: str, span: Span) -> QuantizedTensor | Array:
+    """Rows of a matrix, or of a stack of matrices as one."""
+    about = checkpoint.describe(name)
+    if about.format is None and len(about.shape) != 2:
+        array = checkpoint.read(name)  # a view of the file: nothing is read but these rows
+        assert isinstance(array, np.ndarray)
+        return array.reshape(-1, about.shape[-1])[slice(*span)]
+    return checkpoint.read(name, rows=span)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        pairs = [(a.storage[name], b.storage[name]) for name in a.storage]
+    else:
+        pairs = [(a, b)]
+    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+def _values(part: Any, k: int) -> NDArray[np.float64]:
+    if isinstance(part, QuantizedTensor):
+        return dequantize(part).astype(np.float64)
+    if part.dtype.kind == "c":
+        raise CheckpointError(complaint("verify", "tensor", str(part.dtype), "real numbers"))
+    return part.reshape(-1, k).astype(np.float64)

@@ -1,0 +1,62 @@
+"""Where a model comes from: a GGUF file, or a folder in any layout, which is looked at as if it were one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.gguf import Metadata
+from billfish.checkpoints.names import EMBEDDING, HEAD, by_gguf_names, model_name
+from billfish.errors import ModelError, complaint
+from billfish.llm.config import ARCHITECTURES
+from billfish.tokenizer import Tokenizer, folder, gguf
+
+CALL = "llm.load"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors under GGUF's names and in its order of rows, and its fields. The rest is read when it is asked for."""
+
+    tensors: Checkpoint
+    fields: Mapping[str, Any]
+    vocabulary: int  # tokens, and rows of the embedding
+    tokenizer: Callable[[], Tokenizer]
+    template: Callable[[], str | None]
+
+    def name(self, tensor: str) -> str:
+        """What the file calls a tensor, or would call it: what a user looks for."""
+        return tensor if isinstance(self.fields, Metadata) else model_name(tensor) or tensor
+
+
+def open_source(path: Path) -> Source:
+    """A GGUF file, a safetensors file beside its config.json, or a folder with either. Reads nothing but headers."""
+    checkpoint = Checkpoint(path)
+    if isinstance(checkpoint.metadata, Metadata):
+        return _of_gguf(checkpoint, checkpoint.metadata)
+    assert checkpoint.folder is not None  # it is not in memory
+    return _of_folder(checkpoint, checkpoint.folder)
+
+
+def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
+    if fields.get("general.architecture") in ARCHITECTURES:
+        gguf.check_fields(fields)
+    vocabulary = fields.length("tokenizer.ggml.tokens")
+    template = partial(fields.get, "tokenizer.chat_template")
+    return Source(checkpoint, fields, vocabulary, partial(gguf.read_metadata, fields), template)
+
+
+def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
+    tensors = by_gguf_names(checkpoint)
+    folder.check_files(path)
+    untied = checkpoint.config.get("tie_word_embeddings") is False
+    for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
+        if name not in tensors:
+            raise ModelError(complaint(CALL, model_name(name) or name, "no such tensor", "a folder that has it"))
+    vocabulary = tensors.describe(EMBEDDING).shape[0]
+    tokenizer = partial(folder.read_folder, path, vocabulary)
+    return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(folder.chat_template, path))

@@ -1,0 +1,98 @@
+"""LoRA by peft on MarlinLinear. Importing this module registers the layer with peft.
+
+    import billfish.nn.peft
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+Adapters are peft's own, in float32, beside weights that stay as they are. Merging makes plain layers of the decoded
+weights and the adapters, since a sum would have to be rounded to the format again; unmerging brings the quantized
+layers back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from billfish.errors import BackendUnavailable, FormatError, complaint
+from billfish.nn.torch import MarlinLinear
+
+try:
+    from peft import LoraConfig
+    from peft.tuners.lora import model as lora_model
+    from peft.tuners.lora.layer import Linear as LoraLinear
+    from peft.tuners.lora.layer import dispatch_default
+    from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+except ImportError as error:
+    raise BackendUnavailable(f"[billfish.nn.peft] {error}: pip install 'billfish[peft]'") from error
+
+QUANTIZED = "_quantized"  # the quantized layer while its adapters are merged; no submodule, as it is not in use
+
+
+class MarlinLoraLinear(LoraLinear):
+    """A MarlinLinear with LoRA adapters: y = x @ W.T + bias + scaling * x @ A.T @ B.T."""
+
+    def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> None:
+        check_config(config)
+        with warnings.catch_warnings():  # peft does not know the layer by name, but reads its sizes
+            warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)
+            super().__init__(base_layer, adapter_name, config, **settings)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Into a plain float32 layer with the decoded weights, in the place of the quantized one."""
+        if not check_adapters_to_merge(self, adapter_names):
+            return
+        quantized = self.base_layer
+        if isinstance(quantized, MarlinLinear):
+            self.__dict__[QUANTIZED] = quantized
+            self.base_layer = quantized.to_linear()
+        try:
+            super().merge(safe_merge, adapter_names)
+        except ValueError:  # peft found NaN
+            if not self.merged:
+                self.unmerge_base()
+            raise
+
+    def unmerge(self) -> None:
+        """The quantized layer as it was, bit for bit."""
+        self.unmerge_base()
+        self.merged_adapters.clear()
+
+    def unmerge_base(self) -> None:
+        """The quantized layer in the place of a plain one."""
+        quantized = self.__dict__.pop(QUANTIZED, None)
+        if quantized is not None:
+            self.base_layer = quantized
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """y of x's type, as quantized layers give it, also where a plain float32 layer has taken their place."""
+        if not self.merged or torch.is_autocast_enabled(x.device.type):
+            return super().forward(x, *args, **kwargs)
+        return super().forward(x.float(), *args, **kwargs).to(x.dtype)
+
+
+def check_config(config: LoraConfig) -> None:
+    """Raises for what peft would compute from weights that are numbers."""
+    takes = "plain LoRA on quantized layers"
+    variants = ("use_dora", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens", "velora_config")
+    for name in variants:
+        if getattr(config, name, None):
+            raise FormatError(complaint("LoraConfig", name, "a value", takes))
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        takes = "True, False or 'gaussian' on quantized layers"
+        raise FormatError(complaint("LoraConfig", "init_lora_weights", repr(config.init_lora_weights), takes))
+
+
+def dispatch_marlin(target: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> Any:
+    """peft asks its dispatchers, one after the other, for a layer with adapters; this takes the place of the last."""
+    base_layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if isinstance(base_layer, MarlinLinear):
+        return MarlinLoraLinear(target, adapter_name, config, **settings)
+    return dispatch_default(target, adapter_name, config, **settings)
+
+
+lora_model.dispatch_default = dispatch_marlin  # type: ignore[attr-defined, assignment]  # its module

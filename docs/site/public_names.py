@@ -1,0 +1,140 @@
+"""Every public name, with its group and its documentation: the tables and the reference are made from this."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
+
+# Where public names are; the first module that has a name is the one to import it from.
+MODULES = ("billfish", "billfish.checkpoints", "billfish.nn", "billfish.nn.transformers", "billfish.llm")
+
+# Group, its title, and where its names are defined. The first group that fits has the name.
+GROUPS = {
+    "errors": ("Errors", r"billfish\.errors\."),
+    "models": ("Language models", r"billfish\.(llm|tokenizer)\b"),
+    "checkpoints": ("Checkpoints", r"billfish\.checkpoints\b"),
+    "layers": ("Layers", r"billfish\.nn\b"),
+    "products": ("Products", r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|backends(?!\.cpu\.packed))"),
+    "formats": ("Formats", r"billfish\.(format|formats|elements|scales|storage)\."),
+    "weights": ("Weights", r"billfish\.(ops|tensor|packing|blocks|arrays|backends\.cpu\.packed)\."),
+}
+ORDER = ("weights", "products", "formats", "layers", "checkpoints", "models", "errors")
+
+
+class UngroupedName(Exception):
+    """A public name that fits no group of GROUPS."""
+
+
+@dataclass(frozen=True)
+class PublicName:
+    """One name that users import."""
+
+    module: str
+    name: str
+    value: Any
+
+    @property
+    def path(self) -> str:
+        """As users write it, without `bf`."""
+        return f"{self.module}.{self.name}"
+
+    @property
+    def home(self) -> str:
+        """Where it is defined: module and name."""
+        if isinstance(self.value, ModuleType):
+            return self.value.__name__
+        if self.is_callable:
+            return f"{self.value.__module__}.{self.value.__qualname__}"
+        return _home_of_data(self.module, self.name)
+
+    @property
+    def is_callable(self) -> bool:
+        """Whether it is a class or a function; else it is a module or data."""
+        return inspect.isclass(self.value) or inspect.isroutine(self.value)
+
+    @property
+    def group(self) -> str:
+        """The key in GROUPS."""
+        for group, (_, pattern) in GROUPS.items():
+            if re.match(pattern, self.home):
+                return group
+        raise UngroupedName(f"{self.path}, defined as {self.home}: give it a place in GROUPS of {Path(__file__).name}")
+
+    @property
+    def documentation(self) -> str:
+        """The docstring, or, of data, the text behind its definition; empty where there is none."""
+        if self.is_callable or isinstance(self.value, ModuleType):
+            own = self.value.__doc__
+            return inspect.cleandoc(own) if own else ""
+        module, _, name = self.home.rpartition(".")
+        return "\n".join(ModuleAnalyzer.for_module(module).find_attr_docs().get(("", name), [])).strip()
+
+    @property
+    def summary(self) -> str:
+        """The first sentence, on one line."""
+        first = " ".join(self.documentation.split("\n\n")[0].split())
+        return re.split(r"(?<=\.) (?=[A-Z`])", first)[0].rstrip(".:")
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of what it takes, without self."""
+        return parameters_of(self.value) if self.is_callable else []
+
+
+def parameters_of(value: Any) -> list[str]:
+    """The names of what a function or class takes, without self; nothing where Python cannot say."""
+    try:
+        return list(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def field_comments(value: Any) -> dict[str, str]:
+    """The comments beside the fields of a dataclass, by field."""
+    if not dataclasses.is_dataclass(value):
+        return {}
+    lines = inspect.getsource(value if inspect.isclass(value) else type(value)).splitlines()
+    found = (re.match(r"    (\w+): [^#]*?  # (.*)", line) for line in lines)
+    names = {field.name for field in dataclasses.fields(value) if field.init}
+    return {field[1]: field[2] for field in found if field and field[1] in names}
+
+
+def public_names() -> list[PublicName]:
+    """All of them, each once, the modules among them."""
+    found: dict[str, PublicName] = {}
+    for path in MODULES:
+        module = importlib.import_module(path)
+        if "." in path:
+            parent, _, name = path.rpartition(".")
+            found[path] = PublicName(parent, name, module)
+        for name in module.__all__:
+            public = PublicName(path, name, getattr(module, name))
+            found.setdefault(public.home, public)
+    return list(found.values())
+
+
+def in_group(group: str) -> list[PublicName]:
+    """Those of one group: modules and data first, then classes, then functions, each in order of the alphabet."""
+
+    def place(public: PublicName) -> tuple[bool, bool, str, str]:
+        return public.is_callable, not inspect.isclass(public.value), public.module, public.name.lower()
+
+    return sorted((public for public in public_names() if public.group == group), key=place)
+
+
+def _home_of_data(module: str, name: str) -> str:
+    """Data does not know its module: follow the imports of its name."""
+    source = inspect.getsource(importlib.import_module(module))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
+            return _home_of_data(node.module, name)
+    return f"{module}.{name}"

@@ -1,0 +1,74 @@
+"""Links that lead out of docs/: the README becomes the start page, and a source file a page with its text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.highlighting import PygmentsBridge
+
+ROOT = Path(__file__).parent.parent.parent
+LEXERS = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cuh": "cuda", ".cu": "cuda", ".metal": "cpp", ".toml": "toml"}
+
+
+def rebase_links(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """Of a file that a page includes: links relative to that file become relative to the page."""
+    folder, page = (Path(app.srcdir) / path).resolve().parent, Path(app.srcdir, parent).parent
+
+    def rebased(link: re.Match[str]) -> str:
+        target = folder / link[1]
+        return f"]({os.path.relpath(target, page)}{link[2] or ''})" if target.exists() else link[0]
+
+    content[0] = re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", rebased, content[0])
+
+
+def link_sources(app: Sphinx, doctree: nodes.document) -> None:
+    """A link to a file of the repository leads to a page with its text; MyST would offer the file as a download."""
+    docname = app.env.docname
+    for link in list(doctree.findall(addnodes.download_reference)):
+        path = (Path(app.srcdir, docname).parent / link["reftarget"]).resolve()
+        if not path.is_file() or ROOT not in path.parents:
+            continue
+        name = path.relative_to(ROOT).as_posix()
+        app.env.note_dependency(str(path))
+        _linked(app.env).setdefault(docname, set()).add(name)
+        uri = "../" * docname.count("/") + f"source/{name}.html"
+        link.replace_self(nodes.reference("", "", *link.children, internal=True, refuri=uri))
+
+
+def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Pages of all files that something links to."""
+    highlight = PygmentsBridge("html", "sphinx").highlight_block
+    for name in sorted(set().union(*_linked(app.env).values())):
+        path = ROOT / name
+        lexer = LEXERS.get(path.suffix, "text")
+        title = f"<h1><code>{name}</code></h1>"
+        yield f"source/{name}", {"title": name, "body": title + highlight(path.read_text(), lexer)}, "page.html"
+
+
+def _linked(env: BuildEnvironment) -> dict[str, set[str]]:
+    """The files that pages link to, by page."""
+    if not hasattr(env, "linked_sources"):
+        env.linked_sources = {}  # type: ignore[attr-defined]
+    return env.linked_sources  # type: ignore[attr-defined,no-any-return]
+
+
+def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
+    """A page is read anew."""
+    _linked(env).pop(docname, None)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Sphinx calls this."""
+    app.connect("include-read", rebase_links)
+    app.connect("doctree-read", link_sources, priority=100)  # before Sphinx collects downloads
+    app.connect("html-collect-pages", source_pages)
+    app.connect("env-purge-doc", forget)
+    return {"parallel_read_safe": False, "parallel_write_safe": True}
