@@ -18,8 +18,9 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel, kernel_name
+from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
 from billfish.backends.cuda.describe import describe
-from billfish.backends.cuda.driver import Device, KernelLaunch
+from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
@@ -157,6 +158,29 @@ def test_reading_compiles_for_every_architecture(arch):
     resources("read.cu", {}, arch)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("type", ["F16", "BF16"])
+def test_the_decoders_kernels_compile_without_spills(arch, type):
+    for head, pairs in ((64, 32), (128, 64), (256, 128), (96, 24)):
+        rotate = {"HEAD": head, "PAIRS": pairs, "ADJACENT": int(head == 64), "NORMED": int(head == 128)}
+        resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
+        for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
+            attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few}
+            macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
+            assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
+    resources("normalize.cu", {"TYPE": type, "HIDDEN": "4096", "THREADS": "512", "ADD": "1"}, arch)
+    resources("choose.cu", {"THREADS": "256"}, arch)
+    resources("embed.cu", SAMPLES[0].macros(), arch)
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_products_with_a_gate_compile_without_spills(gate):
+    for kind in (Kind("Int4", "ScaleF16", "NONE", 4), WIDE[1]):
+        for m in (1, 16, 64, 512):
+            launch = chosen(replace(product(kind, m, 28672), gate=gate), H200).launch
+            resources(launch.source, dict(launch.macros), "sm_90a")
+
+
 WIDTHS = ((16, 28672), (32, 28672), (64, 4096))
 
 
@@ -209,6 +233,17 @@ CROWDED = [
 def test_the_largest_tiles_do_not_spill_either(kind, shape):
     launch = launch_large(product(kind, 512), H200, shape).launch
     resources(launch.source, dict(launch.macros), "sm_90a")
+
+
+def test_pages_are_what_the_kernels_take_them_for():
+    assert re.search(r"PAGE = (\d+)", (compiler.SOURCES / "pages.cuh").read_text())[1] == str(PAGE)
+
+
+def test_a_launch_takes_what_the_kernel_takes():
+    known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
+    known |= {"embed": "pppppppiiif", "rotate": "pppppppfiiii", "attend": "pppppiiii", "choose": "pipppp"}
+    for name, letters in known.items():
+        assert signature(f"{name}.cu", f"marlin_{name}") == letters
 
 
 def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@
 constexpr int STEPS = WIDE / 16, EIGHTS = WIDE / 8;                     // of 16 and of 8 numbers of a head
 constexpr int KEYS = FEW ? PAGE / WARPS : PAGE;                         // that a warp takes of a tile
 constexpr int CHUNKS = FEW ? (GROUP + 15) / 16 : 1;  // CTAs for the heads of a group
+constexpr int AT_ONCE = WIDE > 128 ? 16 : KEYS;            // keys whose scores are in registers, beside large heads
 static_assert(!FEW || KEYS == 16, "sixteen keys for each warp");
 
 // Tiles on their way: keys and values of 64 positions, by bulk copies; before Hopper, by all threads.
@@ -144,7 +145,7 @@ struct Found {
 
 // q: rows of qkv, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
 // text and its first position; of FEW there are none, as row i is text i. out [m, heads * HEAD].
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
               int heads, int kv_heads, int layer, int pages_of_text) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -210,7 +211,8 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
       for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
       __syncthreads();
     }
-    if (from < most) found.take<KEYS>(a, keys, values, FEW ? warp * KEYS : 0, from, seen, lane, from + PAGE > least);
+    for (int first = FEW ? warp * KEYS : 0, end = first + KEYS; first < end && from < most; first += AT_ONCE)
+      found.take<AT_ONCE>(a, keys, values, first, from, seen, lane, from + PAGE > least);
     __syncthreads();
     if (i + STAGES < mine) tiles.fetch(part + (i + STAGES) * parts, stage);
     tiles.commit();

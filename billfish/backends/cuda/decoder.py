@@ -1,75 +1,78 @@
-"""A language model's layers on a GPU: the launches of one step, in order.
+"""A language model's layers on a GPU: the launches of one step, in their order.
 
-    embed -> [normalize -> q, k, v -> rotate -> attend -> o -> normalize -> gate, up -> down] -> normalize -> head -> choose
+    embed, then for each layer
+        normalize, q k v, rotate, attend, o,
+        normalize, gate up, down;
+    at last normalize, head, choose
 
-Hidden states are float32; between products numbers have 16 bits. A step has rows: one for each token. A *text* is what
-rows attend to: its pages hold keys and values of 64 positions each (pages.cuh).
+Hidden states are float32. Between products numbers have 16 bits. A step has rows, one for each token. A row belongs to
+a *text*, whose pages hold keys and values of 64 positions each (pages.cuh). backends/cpu/decoder is the CPU's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import (
-    Buffer,
-    KernelLaunch,
-    check,
-    copy_in,
-    copy_out,
-    current,
-    device,
-    driver,
-    synchronize,
-    tensor_map,
-)
+from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, copy_in, current, device, driver, synchronize
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import Gemm, plan
-from billfish.backends.cuda.weights import DeviceWeights, brick_kernel
+from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.weights import DeviceWeights
+from billfish.errors import BackendUnavailable
 
-PAGE = 64  # positions
-FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2
+PAGE = 64  # positions; pages.cuh has the same number
+FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
+MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text
+BEST_PARTS = 64  # CTAs of choose.cu that share a row of scores, at most
+CHOOSE_THREADS = 256
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a model."""
 
+    layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_size: int
     feed_forward: int
     vocabulary: int
-    layers: int
     epsilon: float
-    adjacent: bool  # how pairs of a head rotate
-    gate: str
-    frequencies: tuple[float, ...]
-    head_norms: bool = False
+    frequencies: tuple[float, ...]  # radians from one position to the next, for each pair of a head that rotates
+    adjacent: bool = False  # how pairs of a head rotate: 2i with 2i + 1, or i with i + half
+    gate: str = "silu"  # or "gelu"
+    head_norms: bool = False  # an RMSNorm of every head's q and k
     embedding_scale: float = 1.0
 
     @property
+    def group(self) -> int:
+        """Heads that share keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
     def qkv(self) -> int:
+        """Rows of the matrices q, k and v together."""
         return (self.heads + 2 * self.kv_heads) * self.head_size
 
     @property
     def wide(self) -> int:
-        """Numbers of a head in a page."""
+        """Numbers of a head in a page, as pages.cuh has them."""
         return -(-self.head_size // 64) * 64
 
     @property
     def page_bytes(self) -> int:
+        """Of keys and values of PAGE positions, in all layers."""
         return self.layers * 2 * self.kv_heads * PAGE * self.wide * 2
 
 
-@dataclass
+@dataclass(frozen=True)
 class Layer:
-    """Norms are float32 in memory of the device; matrices are bricks. gate_up: eight gates, eight others, and so on."""
+    """Norms and biases are float32. gate_up: eight rows of the gate, eight of up, and so on."""
 
     attention_norm: Buffer
     feed_forward_norm: Buffer
@@ -82,21 +85,50 @@ class Layer:
     k_norm: Buffer | None = None
 
 
-@dataclass
 class Step:
-    """Memory of a step with up to `rows` rows of `texts` texts."""
+    """The memory of a step: what it reads (tokens, positions, texts, pages, blocks, scored), and all between products.
 
-    rows: int
-    texts: int
-    pages_of_text: int
-    parts: dict[str, Buffer] = field(default_factory=dict)
+    tokens, positions, texts int32 [rows]: a token, where it is in its text, and the text's number
+    pages uint64 [texts, pages_of_text]: addresses
+    blocks int32 [blocks, 4]: of queries, where a text has several rows: the first row, how many positions, the text,
+    and the first position
+    scored int32 [scored]: the rows that get scores, where a text has several
+    scores float32 [scored, vocabulary]
+    """
+
+    def __init__(self, shape: Shape, rows: int, texts: int, pages_of_text: int, scored: int, ordinal: int) -> None:
+        self.pages_of_text = pages_of_text
+        sizes = {
+            "tokens": 4 * rows,
+            "positions": 4 * rows,
+            "texts": 4 * rows,
+            "pages": 8 * texts * pages_of_text,
+            "blocks": 16 * (rows + texts),
+            "scored": 4 * scored,
+            "hidden": 4 * rows * shape.hidden,
+            "angles": 8 * rows * len(shape.frequencies),
+            "x": 2 * rows * shape.hidden,
+            "qkv": 2 * rows * shape.qkv,
+            "attended": 2 * rows * shape.heads * shape.head_size,
+            "opened": 2 * rows * shape.feed_forward,
+            "added": 2 * rows * shape.hidden,
+            "scores": 4 * scored * shape.vocabulary,
+            "bests": 8 * scored * BEST_PARTS,
+            "ended": 4 * scored,
+        }
+        self._parts = {name: Buffer(size, ordinal) for name, size in sizes.items()}
+        with current(ordinal):
+            for name in ("tokens", "positions", "texts", "pages", "ended"):
+                check(driver().cuMemsetD8(self.at(name), 0, self._parts[name].nbytes), "clearing")
+            synchronize(0)  # no other stream waits for this one
 
     def at(self, name: str) -> int:
-        return self.parts[name].pointer
+        """The address of a part."""
+        return self._parts[name].pointer
 
 
 class DeviceDecoder:
-    """All layers on one device. x between products is float16, or bfloat16."""
+    """All layers on one device. Numbers between products are float16, or bfloat16."""
 
     def __init__(
         self,
@@ -105,51 +137,67 @@ class DeviceDecoder:
         embedding: DeviceWeights,
         head: DeviceWeights,
         last_norm: Buffer,
-        ordinal: int = 0,
+        *,
         bfloat16: bool = False,
+        ordinal: int = 0,
     ) -> None:
         self.shape, self.layers, self.embedding, self.head, self.last_norm = shape, layers, embedding, head, last_norm
         self.ordinal, self.bfloat16 = ordinal, bfloat16
         self.device = device(ordinal)
-        self.type = "BF16" if bfloat16 else "F16"
-        self.frequencies = self.send(np.asarray(shape.frequencies, np.float64))
-
-    # ---- memory ---------------------------------------------------------------------------------------------------
-
-    def send(self, array: NDArray[Any]) -> Buffer:
-        buffer = Buffer(array.nbytes, self.ordinal)
-        with current(self.ordinal):
-            copy_in(buffer.pointer, array, 0)
-        return buffer
+        self._type = "BF16" if bfloat16 else "F16"
+        self._frequencies = sent(np.asarray(shape.frequencies, np.float64), ordinal)
 
     def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> Step:
-        s = self.shape
-        sizes = {
-            "tokens": 4 * rows,
-            "positions": 4 * rows,
-            "texts": 4 * rows,
-            "blocks": 16 * (rows + texts),
-            "scored": 4 * scored,
-            "pages": 8 * texts * pages_of_text,
-            "hidden": 4 * rows * s.hidden,
-            "angles": 8 * rows * len(s.frequencies),
-            "x": 2 * rows * s.hidden,
-            "qkv": 2 * rows * s.qkv,
-            "attended": 2 * rows * s.heads * s.head_size,
-            "opened": 2 * rows * s.feed_forward,
-            "added": 2 * rows * s.hidden,
-            "scores": 4 * scored * s.vocabulary,
-            "bests": 8 * scored * 64,
-            "ended": 4 * scored,
-        }
-        step = Step(rows, texts, pages_of_text, {name: Buffer(size, self.ordinal) for name, size in sizes.items()})
-        with current(self.ordinal):
-            for name in ("ended", "tokens", "positions", "texts", "pages"):
-                check(driver().cuMemsetD8(step.at(name), 0, step.parts[name].nbytes), "clearing")
-            synchronize(0)  # other streams do not wait for this one
-        return step
+        """Memory for steps of up to so many rows."""
+        return Step(self.shape, rows, texts, pages_of_text, scored, self.ordinal)
 
-    # ---- launches -------------------------------------------------------------------------------------------------
+    @property
+    def query_block(self) -> int:
+        """Positions of a block of queries."""
+        return MANY_WARPS * 16 // self.shape.group
+
+    # ---- a step: the device is current ----------------------------------------------------------------------------
+
+    def run(self, stream: int, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, parts: int = 1) -> None:
+        """All layers, for `rows` rows; then scores for `scored` rows.
+
+        blocks: of queries, for passages of several rows. 0: row i is the next token of text i. All rows or none get
+        scores then, and `parts` CTAs share the keys of each text.
+        """
+        s, at = self.shape, step.at
+        self.embed(stream, step, rows)
+        for i, layer in enumerate(self.layers):
+            self.normalize(stream, step, rows, layer.attention_norm, added=i > 0)
+            self.product(stream, layer.qkv, at("x"), at("qkv"), rows, bias=layer.qkv_bias)
+            self.rotate(stream, step, rows, i)
+            self.attend(stream, step, rows, i, blocks=blocks, parts=parts)
+            self.product(stream, layer.o, at("attended"), at("added"), rows)
+            self.normalize(stream, step, rows, layer.feed_forward_norm)
+            self.product(stream, layer.gate_up, at("x"), at("opened"), rows, gate=s.gate)
+            self.product(stream, layer.down, at("opened"), at("added"), rows)
+        if scored:
+            self.normalize(stream, step, scored, self.last_norm, which=at("scored") if blocks else 0)
+            self.product(stream, self.head, at("x"), at("scores"), scored, float_y=True)
+
+    def embed(self, stream: int, step: Step, rows: int) -> None:
+        s, at = self.shape, step.at
+        n, k = self.embedding.shape
+        table = address(self.embedding.bricks), address(self.embedding.row_scale)
+        read = at("tokens"), at("positions"), self._frequencies.pointer
+        written = at("hidden"), at("angles")
+        numbers = n, k, len(s.frequencies), float(s.embedding_scale)
+        macros = self.embedding.kind.macros()
+        self._launch(stream, "embed", macros, (-(-k // 128), rows), 32, *table, *read, *written, *numbers)
+
+    def normalize(
+        self, stream: int, step: Step, rows: int, weight: Buffer, *, added: bool = True, which: int = 0
+    ) -> None:
+        """Hidden states take in what the last product added, and are normalized for the next."""
+        s, at = self.shape, step.at
+        threads = min(1024, max(32, -(-s.hidden // 8 // 32) * 32))
+        macros = {"TYPE": self._type, "HIDDEN": s.hidden, "THREADS": threads, "ADD": int(added)}
+        pointers = at("hidden"), at("added"), weight.pointer, which, at("x")
+        self._launch(stream, "normalize", macros, (rows,), threads, *pointers, s.epsilon)
 
     def product(
         self,
@@ -157,76 +205,22 @@ class DeviceDecoder:
         weights: DeviceWeights,
         x: int,
         y: int,
-        m: int,
+        rows: int,
+        *,
         bias: Buffer | None = None,
         gate: str | None = None,
         float_y: bool = False,
     ) -> None:
         n, k = weights.shape
-        gemm = Gemm(weights.kind, m, n, k, self.bfloat16, bias is not None, gate=gate, float_y=float_y)
+        gemm = Gemm(weights.kind, rows, n, k, self.bfloat16, bias is not None, gate=gate, float_y=float_y)
         if not weights.multiply(stream, gemm, x, k, 0 if bias is None else bias.pointer, y):
-            raise NotImplementedError
+            raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
 
-    def launch(
-        self,
-        stream: int,
-        source: str,
-        macros: dict[str, object],
-        grid: tuple[int, ...],
-        threads: int,
-        *arguments: Any,
-        **more: Any,
-    ) -> None:
-        defined = tuple(sorted((name, str(value)) for name, value in macros.items()))
-        launch = KernelLaunch(f"{source}.cu", f"marlin_{source}", defined, grid, threads, overlap=True, **more)
-        launch(self.ordinal, stream, *arguments)
-
-    def normalize(self, stream: int, step: Step, m: int, weight: Buffer, added: bool, rows: int = 0) -> None:
-        s = self.shape
-        threads = min(1024, max(32, -(-s.hidden // 8 // 32) * 32))
-        macros = {"TYPE": self.type, "HIDDEN": s.hidden, "THREADS": threads, "ADD": int(added)}
-        pointers = step.at("hidden"), step.at("added"), weight.pointer, rows, step.at("x")
-        self.launch(stream, "normalize", macros, (m,), threads, *pointers, s.epsilon)
-
-    def run(self, stream: int, step: Step, m: int, blocks: int = 0, scored: int = 0, splits: int = 8) -> None:
-        """All layers for m rows. blocks: of queries, for passages of several rows; 0: each row is a text of its own.
-        scored: how many rows get scores: the first, or those that `scored` names where rows have blocks."""
-        s, at = self.shape, step.at
-        n, k = self.embedding.shape
-        embed = brick_kernel("embed", self.embedding.about, 32)
-        launch = KernelLaunch("embed.cu", "marlin_embed", embed.macros, (-(-k // 128), m), 32, overlap=True)
-        launch(
-            self.ordinal,
-            stream,
-            address(self.embedding.bricks),
-            address(self.embedding.row_scale),
-            at("tokens"),
-            at("positions"),
-            self.frequencies.pointer,
-            at("hidden"),
-            at("angles"),
-            n,
-            k,
-            len(s.frequencies),
-            float(s.embedding_scale),
-        )
-        for i, layer in enumerate(self.layers):
-            self.normalize(stream, step, m, layer.attention_norm, i > 0)
-            self.product(stream, layer.qkv, at("x"), at("qkv"), m, layer.qkv_bias)
-            self.rotate(stream, step, m, i, layer)
-            self.attend(stream, step, m, i, blocks, splits)
-            self.product(stream, layer.o, at("attended"), at("added"), m)
-            self.normalize(stream, step, m, layer.feed_forward_norm, True)
-            self.product(stream, layer.gate_up, at("x"), at("opened"), m, gate=s.gate)
-            self.product(stream, layer.down, at("opened"), at("added"), m)
-        if scored:
-            self.normalize(stream, step, scored, self.last_norm, True, at("scored") if blocks else 0)
-            self.product(stream, self.head, at("x"), at("scores"), scored, float_y=True)
-
-    def rotate(self, stream: int, step: Step, m: int, i: int, layer: Layer) -> None:
-        s, at = self.shape, step.at
+    def rotate(self, stream: int, step: Step, rows: int, i: int) -> None:
+        """Queries and keys of layer i turn by their positions; keys and values go to their pages."""
+        s, at, layer = self.shape, step.at, self.layers[i]
         macros = {
-            "TYPE": self.type,
+            "TYPE": self._type,
             "HEAD": s.head_size,
             "PAIRS": len(s.frequencies),
             "ADJACENT": int(s.adjacent),
@@ -234,56 +228,69 @@ class DeviceDecoder:
         }
         norms = [0 if norm is None else norm.pointer for norm in (layer.q_norm, layer.k_norm)]
         pointers = at("qkv"), at("angles"), at("positions"), at("texts"), at("pages"), *norms
-        grid, threads = (s.heads + 2 * s.kv_heads, m), -(-s.head_size // 64) * 32
-        numbers = s.heads, s.kv_heads, i, step.pages_of_text
-        self.launch(stream, "rotate", macros, grid, threads, *pointers, s.epsilon, *numbers)
+        grid, threads = (s.heads + 2 * s.kv_heads, rows), s.wide // 2
+        numbers = s.epsilon, s.heads, s.kv_heads, i, step.pages_of_text
+        self._launch(stream, "rotate", macros, grid, threads, *pointers, *numbers)
 
-    def attend(self, stream: int, step: Step, m: int, i: int, blocks: int, splits: int) -> None:
-        s, at = self.shape, step.at
-        group, few = s.heads // s.kv_heads, not blocks
+    def attend(self, stream: int, step: Step, rows: int, i: int, *, blocks: int, parts: int) -> None:
+        s, at, few = self.shape, step.at, not blocks
         warps = FEW_WARPS if few else MANY_WARPS
-        tile = PAGE * s.wide * 2
-        shared = STAGES * 2 * tile
-        if few:
-            shared = max(shared, warps * 16 * (s.wide + 2) * 4)
         macros = {
-            "TYPE": self.type,
+            "TYPE": self._type,
             "HEAD": s.head_size,
-            "GROUP": group,
+            "GROUP": s.group,
             "WARPS": warps,
             "STAGES": STAGES,
             "FEW": int(few),
         }
-        chunks = -(-group // 16)
-        grid = (splits, s.kv_heads * chunks, m) if few else (blocks, s.kv_heads)
+        tiles, sums = STAGES * 2 * PAGE * s.wide * 2, warps * 16 * (s.wide + 2) * 4  # the sums take the tiles' place
+        grid = (parts, s.kv_heads * -(-s.group // 16), rows) if few else (blocks, s.kv_heads)
         pointers = at("qkv"), at("positions"), at("blocks"), at("pages"), at("attended")
         numbers = s.heads, s.kv_heads, i, step.pages_of_text
-        cluster = splits if few else 1
-        self.launch(
-            stream, "attend", macros, grid, warps * 32, *pointers, *numbers, shared_bytes=shared, cluster=cluster
-        )
+        shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
+        self._launch(stream, "attend", macros, grid, warps * 32, *pointers, *numbers, **shape)
 
-    def choose(self, stream: int, step: Step, m: int) -> None:
-        at = step.at
-        parts = max(1, min(64, 128 // m))
+    def choose(self, stream: int, step: Step, rows: int) -> None:
+        """The best token of each row of scores becomes the next step's token, a position further on."""
+        at, parts = step.at, max(1, min(BEST_PARTS, self.device.multiprocessors // rows))
         pointers = at("bests"), at("ended"), at("tokens"), at("positions")
-        numbers = self.shape.vocabulary
-        self.launch(stream, "choose", {"THREADS": 256}, (parts, m), 256, at("scores"), numbers, *pointers)
+        numbers = at("scores"), self.shape.vocabulary
+        macros = {"THREADS": CHOOSE_THREADS}
+        self._launch(stream, "choose", macros, (parts, rows), CHOOSE_THREADS, *numbers, *pointers)
 
-    def query_block(self) -> int:
-        """Positions of a block of queries."""
-        return MANY_WARPS * 16 // (self.shape.heads // self.shape.kv_heads)
+    def _launch(
+        self,
+        stream: int,
+        name: str,
+        macros: dict[str, Any],
+        grid: tuple[int, ...],
+        threads: int,
+        *arguments: int | float,
+        **shape: int,
+    ) -> None:
+        defined = tuple(sorted((macro, str(value)) for macro, value in macros.items()))
+        overlap = self.device.capability >= (9, 0)
+        launch = KernelLaunch(f"{name}.cu", f"marlin_{name}", defined, grid, threads, overlap=overlap, **shape)
+        launch(self.ordinal, stream, *arguments)
+
+
+def sent(array: NDArray[Any], ordinal: int) -> Buffer:
+    """A copy of an array on a device."""
+    buffer = Buffer(array.nbytes, ordinal)
+    with current(ordinal):
+        copy_in(buffer.pointer, array, 0)
+    return buffer
 
 
 def captured(work: Callable[[int], None], stream: int) -> Any:
-    """A graph of what `work` launches."""
+    """A graph of the launches that `work(stream)` makes, for cuGraphLaunch. The device is current."""
     d = driver()
-    check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "capture")
+    check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "capturing")
     try:
         work(stream)
     finally:
-        graph = check(d.cuStreamEndCapture(stream), "capture")
-    return check(d.cuGraphInstantiate(graph, 0), "graph")
-
-
-__all__ = ["DeviceDecoder", "Layer", "Shape", "captured", "copy_out", "synchronize", "tensor_map"]
+        graph = check(d.cuStreamEndCapture(stream), "capturing")
+    try:
+        return check(d.cuGraphInstantiate(graph, 0), "a graph")
+    finally:
+        check(d.cuGraphDestroy(graph), "a graph")
