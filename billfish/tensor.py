@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from billfish.errors import BillfishError, CheckpointError, DataError, ShapeError, complaint
 from billfish.format import Format, Planes, get_format
 from billfish.storage import Array, Storage, check_array
+from billfish.typing import FormatLike
 
 Made = TypeVar("Made")
 
@@ -55,7 +56,7 @@ class QuantizedTensor:
     @classmethod
     def from_storage(
         cls,
-        format: str | Format,
+        format: FormatLike,
         storage: Storage,
         group_size: int | None = None,
         *,
@@ -82,7 +83,7 @@ class QuantizedTensor:
 
     @classmethod
     def borrowing(
-        cls, format: str | Format, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+        cls, format: FormatLike, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
     ) -> QuantizedTensor:
         """Of arrays that their owner may change: for whoever notices and then makes another tensor."""
         format = get_format(format, call)
@@ -109,7 +110,7 @@ class QuantizedTensor:
         return tensor
 
     @classmethod
-    def from_planes(cls, format: str | Format, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
+    def from_planes(cls, format: FormatLike, planes: Planes, group_size: int | None = None) -> QuantizedTensor:
         """Pack planes. What the format cannot hold, such as a code too large, is an error: all must come back."""
         call = "from_planes"
         format = get_format(format, call)

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
 
     from billfish.format import Format
 
-__all__ = ["Activations", "AnyArray", "FloatName", "FloatType", "FormatLike", "FormatName", "Library", "Method"]
+__all__ = [
+    "Activations",
+    "AnyArray",
+    "FloatName",
+    "FloatType",
+    "FormatLike",
+    "FormatName",
+    "Layout",
+    "Library",
+    "Method",
+]
 
 FormatName: TypeAlias = Literal[
     "u4",
@@ -48,6 +58,7 @@ Activations: TypeAlias = Literal["exact", "q8", "q16"]
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 FloatType: TypeAlias = "FloatName | type[np.generic] | np.dtype[Any] | torch.dtype | mx.Dtype"
 Library: TypeAlias = Literal["numpy", "torch", "mlx"]
+Layout: TypeAlias = Literal["billfish", "compressed-tensors", "mlx", "gptq", "gptq_v2", "awq", "plain", "gguf"]
 
 
 class AnyArray(Protocol):

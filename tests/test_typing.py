@@ -16,6 +16,7 @@ import pytest
 import billfish as bf
 from billfish import activations, arrays, format
 from billfish import typing as names
+from billfish.checkpoints.writers import TARGETS
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "typing"
@@ -81,7 +82,7 @@ def test_a_users_program(check):
     """Not an error in the right one, and every mistake of the other."""
     lines = (PROGRAMS / "mistakes.py").read_text().splitlines()
     mistakes = {number for number, line in enumerate(lines, 1) if "  # " in line}
-    assert len(mistakes) == 8
+    assert len(mistakes) == 9
     folder = environment(f"{check.__name__}-torch-mlx", ("torch", "mlx"))
     assert check(["user.py", "mistakes.py"], folder) == {"mistakes.py": mistakes}
 
@@ -97,6 +98,7 @@ def test_names_are_those_of_the_registries():
     assert typing.get_args(names.Method) == format.METHODS
     assert typing.get_args(names.Activations) == activations.ACTIVATIONS
     assert typing.get_args(names.FloatName) == tuple(arrays.FLOATS)
+    assert set(typing.get_args(names.Layout)) == set(TARGETS)
     assert set(typing.get_args(names.Library)) == {adapter.kind for adapter in arrays.ADAPTERS} - {"cupy"}
 
 

@@ -82,7 +82,7 @@ def quantize_and_print(source: str, out: str, format: str, keep: list[str], **op
     print(quantize_checkpoint(source, out, format, keep=dict(map(_rule, keep)), **options))
 
 
-def convert_and_print(source: str, out: str, to: str, **options: Any) -> None:
+def convert_and_print(source: str, out: str, to: Any, **options: Any) -> None:
     """`billfish convert`."""
     print(convert(source, out, to, **options))
 

@@ -22,12 +22,13 @@ from billfish.errors import FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.ops import check_method
 from billfish.progress import OnProgress
+from billfish.typing import FormatLike, Layout, Method
 
 
 def convert(
     src: Source,
     dst: str | os.PathLike[str],
-    to: str,
+    to: Layout,
     *,
     dtype: DTypeLike | None = None,
     requantize: bool = False,
@@ -61,13 +62,13 @@ def convert(
 def quantize_checkpoint(
     src: Source,
     dst: str | os.PathLike[str],
-    format: str | Format,
+    format: FormatLike,
     *,
     group_size: int | None = None,
-    method: str = "mse",
+    method: Method = "mse",
     keep: Mapping[str, str | Format] | None = None,
     only: Sequence[str] = (),
-    to: str | None = None,
+    to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
     progress: bool | OnProgress = True,
@@ -109,7 +110,7 @@ def save(
     model_or_tensors: Any,
     path: str | os.PathLike[str],
     *,
-    to: str | None = None,
+    to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
     progress: bool | OnProgress = True,
@@ -131,7 +132,7 @@ def save(
     return export(call, checkpoint_of(model_or_tensors, out.stem), out, settings, progress)
 
 
-def _layout_of(path: str | os.PathLike[str]) -> str:
+def _layout_of(path: str | os.PathLike[str]) -> Layout:
     return "gguf" if Path(path).suffix == ".gguf" else "billfish"
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.model import Model
 from billfish.progress import Progress
+from billfish.typing import Activations
 
 CALL = "llm.evaluate"
 WINDOW = 512
@@ -38,7 +39,7 @@ def evaluate(
     tokens: Sequence[int],
     *,
     against: Model | None = None,
-    activations: str = "q16",
+    activations: Activations = "q16",
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:

@@ -23,6 +23,7 @@ from billfish.llm.sampling import Sampling
 from billfish.llm.source import open_source
 from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
+from billfish.typing import Activations
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -72,7 +73,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: str = "q16",
+        activations: Activations = "q16",
         raw: bool = False,
         cache: Cache | None = None,
     ) -> Generation:
@@ -98,7 +99,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: str = "q16",
+        activations: Activations = "q16",
         raw: bool = False,
     ) -> list[str]:
         """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
@@ -130,11 +131,11 @@ class Model:
             raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
         return self.tokenizer.encode(self.template.render(messages))
 
-    def logits(self, tokens: Sequence[int], *, activations: str = "exact") -> NDArray[np.float32]:
+    def logits(self, tokens: Sequence[int], *, activations: Activations = "exact") -> NDArray[np.float32]:
         """The scores of every next token after each of these: [tokens, vocabulary]."""
         return self.decoder.logits(self.hidden(tokens, activations, "llm.logits"), activations)
 
-    def embed_text(self, text: str, *, activations: str = "exact") -> NDArray[np.float32]:
+    def embed_text(self, text: str, *, activations: Activations = "exact") -> NDArray[np.float32]:
         """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states."""
         hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)

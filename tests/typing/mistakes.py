@@ -13,6 +13,7 @@ bf.quantize(w, "fp4", method="best")  # no such method
 bf.quantized_linear(w, q, activations="int8")  # no such activations
 bf.dequantize(q, like="jax")  # no such library
 bf.dequantize(q, "float64")  # no such type
+bf.convert("a", "b", to="onnx")  # no such layout
 bf.nonsense()  # no such name
 bf.MarlinLinear(64, 8, framework="jax")  # no such framework
 y: torch.Tensor = bf.quantized_linear(w, q)  # the result is a NumPy array
