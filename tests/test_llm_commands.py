@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -44,6 +45,15 @@ def test_json_is_alone_on_standard_output(path, capsys):
     assert found["generated_tokens"] == 3
     main(["run", str(path), "-p", "ab", "-n", "3"])
     assert capsys.readouterr().out == found["text"] + "\n"
+
+
+def test_the_newline_of_echo_is_no_part_of_the_prompt(path, capsys, monkeypatch):
+    counts = []
+    for text in ("ab", "ab\n", "ab\n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        main(["run", str(path), "-n", "3", "--json"])
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts == [counts[0], counts[0], counts[0] + 1]
 
 
 @pytest.mark.parametrize(("finished", "reason"), [("end", "stop"), ("length", "length"), ("context", "length")])

@@ -22,6 +22,7 @@ pytest.importorskip("sphinx", reason="needs billfish[docs]")
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda format: format.name)
 
@@ -75,9 +76,15 @@ def opened(tmp_path_factory):
 @pytest.fixture
 def page(opened):
     """The page as it is at first."""
-    opened.get("about:blank")
-    opened.get(address())
-    return opened
+    return at_state(opened)
+
+
+def at_state(driver, state: str = ""):
+    """The page, opened anew with a state in its address, when it has drawn itself."""
+    driver.get("about:blank")
+    driver.get(address(state))
+    WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".bits .walk .square"))
+    return driver
 
 
 def address(state: str = "") -> str:
@@ -238,8 +245,7 @@ def test_clicks_on_bits_and_formats(page):
 
 def test_clicks_on_the_bits_of_a_scale(page):
     for name, before, after in (("fp4", 0.3, 0.6), ("mxfp4", 0.25, 0.5), ("nvfp4", 0.3125, 0.625)):
-        page.get("about:blank")
-        page.get(address(f"#{name}/0010/0010/{before}"))
+        at_state(page, f"#{name}/0010/0010/{before}")
         bits = squares(page, ".number")
         # One more in the exponent: its last bit is 1, so it and those above it flip until one was 0.
         fields = [bit.get_attribute("class") for bit in bits]
@@ -281,8 +287,7 @@ def test_the_address_holds_what_is_shown(page):
     squares(page, ".panel.lane-0")[0].click()
     page.execute_async_script("setTimeout(arguments[0], 500)")
     assert page.current_url == address("#fp4/0011/0110/0.3")
-    page.get("about:blank")
-    page.get(address("#q4_1/1111/0001/0.5/-3"))
+    at_state(page, "#q4_1/1111/0001/0.5/-3")
     assert [lane["value"] for lane in now(page)["lanes"]] == ["15 * 0.5 + -3 = 4.5", "1 * 0.5 + -3 = -2.5"]
 
 

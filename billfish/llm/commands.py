@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     if chat:
         Chat(model, arguments).talk()
         return
-    prompt = sys.stdin.read() if arguments.prompt is None else arguments.prompt
+    # The newline at the end is `echo`'s, or the editor's: a model would take it for a part of the question.
+    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
     conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
     answer = _generate(model, arguments, conversation)
     pieces, first_token = [], 0.0
