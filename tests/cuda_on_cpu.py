@@ -19,7 +19,7 @@ from billfish.backends.cuda.compile import SOURCES
 from billfish.backends.cuda.kind import Kind
 
 EMULATED = Path(__file__).parent / "emulated"
-KERNELS = ("device.cuh", "decode.cuh", "dequantize.cu", "pack.cu", "unpack.cu")
+KERNELS = ("device.cuh", "decode.cuh", "values.cuh", "dequantize.cu", "pack.cu", "unpack.cu")
 LITERAL = r'"((?:[^"\\]|\\.)*)"'
 
 

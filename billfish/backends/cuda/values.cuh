@@ -3,7 +3,7 @@
 #pragma once
 #include "decode.cuh"
 
-template <bool ONE_ZERO> DEVICE void decode_brick(const u8* weights, const float* row_scale, int course, int brick, int n, int along, int lane, float (*values)[128 + 4]) {
+template <bool POSITIVE_ZERO> DEVICE void decode_brick(const u8* weights, const float* row_scale, int course, int brick, int n, int along, int lane, float (*values)[128 + 4]) {
   __shared__ __align__(16) u8 copy[Brick::bytes];
   const int g = lane >> 2, c = lane & 3;
   const u8* from = weights + Brick::at(course, brick, (n + 15) / 16, along);
@@ -31,7 +31,7 @@ template <bool ONE_ZERO> DEVICE void decode_brick(const u8* weights, const float
       const int upper = i / 2 % 2;
       float v = F16::to_float((u16)(a[i / 2] >> (i % 2 * 16))) * (1 / Element::raw);
       if constexpr (MIDDLE != 0) v += MIDDLE;  // exact; but adding 0 would lose the sign of -0
-      if constexpr (ONE_ZERO) v = __fadd_rn(v, 0.0f);  // and is to lose it here
+      if constexpr (POSITIVE_ZERO) v = __fadd_rn(v, 0.0f);  // and is to lose it here
       if constexpr (OFFSET == ZERO) v = __fsub_rn(v, offset[upper]);
       v = __fmul_rn(v, scale[upper]);
       if constexpr (OFFSET == MINIMUM) v = __fadd_rn(v, __fmul_rn(offset[upper], of_row[upper]));
