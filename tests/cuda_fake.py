@@ -43,7 +43,9 @@ class FakeDriver:
         self.launches: list[str] = []
         self._cached = (driver.device, driver._primary_context, driver.native)
         self._kernels: list[tuple[str, dict[str, str]]] = []  # their handle is their place
-        native = SimpleNamespace(Launch=partial(Launch, self), Product=Product, tensor_map=lambda *_: None)
+        native = SimpleNamespace(
+            NativeLaunch=partial(NativeLaunch, self), NativeProduct=NativeProduct, tensor_map=lambda *_: None
+        )
         for module in (driver, weights):
             monkeypatch.setattr(module, "launcher", lambda: native)
         monkeypatch.setattr(driver, "driver", lambda: self)
@@ -141,8 +143,8 @@ class FakeDriver:
                 self.live[others[0]][: n * k] = codes.ravel()
 
 
-class Launch:
-    """As _cuda.Launch."""
+class NativeLaunch:
+    """As _cuda.NativeLaunch."""
 
     def __init__(
         self, fake: FakeDriver, function: int, context: int, grid: tuple[int, int, int], *shape: int | str
@@ -155,10 +157,10 @@ class Launch:
         self.fake.launch(self.function, self.grid, values)
 
 
-class Product:
-    """As _cuda.Product."""
+class NativeProduct:
+    """As _cuda.NativeProduct."""
 
-    def __init__(self, launch: Launch, bricks: int, row_scale: int, m: int, n: int, k: int, *rest: int) -> None:
+    def __init__(self, launch: NativeLaunch, bricks: int, row_scale: int, m: int, n: int, k: int, *rest: int) -> None:
         self.launch, self.memory, self.sizes = launch, (bricks, row_scale), (m, n, k)
 
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int) -> None:

@@ -1,8 +1,11 @@
+from billfish.errors import BillfishError
+
+class DriverError(BillfishError): ...
 class TensorMap: ...
 
 def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int, /) -> TensorMap: ...
 
-class Launch:
+class NativeLaunch:
     def __init__(
         self,
         function: int,
@@ -17,10 +20,10 @@ class Launch:
     ) -> None: ...
     def __call__(self, stream: int, /, *arguments: int | float | TensorMap) -> None: ...
 
-class Product:
+class NativeProduct:
     def __init__(
         self,
-        launch: Launch,
+        launch: NativeLaunch,
         bricks: int,
         row_scale: int,
         m: int,
@@ -31,8 +34,3 @@ class Product:
         /,
     ) -> None: ...
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, /) -> None: ...
-
-class Program:
-    def add(self, launch: Launch, /, *arguments: int | float | TensorMap) -> None: ...
-    def run(self, stream: int, /) -> None: ...
-    def __len__(self) -> int: ...

@@ -119,12 +119,12 @@ class KernelLaunch:
 
 @lru_cache(maxsize=4096)
 def native(launch: KernelLaunch, ordinal: int) -> Any:
-    """The same in native code, for one device: a `_cuda.Launch`."""
+    """The same in native code, for one device: a `_cuda.NativeLaunch`."""
     function = kernel(launch.source, launch.name, launch.macros, ordinal, launch.shared_bytes)
     x, y, z = (*launch.grid, 1, 1)[:3]
     shape = (x, y, z), launch.threads, launch.shared_bytes, launch.cluster, launch.overlap
     context = int(_primary_context(ordinal))
-    return launcher().Launch(int(function), context, *shape, signature(launch.source, launch.name))
+    return launcher().NativeLaunch(int(function), context, *shape, signature(launch.source, launch.name))
 
 
 def launcher() -> Any:

@@ -164,7 +164,7 @@ class DeviceWeights:
             memory = address(self.bricks), address(self.row_scale)
             box_rows = chosen.box_rows if found.capability >= (9, 0) else 0
             sizes = gemm.m, gemm.n, gemm.k, gemm.bfloat16, box_rows
-            product = launcher().Product(native(chosen.launch, ordinal), *memory, *sizes)
+            product = launcher().NativeProduct(native(chosen.launch, ordinal), *memory, *sizes)
         if len(self._products) >= PRODUCTS_KEPT:
             self._products.clear()
         self._products[gemm] = product

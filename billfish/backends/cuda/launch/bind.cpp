@@ -1,12 +1,11 @@
-// `_cuda`: from Python to a launch without building objects. A Launch has all but stream and arguments, a Product all but stream, x, bias
-// and y; a Program is many launches, one call.
+// `_cuda`: from Python to a launch without building objects. A NativeLaunch has all but stream and arguments, a NativeProduct all but
+// stream, x, bias and y.
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -39,11 +38,16 @@ const Driver& driver() {
 
 namespace {
 
+// In Python, a BillfishError.
+struct DriverError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 void check(int error, const char* what) {
   if (!error) return;
   const char* name = "an unknown error";
   driver().error_name(error, &name);
-  throw std::runtime_error(std::string(what) + ": " + name);
+  throw DriverError(std::string("[cuda] ") + what + ": " + name);
 }
 
 // The arguments of a launch, one after the other, each at a multiple of its size.
@@ -62,8 +66,7 @@ class Arguments {
     bytes_.resize(size / sizeof(TensorMap) + 1);
     for (size_t offset : offsets_) pointers_.push_back(at(offset));
   }
-  Arguments(const Arguments& other) : Arguments(other.layout_) { bytes_ = other.bytes_, point(); }
-  Arguments& operator=(const Arguments&) = delete;
+  Arguments(const Arguments&) = delete;
 
   void set(size_t i, nb::handle value) {
     switch (layout_.at(i)) {
@@ -82,9 +85,6 @@ class Arguments {
 
  private:
   char* at(size_t offset) { return reinterpret_cast<char*>(bytes_.data()) + offset; }
-  void point() {
-    for (size_t i = 0; i < offsets_.size(); i++) pointers_[i] = at(offsets_[i]);
-  }
   std::string layout_;
   std::vector<size_t> offsets_;
   std::vector<TensorMap> bytes_;
@@ -92,9 +92,9 @@ class Arguments {
 };
 
 // A kernel on its grid.
-class Launch {
+class NativeLaunch {
  public:
-  Launch(uint64_t function, uint64_t context, std::tuple<unsigned, unsigned, unsigned> grid, unsigned threads, unsigned shared_bytes, unsigned cluster, bool overlap,
+  NativeLaunch(uint64_t function, uint64_t context, std::tuple<unsigned, unsigned, unsigned> grid, unsigned threads, unsigned shared_bytes, unsigned cluster, bool overlap,
          const std::string& layout)
       : layout(layout), function_(reinterpret_cast<void*>(function)), context_(reinterpret_cast<void*>(context)) {
     config_ = {{std::get<0>(grid), std::get<1>(grid), std::get<2>(grid)}, {threads, 1, 1}, shared_bytes, nullptr, nullptr, 0};
@@ -135,9 +135,9 @@ TensorMap tensor_map(uint64_t pointer, bool bfloat16, uint64_t rows, uint64_t k,
 }
 
 // y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. Both gemms take the same arguments.
-class Product {
+class NativeProduct {
  public:
-  Product(const Launch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, bool bfloat16, uint32_t box_rows)
+  NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, bool bfloat16, uint32_t box_rows)
       : launch_(launch), arguments_(launch.layout), m_(m), k_(k), bfloat16_(bfloat16), box_rows_(box_rows) {
     if (launch.layout != "mpppppiiii") throw std::invalid_argument("a launch of a gemm");
     arguments_.put(0, TensorMap{}), arguments_.put(1, bricks), arguments_.put(2, row_scale), arguments_.put(6, m), arguments_.put(7, n), arguments_.put(8, k);
@@ -153,7 +153,7 @@ class Product {
   }
 
  private:
-  Launch launch_;
+  NativeLaunch launch_;
   Arguments arguments_;
   int m_, k_;
   bool bfloat16_;
@@ -162,45 +162,22 @@ class Product {
   int x_stride_ = -1;
 };
 
-// Launches with all their arguments, in order.
-class Program {
- public:
-  Program() = default;
-  Program(const Program&) = delete;
-  void add(const Launch& launch, const nb::args& values) {
-    auto arguments = std::make_unique<Arguments>(launch.layout);
-    arguments->set(values);
-    steps_.push_back({launch, std::move(arguments)});
-  }
-  void run(uint64_t stream) {
-    for (Step& step : steps_) step.launch(stream, *step.arguments);
-  }
-  size_t size() const { return steps_.size(); }
-
- private:
-  struct Step {
-    Launch launch;
-    std::unique_ptr<Arguments> arguments;
-  };
-  std::vector<Step> steps_;
-};
-
 }  // namespace
 }  // namespace billfish::cuda
 
 NB_MODULE(_cuda, module) {
   using namespace billfish::cuda;
+  nb::exception<DriverError>(module, "DriverError", nb::module_::import_("billfish.errors").attr("BillfishError"));
   nb::class_<TensorMap>(module, "TensorMap");
   module.def("tensor_map", &tensor_map);
-  nb::class_<Launch>(module, "Launch")
+  nb::class_<NativeLaunch>(module, "NativeLaunch")
       .def(nb::init<uint64_t, uint64_t, std::tuple<unsigned, unsigned, unsigned>, unsigned, unsigned, unsigned, bool, const std::string&>())
-      .def("__call__", [](const Launch& launch, uint64_t stream, const nb::args& values) {
+      .def("__call__", [](const NativeLaunch& launch, uint64_t stream, const nb::args& values) {
         Arguments arguments(launch.layout);
         arguments.set(values);
         launch(stream, arguments);
       });
-  nb::class_<Product>(module, "Product")
-      .def(nb::init<const Launch&, uint64_t, uint64_t, int, int, int, bool, uint32_t>())
-      .def("__call__", &Product::operator());
-  nb::class_<Program>(module, "Program").def(nb::init<>()).def("add", &Program::add).def("run", &Program::run).def("__len__", &Program::size);
+  nb::class_<NativeProduct>(module, "NativeProduct")
+      .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, bool, uint32_t>())
+      .def("__call__", &NativeProduct::operator());
 }
