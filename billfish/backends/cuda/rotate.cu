@@ -5,7 +5,7 @@
 // ADJACENT (a pair is 2i and 2i + 1, not i and i + PAIRS) and NORMED (an RMSNorm of each head comes first).
 #include "pages.cuh"
 
-constexpr int THREADS = (HEAD / 2 + 31) / 32 * 32;  // of whole warps
+constexpr int THREADS = WIDE / 2;
 static_assert(HEAD % 2 == 0 && 2 * PAIRS <= HEAD, "pairs of numbers");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -14,7 +14,7 @@ marlin_rotate(u16* __restrict__ qkv, const float2* __restrict__ angles, const in
   __shared__ float sums[THREADS / 32];
   let_next_start();
   const int head = blockIdx.x, row = blockIdx.y, t = threadIdx.x;
-  const bool any = t < HEAD / 2;  // the last warp may have lanes left over
+  const bool any = t < HEAD / 2;  // the others write the zeros that fill a page's rows up to WIDE
   const bool is_q = head < heads, is_v = head >= heads + kv_heads, turns = t < PAIRS;
   const int first = !turns ? PAIRS * 2 + (t - PAIRS) * 2 : ADJACENT ? 2 * t : t, second = turns && !ADJACENT ? t + PAIRS : first + 1;
   const int position = positions[row], text = texts[row];
@@ -33,7 +33,7 @@ marlin_rotate(u16* __restrict__ qkv, const float2* __restrict__ angles, const in
     const float scale = rsqrtf(sum / HEAD + epsilon);
     if (any) a *= scale * weight[first], b *= scale * weight[second];
   }
-  if (!any) return;
+  if (!any && is_q) return;
   if (turns && !is_v) {
     const float2 angle = angles[(size_t)row * PAIRS + t];
     const float turned = a * angle.x - b * angle.y;
