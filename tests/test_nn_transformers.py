@@ -189,7 +189,10 @@ def test_gguf_as_transformers_itself_reads_it(architecture, format, tmp_path):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(("architecture", "head_size"), [("qwen3", 32), ("qwen3", 16), ("qwen2", 32), ("llama", 32)])
+HEADS = [("qwen3", 32), ("qwen3", 16), ("qwen2", 32), ("llama", 32), ("gemma", 32), ("gemma", 16)]
+
+
+@pytest.mark.parametrize(("architecture", "head_size"), HEADS)
 def test_gguf_with_heads_of_another_size(architecture, head_size, tmp_path):
     """hidden / heads is 16, and transformers' default for Qwen3 is 128. The oracle is our own decoder."""
     path = tmp_path / "model.gguf"
@@ -299,7 +302,7 @@ def test_scaled_rotary_positions_of_gguf(tmp_path):
     model.save_pretrained(tmp_path / "out")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
     write_gguf(tmp_path / "other.gguf", rope=np.linspace(1, 8, 8, dtype=np.float32))
-    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got factors of another rule"):
+    with pytest.raises(bf.CheckpointError, match=r"rope_freqs\.weight: got divisors of another rule"):
         load_model(tmp_path / "other.gguf")
 
 

@@ -42,11 +42,10 @@ try:
     from billfish.nn.transformers_places import (
         Places,
         find_places,
+        gguf_config,
         make_layer,
         refuse_others,
         says_format,
-        set_head_size,
-        set_rotary_scaling,
         state_dict,
     )
 except ImportError as error:
@@ -270,7 +269,7 @@ def load_model(
 ) -> Any:
     """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
 
-    path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2 or Qwen3 model.
+    path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2, Qwen3 or Gemma model.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
@@ -278,13 +277,7 @@ def load_model(
     path = Path(path)
     checkpoint = load(path)
     weights = by_model_names(checkpoint)
-    if is_gguf(checkpoint):
-        file = path if path.is_file() else min(path.glob("*.gguf"))
-        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-        set_head_size(config, checkpoint)
-        set_rotary_scaling(config, checkpoint)
-    else:
-        config = AutoConfig.from_pretrained(path)
+    config = gguf_config(checkpoint) if is_gguf(checkpoint) else AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     kwargs.setdefault("dtype", config.dtype or torch.float32)

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from billfish.about import ABOUT
 from billfish.checkpoints import Checkpoint, Description
-from billfish.checkpoints.names import ROTARY_FACTORS
+from billfish.checkpoints.names import model_config
 from billfish.errors import CheckpointError, complaint
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
@@ -178,38 +178,15 @@ def _part(matrix: Callable[[str], dict[str, NDArray[Any]]], name: str, part: str
     return matrix(name)[part]
 
 
-def set_head_size(config: Any, checkpoint: Checkpoint) -> None:
-    """The size of a head as GGUF says it, or means it. transformers takes that of the smallest Qwen3 for all Qwen3."""
-    architecture = checkpoint.metadata["general.architecture"]
-    plain = config.hidden_size // config.num_attention_heads
-    size = checkpoint.metadata.get(f"{architecture}.attention.key_length", plain)
-    values = checkpoint.metadata.get(f"{architecture}.attention.value_length", size)
+def gguf_config(checkpoint: Checkpoint) -> Any:
+    """The configuration that the fields of a GGUF file mean."""
+    about, fields = model_config(checkpoint), checkpoint.metadata
+    architecture = about.pop("model_type")
+    # Without a size of its own, transformers would take that of the smallest Qwen3 for all Qwen3.
+    size = about.setdefault("head_dim", about["hidden_size"] // about["num_attention_heads"])
+    values = fields.get(f"{architecture}.attention.value_length", size)
     if values != size:
         got, takes = f"values of {values}", f"{size}, the size of keys"
         raise CheckpointError(complaint("load_model", f"{architecture}.attention.value_length", got, takes))
-    config.head_dim = int(size)
-
-
-def set_rotary_scaling(config: Any, checkpoint: Checkpoint) -> None:
-    """Llama 3.1 and later scale rotary frequencies. GGUF has factors for that, transformers the rule behind them."""
-    architecture = checkpoint.metadata["general.architecture"]
-    kind = checkpoint.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    factors = np.asarray(checkpoint[ROTARY_FACTORS]) if ROTARY_FACTORS in checkpoint else None
-    if kind == "none" and factors is None:
-        return
-    takes = "positions that are not scaled, or as in Llama 3"
-    if factors is None:
-        raise CheckpointError(complaint("load_model", str(checkpoint.path), f"rope scaling {kind!r}", takes))
-    theta = config.rope_parameters["rope_theta"]
-    config.rope_parameters = {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = theta ** -(np.arange(len(factors)) / len(factors))
-    if not np.allclose(plain / factors, scaled.numpy(), rtol=1e-4):
-        raise CheckpointError(complaint("load_model", ROTARY_FACTORS, "factors of another rule", takes))
+    del about["torch_dtype"]  # the layers that are not quantized are float32 unless the caller says otherwise
+    return AutoConfig.for_model(architecture, **about)
