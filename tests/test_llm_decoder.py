@@ -18,7 +18,7 @@ from billfish.backends.cpu import _cpu
 from billfish.checkpoints.gguf import ggml_names
 from billfish.elements import U4B8
 from billfish.formats.words import ScaledWordFormat
-from billfish.llm import Cache, load
+from billfish.llm import Cache, Model, load
 from billfish.llm.generation import CHUNK
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
@@ -109,15 +109,19 @@ def test_a_long_prompt_goes_in_chunks(path_of):
 
 def test_texts_of_a_batch_get_the_bits_they_get_alone(path_of):
     model = load(path_of(MODELS["qwen2"]))
-    texts = [TOKENS[:n] for n in (3, 17, 1, 33, 8, 5, 16)]
+    check_batch(model, [TOKENS[:n] for n in (3, 17, 1, 33, 8, 5, 16)], "exact")
+
+
+def check_batch(model: Model, texts: list[list[int]], activations: str) -> None:
+    """The next token of each text gets the same bits alone and beside the others."""
     caches = [Cache(model.config) for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
-        model.decoder.run([(cache, text)], "exact")
-    together = model.decoder.run([(cache, [7]) for cache in caches], "exact")
+        model.decoder.run([(cache, text)], activations)
+    together = model.decoder.run([(cache, [7]) for cache in caches], activations)
     for text, row in zip(texts, together, strict=True):
         cache = Cache(model.config)
-        model.decoder.run([(cache, text)], "exact")
-        assert_same_bits(model.decoder.run([(cache, [7])], "exact")[0], row)
+        model.decoder.run([(cache, text)], activations)
+        assert_same_bits(model.decoder.run([(cache, [7])], activations)[0], row)
 
 
 @pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
@@ -204,15 +208,7 @@ def test_plain_matrices(path_of, kind, architecture, level, monkeypatch):
 @PLAIN
 def test_texts_of_a_batch_with_plain_matrices_get_the_bits_they_get_alone(path_of, kind):
     model = load(path_of(Small("qwen2", quantization=kind)))
-    texts = [TOKENS[: 1 + n] for n in range(_cpu.FEW_ROWS + 5)]
-    caches = [Cache(model.config) for _ in texts]
-    for cache, text in zip(caches, texts, strict=True):
-        model.decoder.run([(cache, text)], "q16")
-    together = model.decoder.run([(cache, [7]) for cache in caches], "q16")
-    for text, row in zip(texts, together, strict=True):
-        cache = Cache(model.config)
-        model.decoder.run([(cache, text)], "q16")
-        assert_same_bits(model.decoder.run([(cache, [7])], "q16")[0], row)
+    check_batch(model, [TOKENS[: 1 + n] for n in range(_cpu.FEW_ROWS + 5)], "q16")
 
 
 def reordered(w: np.ndarray, format: str, seed: int) -> bf.QuantizedTensor:

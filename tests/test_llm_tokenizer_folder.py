@@ -174,7 +174,10 @@ def test_the_cut_comes_from_the_tokenizer_not_from_the_size(tmp_path, capsys):
     assert bf.load(tmp_path / "m.gguf").metadata["tokenizer.ggml.pre"] == "qwen2"
     encoder.pre_tokenizer = parts.Sequence([parts.Punctuation(), parts.ByteLevel(add_prefix_space=False)])
     encoder.save(str(tmp_path / "in" / "tokenizer.json"))
-    (note,) = bf.convert(tmp_path / "in", tmp_path / "other.gguf", "gguf").notes
+    with pytest.raises(bf.CheckpointError, match=r"pre_tokenizer: got Punctuation.*or --raw-names"):
+        bf.convert(tmp_path / "in", tmp_path / "other.gguf", "gguf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "m.gguf"]
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "other.gguf", "gguf", raw_names=True).notes
     assert note.name == "tokenizer.json"
     assert note.reason.startswith("left out: [convert] tokenizer.json: pre_tokenizer: got Punctuation")
     assert not any(name.startswith("tokenizer.") for name in bf.load(tmp_path / "other.gguf").metadata)

@@ -128,7 +128,7 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     if isinstance(target, GgufTarget):
         mix = settings.quantization.mix if settings.quantization else None
         described = file_type_fields(checkpoint, items, mix)
-        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, notes), **described}
+        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, settings.raw_names, notes), **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, inputs, unchanged, on_disk)
     config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
@@ -157,8 +157,9 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
         return {}
 
 
-def _tokenizer_fields(checkpoint: Checkpoint, notes: list[Remark]) -> GgufFields:
-    """The tokenizer that lies beside a folder's weights, as GGUF has it."""
+def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> GgufFields:
+    """The tokenizer that lies beside a folder's weights, as GGUF has it. No program runs a file that lacks it, so a
+    tokenizer that cannot be translated is an error, unless `raw_names` asks for a file that no program runs."""
     folder = checkpoint.folder
     if folder is None or EMBEDDING not in checkpoint or is_gguf(checkpoint):
         return {}
@@ -168,6 +169,9 @@ def _tokenizer_fields(checkpoint: Checkpoint, notes: list[Remark]) -> GgufFields
     try:
         return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
     except (ModelError, BackendUnavailable) as error:
+        if not raw_names:
+            without = "--raw-names (raw_names=True) for a file without a tokenizer, which no program runs"
+            raise CheckpointError(f"{error}; or {without}") from error
         notes.append(Remark(files[0], f"left out: {error}"))
         return {}
 
