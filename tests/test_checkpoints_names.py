@@ -192,7 +192,9 @@ def test_a_real_tokenizer_comes_along(tmp_path):
 def test_tokenizers_that_are_left_out_are_named(tmp_path):
     write_model(tmp_path / "in", "llama")
     (tmp_path / "in" / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram"}}))
-    (note,) = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf").notes
+    with pytest.raises(bf.CheckpointError, match=r"\[llm\.load\].*or --raw-names"):
+        bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf", raw_names=True).notes
     assert note.name == "tokenizer.json"
     assert note.reason.startswith("left out: [llm.load]")
     write_small(tmp_path / "small.gguf", Small(fields={"tokenizer.ggml.pre": "unheard of"}))
