@@ -112,8 +112,10 @@ def test_the_caption_says_what_the_record_does(make):
         caption = words(figure.get_suptitle())
         machine = results.get("machine") if make is not profiles else MACHINE
         if make is tokens:
-            assert caption == "SmolLM2-135M-Instruct · aarch64, neon_dotprod (q4_1, q8_0), 2 threads · billfish 0.1.0"
-            assert "date" not in results["about"]  # and so none is in the caption
+            about = results["about"]
+            where = f"{about['cpu']}, {about['kernels']}, {about['threads']} threads, {about['date']}"
+            versions = f"billfish {about['billfish']}, numpy {about['numpy']}, python {about['python']}"
+            assert caption == f"SmolLM2-135M-Instruct · {where} · {versions}"
             continue
         versions = results.get("versions", VERSIONS)
         assert caption.startswith(
