@@ -99,7 +99,7 @@ def quantize_model(
                 before = after = 0
                 if twin is None:
                     layer = layer_type.from_linear(linear, **chosen[path])
-                    before, after = linear.weight.nbytes, sum(array.nbytes for array in layer.storage)
+                    before, after = linear.weight.nbytes, layer.storage_bytes
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
                 layers[id(linear)] = twins[id(linear.weight)] = layer
