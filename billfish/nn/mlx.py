@@ -252,6 +252,11 @@ class MarlinLinear(base.MarlinLinear, Module):
         return sum(array.nbytes for array in self.storage)
 
     @staticmethod
+    def joints(model: Module) -> list[Any]:
+        """Raises: only torch models have joint layers."""
+        raise DTypeError(complaint("quantize_model", "merge", "True with an MLX model", "False, or a torch model"))
+
+    @staticmethod
     def place_of(linear: Module) -> dict[str, Any]:
         """Where `from_quantized` is to put the layer that takes the place of `linear`: MLX has one memory."""
         return {}

@@ -180,6 +180,13 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return base.Walk(torch.nn.Linear, linears, others)
 
     @staticmethod
+    def joints(model: torch.nn.Module) -> list[Any]:
+        """The Linear layers of a model that may become joint ones: of :class:`billfish.nn.torch_merge.Joint`."""
+        from billfish.nn.torch_merge import find_joints  # which makes layers of this class
+
+        return list(find_joints(model))
+
+    @staticmethod
     def parameter_arrays(model: torch.nn.Module) -> dict[str, Tensor]:
         """Everything that a state dict holds, under all its names."""
         return dict(model.state_dict(keep_vars=True))
