@@ -29,6 +29,6 @@ def wants_gradient(x: Tensor, bias: Tensor | None) -> bool:
     return _is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
 
 
-def is_plain(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether numbers are all that is wanted of a product: nobody watches, casts or differentiates."""
+def wants_numbers_alone(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether nobody watches, casts or differentiates a product: y is all that is wanted of it."""
     return type(x) is Tensor and not _is_any_autocast_enabled() and not wants_gradient(x, bias) and not is_watched()

@@ -102,7 +102,7 @@ def test_the_gpu_has_the_weights_once_and_the_host_has_none(format, way, tmp_pat
     with torch.no_grad():
         for _ in range(2):
             packed = sum(tensor.nbytes for layer in layers for tensor in layer._weights.packed.tensors)
-            assert packed < 1.3 * sum(layer.storage_bytes for layer in layers)
+            assert packed < 1.5 * sum(layer.storage_bytes for layer in layers)
             assert packed <= allocated() - before - x.nbytes <= 1.02 * packed
             for layer in layers:
                 assert layer._weights.made is None

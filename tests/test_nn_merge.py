@@ -204,6 +204,7 @@ class Writes(torch.nn.Module):
     def forward(self, x):
         gate = self.gate_proj(x)
         x += 1
+        self.seen = gate.shape
         return gate * self.up_proj(x)
 
 
@@ -216,6 +217,7 @@ def test_x_that_is_written_to_between_two_products():
     x = torch.randn(3, 64)
     with torch.no_grad():
         assert torch.equal(merged(x.clone()), model(x.clone()))
+    assert merged[0].seen == (3, 32)
 
 
 def test_what_stays_apart_and_why():

@@ -22,7 +22,7 @@ from billfish.nn.torch_weights import ORDER, Packed, Weights, packed_beside
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations, FormatLike, Method
-from billfish.watched import is_plain, is_watched, wants_gradient
+from billfish.watched import is_watched, wants_gradient, wants_numbers_alone
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -276,7 +276,7 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
             bias, direct = self._parameters["bias"], self.__dict__["_buffers"].direct
-            if direct is not None and self.activations == "exact" and is_plain(x, bias):
+            if direct is not None and self.activations == "exact" and wants_numbers_alone(x, bias):
                 y: Tensor | None = direct(x, bias)
                 if y is not None:
                     return y

@@ -75,9 +75,9 @@ class Joint(NamedTuple):
     def put(self, layer: MarlinLinear) -> None:
         """The joint layer in the place of its parts."""
         module, sizes = self.module, [part.out_features for part in self.layers]
-        plain: Any = type(module)
+        own_class: Any = type(module)
         if not isinstance(module, Merged):
-            module.__class__ = merged_class(plain)
+            module.__class__ = merged_class(own_class)
         assert isinstance(module, Merged)
         module.joints = {**getattr(module, "joints", {}), self.name: dict(zip(self.parts, sizes, strict=True))}
         children = {self.name if name == self.parts[0] else name: child for name, child in module._modules.items()}
@@ -103,7 +103,7 @@ def find_joints(model: torch.nn.Module) -> list[Joint]:
 # ---- a module with joint products ------------------------------------------------------------------------------------
 
 
-class Product:
+class JointProduct:
     """The product of a joint layer, for the parts that take it, within one call of their module."""
 
     def __init__(self, layer: torch.nn.Module, sizes: list[int]) -> None:
@@ -113,7 +113,8 @@ class Product:
         self.parts: tuple[Tensor, ...] = ()
 
     def part(self, number: int, x: Tensor) -> Tensor:
-        # A compiler sees the writes to x itself, and a forward that writes to x between its products is none we know.
+        # How often x was written to. Inference tensors do not count that, nor do compilers: there, a forward must not
+        # write to x between its products.
         version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
         if x is not self.x or version != self.version:
             self.parts = self.layer(x).split(self.sizes, -1)
@@ -121,38 +122,41 @@ class Product:
         return self.parts[number]
 
 
-class Part:
+class Projection:
     """A projection of a joint product: x [..., K] -> y [..., its rows]."""
 
-    def __init__(self, product: Product, number: int) -> None:
+    def __init__(self, product: JointProduct, number: int) -> None:
         self.product, self.number = product, number
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product.part(self.number, x)
 
 
-class Stand:
+class StandIn:
     """Stands in for a module while its forward runs: all of the module, but for the parts of its joint layers."""
 
     def __init__(self, module: Merged) -> None:
-        self._module = module
+        object.__setattr__(self, "_module", module)
         for name, sizes in module.joints.items():
-            product = Product(module.get_submodule(name), list(sizes.values()))
+            product = JointProduct(module.get_submodule(name), list(sizes.values()))
             for number, part in enumerate(sizes):
-                setattr(self, part, Part(product, number))
+                object.__setattr__(self, part, Projection(product, number))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
 
 class Merged(torch.nn.Module):
     """A module with joint layers; mixed in before its own class."""
 
     joints: dict[str, dict[str, int]]  # by the name of the joint layer: its parts, in order, and the rows of each
-    plain: type[Any]  # its own class
+    own_class: type[Any]  # before it was merged
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.plain.forward(Stand(self), *arguments, **named)
+        return self.own_class.forward(StandIn(self), *arguments, **named)
 
     def state_dict(self, *arguments: Any, prefix: str = "", keep_vars: bool = False, **named: Any) -> Any:
         """With the parts under their own names. They are copies, unless `keep_vars`."""
@@ -200,19 +204,20 @@ class Merged(torch.nn.Module):
                 yield name, layer, sizes
 
     def __reduce__(self) -> Any:
-        return empty, (self.plain,), self.__dict__
+        return empty, (self.own_class,), self.__dict__
 
 
 @cache
-def merged_class(plain: Any) -> type[Merged]:
-    """A class of modules with joint layers. It has the name of the plain one, which is what it computes."""
-    about = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    return type(plain.__name__, (Merged, plain), about)
+def merged_class(own_class: Any) -> type[Merged]:
+    """The class of modules of `own_class` with joint layers, under the same name: they compute the same."""
+    about = {"own_class": own_class, "__module__": own_class.__module__, "__doc__": own_class.__doc__}
+    return type(own_class.__name__, (Merged, own_class), about)
 
 
-def empty(plain: Any) -> Merged:
+def empty(own_class: Any) -> Merged:
     """For pickle and copy, which fill it."""
-    return merged_class(plain).__new__(merged_class(plain))
+    merged = merged_class(own_class)
+    return merged.__new__(merged)
 
 
 def axes(layer: MarlinLinear) -> dict[str, int | None]:
