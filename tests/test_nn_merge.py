@@ -16,6 +16,8 @@ from billfish.nn.torch import MarlinLinear
 
 transformers = pytest.importorskip("transformers")
 
+from billfish.nn.transformers import load_model  # noqa: E402
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -267,10 +269,58 @@ def test_models_that_are_cut_over_processes_are_refused(tmp_path):
         model = make_model()
         layer = attention(model).q_proj
         layer.weight = torch.nn.Parameter(torch.distributed.tensor.distribute_tensor(layer.weight.data, mesh))
-        with pytest.raises(bf.DTypeError, match=r"merge: got a model that is cut over processes .*q_proj"):
+        with pytest.raises(bf.DTypeError, match=r"merge: got a model that is cut over processes, as .*q_proj"):
             bf.quantize_model(model, "q4_0", merge=True, progress=False)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("format", ["q4_0", "u4", "fp4"])
+def test_layers_that_are_quantized_already(format):
+    model = make_model("qwen2")
+    bf.quantize_model(model, format, method="rtn", progress=False)
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+        report = bf.quantize_model(model, merge=True, progress=False)
+        assert torch.equal(model(TOKENS).logits, expected)
+    assert report.apart == {}
+    assert len(report.replaced) == 4
+    assert report.bytes_saved == 0
+    assert bf.quantize_model(model, merge=True, progress=False).replaced == []
+
+
+def test_files(tmp_path):
+    """bf.save writes the matrices of the parts; a model that was loaded can be merged and saved again."""
+    model, merged, _ = make_both()
+    for name, each in (("model", model), ("merged", merged)):
+        bf.save(each, tmp_path / name, progress=False)
+    separate, joint = bf.load(tmp_path / "model"), bf.load(tmp_path / "merged")
+    assert set(joint) == set(separate)
+    for name in separate:
+        if isinstance(separate[name], bf.QuantizedTensor):
+            for array, values in separate[name].storage.items():
+                assert (joint[name].storage[array] == values).all(), name
+    loaded = load_model(tmp_path / "merged")
+    with torch.no_grad():
+        expected = loaded(TOKENS).logits
+        assert bf.quantize_model(loaded, merge=True, progress=False, predicate=lambda path, _: False).apart == {}
+        assert torch.equal(loaded(TOKENS).logits, expected)
+        loaded.save_pretrained(tmp_path / "again")
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(TOKENS).logits, expected)
+
+
+def test_quantized_layers_that_stay_apart():
+    for format, said in (("nvfp4", "each of its parts has a scale for all of its weights, as nvfp4 has"),):
+        model = make_model()
+        bf.quantize_model(model, format, method="rtn", progress=False)
+        assert set(bf.quantize_model(model, merge=True, progress=False).apart.values()) == {said}
+    model = make_model()
+    settings = lambda path, _: {"format": "q8_0"} if "v_proj" in path else "mlp" not in path  # noqa: E731
+    bf.quantize_model(model, "q4_0", predicate=settings, progress=False)
+    report = bf.quantize_model(model, merge=True, progress=False, predicate=settings)
+    assert report.apart["model.layers.0.self_attn.qkv_proj"] == "its parts have different settings"
+    assert report.apart["model.layers.0.mlp.gate_up_proj"] == "a part of it is left"
 
 
 def test_mlx_models_are_refused():

@@ -81,8 +81,8 @@ def quantize_model(
     format that they are given with: a dict that names another one has its own, or the defaults.
 
     merge: whether q_proj, k_proj and v_proj of a torch module become one layer, `qkv_proj`, and gate_proj and up_proj
-    `gate_up_proj`: fewer products, of the same weights. State dicts keep the ordinary names. Layers that cannot be
-    joined stay apart, and the report says why.
+    `gate_up_proj`: fewer products, of the same weights. So do such layers that are quantized already. State dicts keep
+    the ordinary names. Layers that cannot be joined stay apart, and the report says why.
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
@@ -97,23 +97,20 @@ def quantize_model(
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
     report = ModelReport(left=left)
-    joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else {}
-    joint_layers: list[tuple[Any, Any]] = []
+    joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
+    joint_layers: list[Any] = []
+    joined = {path for joint in joints for path in joint.paths}
     layers: dict[int, Any] = {}  # what becomes of a Linear, which may be in several places
     twins: dict[int, Any] = {}  # the first layer that was made of a weight
-    with Progress(len(chosen), "layers", enabled=progress) as bar:
+    with Progress(len(joints) + len(chosen.keys() - joined), "layers", enabled=progress) as bar:
+        for joint in joints:
+            bar.advance(1, joint.path)
+            layer = joint.make(chosen.get(joint.paths[0]))
+            joint_layers.append(layer)
+            about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
+            report.replaced.append(Replaced(joint.path, *about))
         for path, linear, _ in walk.linears:
-            if path in joints:
-                bar.advance(1, path)
-                joint = joints[path]
-                if path == joint.paths[0]:
-                    layer = layer_type.from_linear(joint.joined(), **chosen[path])
-                    joint_layers.append((joint, layer))
-                    before = sum(part.weight.nbytes for part in joint.layers)
-                    report.replaced.append(
-                        Replaced(joint.path, layer.format, layer.group_size, before, layer.storage_bytes)
-                    )
-            elif id(linear) not in layers and path in chosen:
+            if id(linear) not in layers and path in chosen and path not in joined:
                 bar.advance(1, path)
                 twin = twins.get(id(linear.weight))
                 before = after = 0
@@ -127,27 +124,28 @@ def quantize_model(
     for _, linear, put in walk.linears:
         if id(linear) in layers:
             put(layers[id(linear)])
-    for joint, layer in joint_layers:
+    for joint, layer in zip(joints, joint_layers, strict=True):
         joint.put(layer)
     return report
 
 
-def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> dict[str, Any]:
-    """The joint layers that are made, by the paths of their parts; `apart` says why others are not."""
+def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:
+    """The joint layers that are made; `apart` says why others are not."""
     holders = Counter(id(linear.weight) for _, linear, _ in walk.linears)
-    joints: dict[str, Any] = {}
+    joints = []
     for joint in found:
         reason = joint.why_not()
-        if any(path not in chosen for path in joint.paths):
-            reason = "a part of it is left"
-        elif any(chosen[path] != chosen[joint.paths[0]] for path in joint.paths):
-            reason = "its parts have different settings"
-        elif any(holders[id(layer.weight)] > 1 for layer in joint.layers):
-            reason = "a part of it shares its weight"
+        if not joint.is_quantized:
+            if any(path not in chosen for path in joint.paths):
+                reason = "a part of it is left"
+            elif any(chosen[path] != chosen[joint.paths[0]] for path in joint.paths):
+                reason = "its parts have different settings"
+            elif any(holders[id(layer.weight)] > 1 for layer in joint.layers):
+                reason = "a part of it shares its weight"
         if reason:
             apart[joint.path] = reason
         else:
-            joints |= dict.fromkeys(joint.paths, joint)
+            joints.append(joint)
     return joints
 
 

@@ -10,10 +10,12 @@ v_proj are parts of one product. So nothing is kept from one call to the next. A
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,6 +25,7 @@ from billfish.errors import DTypeError, complaint
 from billfish.format import get_format
 from billfish.nn.torch import MarlinLinear
 from billfish.nn.torch_weights import ORDER
+from billfish.tensor import QuantizedTensor
 
 JOINTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Arguments of a forward that may bring keys and values of something else than the first one.
@@ -49,6 +52,15 @@ class Joint(NamedTuple):
     def layers(self) -> list[Any]:
         return [self.module._modules[part] for part in self.parts]
 
+    @property
+    def is_quantized(self) -> bool:
+        return all(isinstance(layer, MarlinLinear) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, as they are."""
+        return sum(layer.storage_bytes if self.is_quantized else layer.weight.nbytes for layer in self.layers)
+
     def why_not(self) -> str:
         """Why they cannot be joined, in words for the user, or nothing."""
         layers, others = self.layers, OTHERS.intersection(inspect.signature(type(self.module).forward).parameters)
@@ -57,20 +69,50 @@ class Joint(NamedTuple):
         if "forward" in self.module.__dict__:
             return "somebody has put another forward in the place of the module's own"
         if len({layer.in_features for layer in layers}) > 1:
-            return "they have different K"
-        return "some of them have a bias" if len({layer.bias is None for layer in layers}) > 1 else ""
+            return "its parts have different K"
+        if len({layer.bias is None for layer in layers}) > 1:
+            return "some of its parts have a bias"
+        if self.is_quantized:
+            if len({(layer.format, layer.group_size, layer.activations) for layer in layers}) > 1:
+                return "its parts have different settings"
+            if any(layer.has_order for layer in layers):
+                return "its parts have columns in orders of their own (act-order)"
+            if any(axis is None for name, axis in axes(layers[0]).items() if name in layers[0].storage_names):
+                return f"each of its parts has a scale for all of its weights, as {layers[0].format} has"
+        return ""
 
-    def joined(self) -> torch.nn.Linear:
-        """One Linear with the rows of all."""
-        layers = self.layers
+    def make(self, settings: dict[str, Any] | None) -> MarlinLinear:
+        """One layer with the rows of all: quantized by these settings, or of layers that are quantized already."""
+        if not self.is_quantized:
+            return MarlinLinear.from_linear(self._linear(), **(settings or {}))
+        layers: list[MarlinLinear] = self.layers
+        tensors, first = [layer.quantized() for layer in layers], layers[0]
+        arrays = {name: axis for name, axis in axes(first).items() if name in first.storage_names}
+        storage = {
+            name: np.concatenate([tensor.storage[name] for tensor in tensors], axis)
+            for name, axis in arrays.items()
+            if axis is not None
+        }
+        shape = sum(layer.out_features for layer in layers), first.in_features
+        tensor = QuantizedTensor.owning(get_format(first.format), shape, first.group_size, storage)
+        bias, device = self._bias(), first.device
+        joint = MarlinLinear.from_quantized(tensor, bias, activations=first.activations, device=device)
+        return joint.train(first.training)
+
+    def _linear(self) -> torch.nn.Linear:
+        layers, bias = self.layers, self._bias()
         n, k = sum(layer.out_features for layer in layers), layers[0].in_features
-        linear = torch.nn.Linear(k, n, layers[0].bias is not None, "meta")
-        with torch.no_grad():
-            linear.weight = torch.nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
-            if linear.bias is not None:
-                wanted = any(layer.bias.requires_grad for layer in layers)
-                linear.bias = torch.nn.Parameter(torch.cat([layer.bias for layer in layers]), wanted)
+        linear = torch.nn.Linear(k, n, False, "meta")
+        linear.weight = torch.nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
+        linear.register_parameter("bias", bias)
         return linear.train(layers[0].training)
+
+    def _bias(self) -> torch.nn.Parameter | None:
+        biases = [layer.bias for layer in self.layers]
+        if biases[0] is None:
+            return None
+        wanted = any(bias.requires_grad for bias in biases)
+        return torch.nn.Parameter(torch.cat([bias.detach() for bias in biases]), wanted)
 
     def put(self, layer: MarlinLinear) -> None:
         """The joint layer in the place of its parts."""
@@ -88,15 +130,19 @@ class Joint(NamedTuple):
 
 def find_joints(model: torch.nn.Module) -> list[Joint]:
     """The layers of a model that multiply the same x; raises for a model that is cut over processes."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            got = f"a model that is cut over processes ({name} is a DTensor)"
-            raise DTypeError(complaint("quantize_model", "merge", got, "a model that this process has all of"))
+    cut = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    cut += [
+        path for path, module in model.named_modules() if isinstance(module, MarlinLinear) and hasattr(module, "mesh")
+    ]
+    if cut:
+        got = f"a model that is cut over processes, as {cut[0]} is"
+        raise DTypeError(complaint("quantize_model", "merge", got, "a model that this process has all of"))
     return [
         Joint(f"{path}.{name}" if path else name, module, parts)
         for path, module in model.named_modules()
         for name, parts in JOINTS.items()
-        if all(isinstance(module._modules.get(part), torch.nn.Linear) for part in parts)
+        for kind in (torch.nn.Linear, MarlinLinear)
+        if all(isinstance(module._modules.get(part), kind) for part in parts)
     ]
 
 
@@ -147,6 +193,34 @@ class StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
+
+
+class JointPart(NamedTuple):
+    """Rows of a joint layer."""
+
+    layer: MarlinLinear
+    start: int
+    end: int
+
+    @property
+    def format(self) -> str:
+        return self.layer.format
+
+    @property
+    def group_size(self) -> int:
+        return self.layer.group_size
+
+    @property
+    def in_features(self) -> int:
+        return self.layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.end - self.start
+
+    def quantized(self) -> QuantizedTensor:
+        """A copy of the weights [its rows, K]."""
+        return self.layer.quantized().take_rows(range(self.start, self.end))
 
 
 class Merged(torch.nn.Module):
@@ -202,6 +276,14 @@ class Merged(torch.nn.Module):
             layer = self._modules[name]
             if isinstance(layer, MarlinLinear):
                 yield name, layer, sizes
+
+    def joint_parts(self) -> dict[str, JointPart]:
+        """The parts of joint layers by their names, for whoever writes their matrices one by one."""
+        found: dict[str, JointPart] = {}
+        for _, layer, sizes in self._joint_layers():
+            ends = itertools.accumulate(sizes.values())
+            found |= {part: JointPart(layer, end - sizes[part], end) for part, end in zip(sizes, ends, strict=True)}
+        return found
 
     def __reduce__(self) -> Any:
         return empty, (self.own_class,), self.__dict__
