@@ -147,7 +147,13 @@ def test_gradients_of_x_and_biases():
         x = each.get_input_embeddings()(TOKENS).detach().requires_grad_()
         each(inputs_embeds=x).logits.square().sum().backward()
         found.append((x.grad, each))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+    merged.gradient_checkpointing_enable()
+    x = x.detach().requires_grad_()
+    merged.train()(inputs_embeds=x).logits.square().sum().backward()
+    for gradient in (found[1][0], x.grad):
+        torch.testing.assert_close(gradient, found[0][0], rtol=1e-4, atol=1e-5)
+    merged.zero_grad()
+    merged(inputs_embeds=x).logits.square().sum().backward()
     parts = [getattr(attention(model), name).bias.grad for name in ("q_proj", "k_proj", "v_proj")]
     torch.testing.assert_close(attention(merged).qkv_proj.bias.grad, torch.cat(parts), rtol=1e-4, atol=1e-5)
 

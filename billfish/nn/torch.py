@@ -296,6 +296,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             y: Tensor = quantized_linear(x, matrix, bias=bias, activations=self.activations)
             weights.settle()
             return y
+        if eager and not x.is_cpu:
+            weights.pack(self.activations)
         tensors, form = weights.for_operator()
         return LINEAR(x, tensors, bias, self.format, self.group_size, self.out_features, self.activations, form)
 

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,14 @@ def place_name(device: torch.device) -> str:
     return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
 
 
+def in_order(direct: Direct, order: Tensor, features: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """As `direct`, for x [..., features] and columns that are stored in another order."""
+    if x.shape[-1:] != (features,) or x.get_device() != order.get_device():
+        return None
+    y: Tensor | None = direct(x.index_select(-1, order), bias)
+    return y
+
+
 class Weights(dict[str, Any]):
     """The buffers of a layer: storage tensors by name, `permutation`, and `about`, which cannot be that of others.
 
@@ -167,7 +176,7 @@ class Weights(dict[str, Any]):
         self.made: Made | None = None  # of storage,
         self.watches: list[Watch] = []  # which these watch
         self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
-        self.direct: Direct | None = None  # the packed form's, where x comes in the order of the columns
+        self.direct: Direct | None = None  # the packed form's, for x in the order of its features
         self._lock = threading.RLock()  # for changing from one to the other
 
     # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
@@ -328,7 +337,9 @@ class Weights(dict[str, Any]):
     def hold(self, packed: Packed) -> None:
         """These packed weights in the place of storage, whatever it is."""
         self.packed, self.made, self.watches = packed, None, []
-        self.direct = packed.direct if self.own(ORDER) is None else None
+        order, direct = self.own(ORDER), packed.direct
+        features = self.shape[1] if self.features is None else self.features
+        self.direct = direct if order is None or direct is None else partial(in_order, direct, order, features)
         for name in self.names:
             dict.__setitem__(self, name, None)
 
