@@ -13,8 +13,8 @@ from billfish.backends.cpu.axes import why_never, why_not
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.cpu.plain import PlainWeights
 from billfish.backends.cpu.source import codes_of
-from billfish.backends.cpu.structure import structure_of
 from billfish.errors import ModelError, complaint
+from billfish.formats.structure import structure_of
 from billfish.llm.cache import Cache, Floats
 from billfish.llm.config import Config, embedding_scale
 from billfish.llm.decoder import Decoder, Passage

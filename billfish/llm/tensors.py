@@ -58,6 +58,12 @@ class ModelTensors:
         """Of the matrix for a place, as the file has it."""
         return int(self.source.tensors.describe(self.matrices[place][0]).nbytes)
 
+    def packed_bytes(self) -> int:
+        """About what all weights take when they are packed: plain ones as 16-bit numbers."""
+        names = {name for name, _ in self.matrices.values()} | {EMBEDDING}
+        abouts = [self.source.tensors.describe(name) for name in names]
+        return sum(about.nbytes // (2 if about.dtype.upper() in ("F32", "FLOAT32") else 1) for about in abouts)
+
     def matrix(self, place: str) -> Tensor:
         """The matrix for a place: quantized, or plain."""
         tensor = self._matrix(*self.matrices[place])

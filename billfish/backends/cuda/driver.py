@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,6 +200,28 @@ class Buffer:
             self._driver.cuCtxPushCurrent(self._context)
             self._driver.cuMemFree(self.pointer)
             self._driver.cuCtxPopCurrent()
+
+
+class Pinned:
+    """Memory of the host that copies from a device reach while Python goes on: int32 numbers."""
+
+    def __init__(self, count: int, ordinal: int) -> None:
+        self._driver, self._context = driver(), _primary_context(ordinal)
+        with current(ordinal):
+            self.pointer = int(check(driver().cuMemHostAlloc(4 * count, 0), "allocating on the host"))
+        self.array: NDArray[np.int32] = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self.pointer))
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            self._driver.cuCtxPushCurrent(self._context)
+            self._driver.cuMemFreeHost(self.pointer)
+            self._driver.cuCtxPopCurrent()
+
+
+def free_bytes(ordinal: int) -> int:
+    """Memory of a device that nobody has taken."""
+    with current(ordinal):
+        return int(check(driver().cuMemGetInfo(), "asking for free memory")[0])
 
 
 def copy_in(to: int, array: NDArray[Any], stream: int) -> None:
