@@ -189,3 +189,29 @@ def test_records_are_medians_and_name_the_peers_that_have_the_case():
     assert records[1]["peers"] == {"llama.cpp": 10.0}
     assert "llama.cpp         10 (2.00 times)" in llm_cuda.row(records[0])
     assert json.loads(json.dumps(records)) == records
+
+
+def test_a_run_without_peers_says_so_and_writes_its_records(tmp_path, monkeypatch, capsys):
+    """Of a tiny shape on the CPU, with rates that are given."""
+
+    def without_transformers(shape):
+        raise ImportError("No module named 'transformers'")
+
+    rates = {case: [100.0] for case in llm_cuda.CASES}
+    gpu = SimpleNamespace(name="NVIDIA H200", arch="sm_90a", multiprocessors=132)
+    monkeypatch.setattr(llm_cuda, "SHAPES", {"1b": tiny()})
+    monkeypatch.setattr(llm_cuda.bf.llm, "load", lambda path, device: (path.exists(), device))
+    monkeypatch.setattr(llm_cuda, "Ours", lambda model: SimpleNamespace(measure=lambda: {(True, "cuda"): rates}[model]))
+    monkeypatch.setattr(llm_cuda, "Transformers", without_transformers)
+    monkeypatch.setattr(llm_cuda, "device", lambda: gpu)
+    file = tmp_path / "records.json"
+    monkeypatch.setattr(sys, "argv", ["llm_cuda.py", "--shapes", "1b", "--json", str(file)])
+    llm_cuda.main()
+    said = capsys.readouterr().out
+    assert "no llama-bench in --llama FOLDER; left out" in said
+    assert "No module named 'transformers'; left out" in said
+    written = json.loads(file.read_text())
+    assert set(written) == {"machine", "versions", "records"}
+    assert {"gpu", "arch", "multiprocessors", "date"} == set(written["machine"])
+    assert {"billfish", "torch", "numpy"} == set(written["versions"])
+    assert written["records"] == llm_cuda.records_of("1b", {"billfish": rates})
