@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import zlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,40 @@ def test_scores_are_the_cpus(pair, architecture, quantization):
     cpu, gpu = pair(architecture, quantization)
     assert close(gpu.logits(TOKENS), cpu.logits(TOKENS, activations="exact"))
     assert gpu.decoder.kernels.startswith(device().name)
+
+
+def mixed(name: str, tensor: np.ndarray) -> Any:
+    """Matrices that share x are of two kinds, or of three."""
+    if tensor.ndim == 1 or name.startswith("token_embd"):
+        return tensor
+    formats = {"attn_v": "q6_k", "ffn_up": "q8_0", "attn_k": "q4_k", "attn_q": "q4_k"}
+    format = next((format for part, format in formats.items() if part in name), "q5_1")
+    return bf.quantize(tensor.astype(np.float32), format)
+
+
+def in_another_order(name: str, tensor: np.ndarray) -> Any:
+    """As GPTQ's act-order has it: columns sorted, another order for each matrix but for q and k."""
+    if tensor.ndim == 1 or name.startswith("token_embd"):
+        return tensor
+    seed = zlib.crc32(name.replace("attn_k", "attn_q").encode())
+    order = np.random.default_rng(seed).permutation(tensor.shape[1]).astype(np.int32)
+    q = bf.quantize(tensor.astype(np.float32)[:, order], "u4b8")
+    return bf.QuantizedTensor.from_storage(q.format, dict(q.storage), q.group_size, permutation=order)
+
+
+@pytest.mark.parametrize("convert", [mixed, in_another_order])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma"])
+def test_matrices_of_several_kinds_and_orders(tmp_path, architecture, convert):
+    write_model(tmp_path / "model.gguf", Small(architecture, quantization="F32", **SIZES))
+    cpu, gpu = (load(tmp_path / "model.gguf", device=device, convert=convert) for device in ("cpu", "cuda"))
+    assert close(gpu.logits(TOKENS), cpu.logits(TOKENS, activations="exact"))
+    sampler = Sampling().sampler()
+    cache, text = gpu.cache(), TOKENS[:20]
+    for _ in range(4):
+        token, _ = gpu.decoder.go_on(cache, text, sampler, None)
+        scores = cpu.logits(text, activations="exact")[-1]
+        assert scores[token] >= scores.max() - 0.05 * scores.std()
+        text = [*text, token]
 
 
 def test_tokens_one_by_one_and_texts_together_get_the_same_scores(pair):

@@ -143,6 +143,9 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
     kept = _kept(np.full(5000, 1000, np.uint64), Sampling(temperature=1, top_p=0.9))
     assert np.array_equal(kept, np.arange(5000) < 4500)
     assert best_of(np.array([1, 3, 3, 2], np.uint64), 3).tolist() == [1, 2, 3]
+    many = np.random.default_rng(0).integers(0, 5, 3000).astype(np.uint64)
+    for count in (1, 10, 700, 3000):
+        assert best_of(many, count).tolist() == sorted(range(3000), key=lambda i: (-int(many[i]), i))[:count]
 
 
 @pytest.mark.parametrize(

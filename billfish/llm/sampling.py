@@ -104,6 +104,7 @@ def _kept(weights: NDArray[np.uint64], how: Sampling) -> NDArray[np.bool_]:
 
 def best_of(weights: NDArray[np.uint64], count: int) -> NDArray[np.intp]:
     """The tokens of the largest weights, largest first; of equal ones, the first comes first."""
-    largest = ~weights  # sorts the other way
-    chosen = np.sort(np.argpartition(largest, count - 1)[:count])
-    return chosen[np.argsort(largest[chosen], kind="stable")]
+    limit = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above, equal = np.flatnonzero(weights > limit), np.flatnonzero(weights == limit)
+    above = above[np.argsort(~weights[above], kind="stable")]  # ~ sorts the other way
+    return np.concatenate([above, equal[: count - len(above)]])
