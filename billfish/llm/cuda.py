@@ -232,6 +232,7 @@ class CudaDecoder(Decoder):
             copy_in(step.at("pages") + 8 * text * self._pages_of_text, np.array(piece.cache.pages, np.uint64), stream)
         if how is not None:
             copy_in(step.at("choices"), how, stream)
+        self._layers.prepare(step, rows, blocks=len(blocks), scored=len(last))
         self._layers.run(stream, step, rows, blocks=len(blocks), scored=len(last))
         return rows
 
@@ -345,7 +346,8 @@ class TokenSteps:
             self._layers.run(stream, self.step, rows, scored=rows)
             self._layers.choose(stream, self.step, rows)
 
-        work(self._stream)  # compiles what it takes, which a capture does not allow
+        self._layers.prepare(self.step, rows, scored=rows)
+        work(self._stream)  # loads what it takes, which a capture does not allow
         self._graphs[key] = captured(work, self._stream)
 
 

@@ -21,9 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, copy_in, current, device, driver, synchronize
+from billfish.backends.cuda.driver import (
+    Buffer,
+    KernelLaunch,
+    check,
+    compile_together,
+    copy_in,
+    current,
+    device,
+    driver,
+    synchronize,
+)
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import GATES, Gemm
+from billfish.backends.cuda.plans import GATES, Gemm, plan
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.errors import BackendUnavailable
 
@@ -98,6 +108,10 @@ class Layer:
     q_norm: Buffer | None = None
     k_norm: Buffer | None = None
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return (*self.qkv, self.o, *self.gate_up, self.down)
+
 
 class Step:
     """The memory of a step: what it reads (tokens, positions, texts, pages, blocks, scored), and all between products.
@@ -164,6 +178,10 @@ class DeviceDecoder:
         self.shape, self.layers, self.embedding, self.head, self.last_norm = shape, layers, embedding, head, last_norm
         self.ordinal, self.bfloat16, self.batch_invariant = ordinal, bfloat16, batch_invariant
         self.device = device(ordinal)
+        # Layers whose products have the same kinds of weights have the same kernels.
+        kinds = {tuple(matrix.weights.kind for matrix in layer.matrices): i for i, layer in enumerate(layers)}
+        self._different = sorted({0, *kinds.values()})
+        self._heard: set[KernelLaunch] | None = None  # launches that are to be compiled, not launched
         self._type = "BF16" if bfloat16 else "F16"
         self._frequencies = sent(np.asarray(shape.frequencies, np.float64), ordinal)
 
@@ -186,10 +204,16 @@ class DeviceDecoder:
         blocks: of queries, for passages of several rows. 0: row i is the next token of text i. All rows or none get
         scores then, and `parts` CTAs share the keys of each text.
         """
-        at = step.at
         parts = self.parts_for(rows) if parts is None else parts
+        self._run(stream, step, rows, range(len(self.layers)), blocks, scored, parts)
+
+    def _run(
+        self, stream: int, step: Step, rows: int, layers: Sequence[int], blocks: int, scored: int, parts: int
+    ) -> None:
+        at = step.at
         self.embed(stream, step, rows)
-        for i, layer in enumerate(self.layers):
+        for i in layers:
+            layer = self.layers[i]
             self.normalize(stream, step, rows, layer.attention_norm, added=i > 0)
             self.products(stream, step, layer.qkv, at("x"), at("qkv"), rows)
             self.rotate(stream, step, rows, i)
@@ -217,6 +241,17 @@ class DeviceDecoder:
             return 2
         ctas = rows * self.shape.kv_heads * -(-self.shape.group // 16)
         return power_of_two(self.device.multiprocessors // ctas, MOST_PARTS)
+
+    def prepare(self, step: Step, rows: int, *, blocks: int = 0, scored: int = 0) -> None:
+        """Compile what `run` and `choose` will launch."""
+        self._heard = heard = set()
+        try:
+            self._run(0, step, rows, self._different, blocks, scored, self.parts_for(rows))
+            if scored:
+                self.choose(0, step, scored)
+        finally:
+            self._heard = None
+        compile_together(heard, self.ordinal)
 
     def embed(self, stream: int, step: Step, rows: int) -> None:
         s, at = self.shape, step.at
@@ -261,7 +296,10 @@ class DeviceDecoder:
                     ordered = matrix.order
             about = (self.bfloat16, bias is not None, None, self.batch_invariant, gate, float_y)
             gemm = Gemm(matrix.weights.kind, rows, n, k, *about)
-            if not matrix.weights.multiply(stream, gemm, read, k, 0 if bias is None else bias.pointer, y):
+            planned = plan(gemm, self.device) if self._heard is not None else None
+            if planned is not None and self._heard is not None:
+                self._heard.add(planned.launch)
+            elif not matrix.weights.multiply(stream, gemm, read, k, 0 if bias is None else bias.pointer, y):
                 raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
             y += 2 * rows * n
 
@@ -350,7 +388,10 @@ class DeviceDecoder:
         defined = tuple(sorted((macro, str(value)) for macro, value in macros.items()))
         overlap = self.device.capability >= (9, 0)
         launch = KernelLaunch(f"{name}.cu", f"marlin_{name}", defined, grid, threads, overlap=overlap, **shape)
-        launch(self.ordinal, stream, *arguments)
+        if self._heard is None:
+            launch(self.ordinal, stream, *arguments)
+        else:
+            self._heard.add(launch)
 
 
 def power_of_two(number: int, most: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -116,6 +118,21 @@ class KernelLaunch:
     def __call__(self, ordinal: int, stream: int, *arguments: Any) -> None:
         """Pointers and numbers as the kernel's signature has them; a tensor map is a `_cuda.TensorMap`."""
         native(self, ordinal)(stream, *arguments)
+
+
+_compiled: set[tuple[str, Macros, str]] = set()  # by `compile_together`
+
+
+def compile_together(launches: Iterable[KernelLaunch], ordinal: int) -> None:
+    """Compiles what was never compiled, in threads, as each kernel takes a second or more."""
+    arch = device(ordinal).arch
+    missing = {(launch.source, launch.macros, arch) for launch in launches} - _compiled
+    if len(missing) > 1:
+        with _loading:
+            cuda_module("cuda.core")
+        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda kernel: compile_kernel(kernel[0], dict(kernel[1]), arch), missing))
+    _compiled.update(missing)
 
 
 @lru_cache(maxsize=4096)
