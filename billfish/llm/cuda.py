@@ -278,16 +278,16 @@ class CudaDecoder(Decoder):
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
         check(d.cuEventRecord(self._read, self._stream), "an event")
-        following = choices(samplers)
         goes_on = alone and positions[0] + 1 < self.config.context
         if goes_on:  # the next step begins while Python looks at this one's token
+            how = choices(samplers)
             caches[0].reserve(positions[0] + 2)
-            steps.feed(None, None, following, caches)
+            steps.feed(None, None, how, caches)
             steps.launch(1)
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
-            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], following.tobytes())
+            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], how.tobytes())
         for cache, fed in passages:
             cache.tokens.extend(fed)
         return chosen
@@ -354,8 +354,5 @@ class TokenSteps:
 
 def choices(samplers: Sequence[Sampler]) -> np.ndarray[Any, Any]:
     """How the next tokens are chosen, as the GPU takes it."""
-    how = np.zeros(len(samplers), CHOICE)
-    for row, sampler in zip(how, samplers, strict=True):
-        row["temperature"], row["top_p"] = sampler.how.temperature, sampler.how.top_p
-        row["top_k"], row["random"] = min(sampler.how.top_k, 2**31 - 1), sampler.peek()
-    return how
+    rows = [(s.how.temperature, s.how.top_p, min(s.how.top_k, 2**31 - 1), 0, s.peek()) for s in samplers]
+    return np.array(rows, CHOICE)
