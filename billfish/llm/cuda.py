@@ -54,6 +54,7 @@ class Ahead(NamedTuple):
     position: int
     token: int
     choice: bytes
+    batch_invariant: bool
 
 
 class CudaDecoder(Decoder):
@@ -267,8 +268,9 @@ class CudaDecoder(Decoder):
                 self._tokens.close()
             self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
         steps, alone = self._tokens, len(passages) == 1
-        asked = alone and Ahead(caches[0], positions[0], tokens[0], how.tobytes())
-        if asked is False or asked != self._ahead:
+        invariant = self._layers.batch_invariant
+        asked = Ahead(caches[0], positions[0], tokens[0], how.tobytes(), invariant) if alone else None
+        if asked is None or asked != self._ahead:
             steps.feed(tokens, positions, how, caches)
             steps.launch(len(passages))
         self._ahead = None
@@ -278,16 +280,15 @@ class CudaDecoder(Decoder):
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
         check(d.cuEventRecord(self._read, self._stream), "an event")
-        goes_on = alone and positions[0] + 1 < self.config.context
+        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
         if goes_on:  # the next step begins while Python looks at this one's token
             how = choices(samplers)
-            caches[0].reserve(positions[0] + 2)
             steps.feed(None, None, how, caches)
             steps.launch(1)
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
-            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], how.tobytes())
+            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], how.tobytes(), invariant)
         for cache, fed in passages:
             cache.tokens.extend(fed)
         return chosen
