@@ -38,7 +38,7 @@ def direct(weights: DeviceWeights, backend: Backend) -> Direct:
             return None
         bfloat16 = x.dtype == torch.bfloat16
         product = weights.product(Gemm(weights.kind, rows, n, k, bfloat16, float_bias, None, invariant))
-        return (product, row_stride(k), (*x.shape[:-1], n)) if product else None
+        return (product, row_stride(k), (*x.shape[:-1], n)) if product is not None else None
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
         at = x.data_ptr()
