@@ -63,7 +63,7 @@ class Decoder:
         self._matrices["head"] = head, (c.vocabulary, c.hidden)
         for name, shape in self._matrices.values():
             self._check(name, shape)
-        self._embedding = self._tensor(EMBEDDING, (c.vocabulary, c.hidden))
+        self._embedding = _in_memory(self._tensor(EMBEDDING, (c.vocabulary, c.hidden)))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
         self._formats: set[str] = set()
 
@@ -80,7 +80,7 @@ class Decoder:
 
         for places in self._batches():
             packed |= dict(zip(places, self._backend.pack_all(matrices(places)), strict=True))
-            self._source.tensors.release()  # rows of the embedding, which are still needed, are read when they are
+            self._source.tensors.release()
         self.nbytes = sum(weights.nbytes for weights in packed.values())
         factors = self._vector(ROTARY_FACTORS, c.rope_size // 2) if self._has(ROTARY_FACTORS) else None
         self._native = _cpu.Decoder(
@@ -167,7 +167,7 @@ class Decoder:
     def _vector(self, name: str, size: int) -> Floats:
         tensor = self._tensor(name, (size,))
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
-        return np.ascontiguousarray(tensor, np.float32)
+        return np.array(tensor, np.float32, order="C")  # a copy: the native decoder keeps it
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
@@ -254,6 +254,14 @@ class Decoder:
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A copy. The original may be a view of a mapped file, and a running model reads no file that somebody overwrites."""
+    if not isinstance(tensor, QuantizedTensor):
+        return np.array(tensor)
+    storage = {name: np.array(array) for name, array in tensor.storage.items()}
+    return QuantizedTensor.owning(tensor.format, tensor.shape, tensor.group_size, storage, tensor.permutation)
 
 
 def _kind_of(matrix: Tensor) -> str:
