@@ -82,7 +82,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> None:
         calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        original(*arguments)
+        return original(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_write_piece", stop)
@@ -146,7 +146,7 @@ def test_an_input_that_changes_while_it_is_read_is_not_written(tmp_path, monkeyp
             os.utime(source, ns=(0, 0))
         elif len(calls) == 2:
             source.unlink()
-        original(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(engine, "_write_piece", changing)
     with pytest.raises(bf.CheckpointError, match="files that changed while they were read"):

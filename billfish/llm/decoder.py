@@ -257,7 +257,7 @@ class Decoder:
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """A copy. The original may be a view of a mapped file, and a running model reads no file that somebody overwrites."""
+    """A copy. The original may be a view of a mapped file, which somebody may overwrite while the model runs."""
     if not isinstance(tensor, QuantizedTensor):
         return np.array(tensor)
     storage = {name: np.array(array) for name, array in tensor.storage.items()}
