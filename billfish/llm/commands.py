@@ -15,7 +15,7 @@ from typing import TextIO
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.cache import Cache
-from billfish.llm.chat import Message
+from billfish.llm.chat import Message, start_process
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     chat = arguments.prompt is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
+    if not arguments.raw:
+        start_process()
     model = _load(arguments.model, arguments.quantize)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
