@@ -297,7 +297,9 @@ def test_an_input_that_changed_is_not_written(tmp_path, earlier):
 def test_an_output_that_somebody_made_meanwhile_is_not_replaced(tmp_path, folder):
     """Renaming would replace a file, or an empty folder."""
     out = tmp_path / "out"
-    plan = replace(output([], folder), is_current=lambda: (out.mkdir() if folder else out.write_text("mine"), True)[1])
+    plan = replace(
+        output([], folder), is_current=lambda: (out.mkdir(exist_ok=True) if folder else out.write_text("mine"), True)[1]
+    )
     with pytest.raises(bf.CheckpointError, match=r"File exists .* tensors are kept"):
         write("convert", out, plan)
     assert contents(out) == ({} if folder else b"mine")

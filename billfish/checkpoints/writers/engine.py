@@ -125,8 +125,7 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
     with _errors(call, out, output, partial, resumes=known == plan):
         _fill(call, output, progress, partial)
         if not output.is_current():
-            takes = "files that stay as they are until the end; start again"
-            raise SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+            raise _changed(call)
         if os.path.lexists(out):  # somebody made it since; renaming would put ours in its place
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
         finished = partial.output if output.folder else partial.output / output.files[0].name
@@ -140,6 +139,9 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
     try:
         yield
     except OSError as error:
+        if not output.is_current():  # such as a bad address, where a mapped file has become shorter
+            _discard(partial)
+            raise _changed(call) from None
         present = sum(_present(partial.output / file.name, file) for file in output.files)
         whole = min(present, len(partial.digests())) if output.continues else 0
         takes = "a place with room that can be written to"
@@ -167,6 +169,11 @@ def _discard(partial: Partial) -> None:
 
 def _refused(call: str, out: Path, error: OSError, takes: str) -> CheckpointError:
     return CheckpointError(complaint(call, str(out), f"{error.strerror or error} ({error.filename or out})", takes))
+
+
+def _changed(call: str) -> SourceChanged:
+    takes = "files that stay as they are until the end; start again"
+    return SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
 
 
 def _exists(call: str, out: Path) -> CheckpointError:
