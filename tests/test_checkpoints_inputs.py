@@ -179,8 +179,8 @@ except bf.CheckpointError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="what a mapped page of a file that was cut does")
 @pytest.mark.parametrize("way", ["copied", "computed"])
 def test_an_input_that_is_cut_while_it_is_read_makes_no_output(tmp_path, way):
-    """The system refuses to copy what is no longer there. To whoever computes with it, it sends SIGBUS, which no library
-    can turn into an error. The same command starts anew with what is whole again."""
+    """The system refuses to copy what is no longer there. To whoever computes with it, it sends SIGBUS, which a library
+    cannot turn into an error. The same command starts anew with what is whole again."""
     source = tmp_path / "in.safetensors"
     save_file({f"layers.{i}.weight": np.full((256, 1024), i, np.float32) for i in range(4)}, source)
     content = source.read_bytes()

@@ -24,6 +24,15 @@ def test_files_are_where_the_page_says(name):
         assert (ROOT / path).exists(), path
 
 
+def test_every_promise_has_a_test():
+    rows = re.findall(r"^\| .* \| (`tests/.*`) \|$", page("docs/reliability.md"), re.MULTILINE)
+    promises = re.findall(r"^\| (?!promise \||---)", page("docs/reliability.md").split("## The attack")[0], re.MULTILINE)
+    assert len(rows) == len(promises) > 30
+    for path, test in re.findall(r"`(tests/\w+\.py)::(\w+)`", "".join(rows)):
+        assert f"def {test}(" in page(path), f"{path}::{test}"
+    assert all(re.fullmatch(r"`tests/\w+\.py::\w+`", name) for row in rows for name in row.split(", "))
+
+
 def test_the_files_of_the_language_model_are_there():
     rows = re.findall(r"^\| (`.*?`) \|", page("docs/llm.md").split("## How it is built")[1], re.MULTILINE)
     files = [name for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
