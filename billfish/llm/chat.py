@@ -100,7 +100,8 @@ class TemplateProcess:
             with contextlib.suppress(OSError):  # it has ended
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
-                answer = self._process.stdout.readline()
+                line = self._process.stdout.readline()
+                answer = line if line.endswith(b"\n") else b""
         finally:
             if not answer:  # it has ended, or we were interrupted and nobody will wait for its answer
                 self._end()

@@ -95,7 +95,10 @@ def limits(request_bytes: int) -> Iterator[None]:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = MEMORY_BYTES + MEMORY_FACTOR * request_bytes
     allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
+    with contextlib.suppress(OSError, ValueError):  # a system that has no such limit
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, hard))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have ignored or blocked it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # then comes SIGPROF, which ends the process
     yield
     signal.setitimer(signal.ITIMER_PROF, 0)

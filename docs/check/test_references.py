@@ -25,12 +25,13 @@ def test_files_are_where_the_page_says(name):
 
 
 def test_every_promise_has_a_test():
-    rows = re.findall(r"^\| .* \| (`tests/.*`) \|$", page("docs/reliability.md"), re.MULTILINE)
-    promises = re.findall(r"^\| (?!promise \||---)", page("docs/reliability.md").split("## The attack")[0], re.MULTILINE)
-    assert len(rows) == len(promises) > 30
-    for path, test in re.findall(r"`(tests/\w+\.py)::(\w+)`", "".join(rows)):
-        assert f"def {test}(" in page(path), f"{path}::{test}"
-    assert all(re.fullmatch(r"`tests/\w+\.py::\w+`", name) for row in rows for name in row.split(", "))
+    text = page("docs/reliability.md").split("## The attack")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ") and line != "| promise | held by |"]
+    assert len(rows) > 30
+    for row in rows:
+        tests = row.strip("| ").split(" | ")[1].split(", ")
+        for path, test in (name.strip("`").split("::") for name in tests):
+            assert f"def {test}(" in page(path), f"{path}::{test}"
 
 
 def test_the_files_of_the_language_model_are_there():

@@ -182,13 +182,14 @@ def _exists(call: str, out: Path) -> CheckpointError:
 
 def _is_written(out: Path, output: Output, digests: Sequence[bytes]) -> bool:
     """Whether `out` is this output, to the byte."""
-    paths = [out / file.name if output.folder else out for file in output.files]
-    if _whole_pieces(output, paths, digests) < sum(len(file.pieces) for file in output.files):
-        return False
-    lengths = {path: file.ends()[-1] for path, file in zip(paths, output.files, strict=True)}
+    large = {out / file.name if output.folder else out: file for file in output.files}
     small = {out / name: content for name, content in output.small.items()}
-    return all(path.stat().st_size == length for path, length in lengths.items()) and all(
-        path.is_file() and path.read_bytes() == content for path, content in small.items()
+    sizes = {path: file.ends()[-1] for path, file in large.items()}
+    sizes |= {path: len(content) for path, content in small.items()}
+    return (
+        all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        and all(path.read_bytes() == content for path, content in small.items())
+        and _whole_pieces(output, list(large), digests) == sum(len(file.pieces) for file in output.files)
     )
 
 

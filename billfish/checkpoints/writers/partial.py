@@ -27,6 +27,7 @@ NOBODYS = ".DS_Store"  # macOS puts one into each folder that somebody looks at
 KINDS = {"plan.json": stat.S_ISREG, "digests": stat.S_ISREG, "output": stat.S_ISDIR, NOBODYS: stat.S_ISREG}
 MAX_PLAN_BYTES = 100_000_000  # a plan has some hundred bytes for each file of the output
 DIGEST_BYTES = 32
+MAX_DIGEST_BYTES = DIGEST_BYTES << 20  # of a million pieces
 
 Note = Callable[[bytes], object]  # called with the digest of each piece when it is written
 
@@ -88,7 +89,10 @@ class Partial:
 
     def digests(self) -> list[bytes]:
         """Of the pieces that are written."""
-        content = self._digests.read_bytes() if self._digests.exists() else b""
+        if not self._digests.exists():
+            return []
+        with self._digests.open("rb") as file:
+            content = file.read(MAX_DIGEST_BYTES)
         return [content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES)]
 
     @contextlib.contextmanager
