@@ -7,8 +7,9 @@ others are the float32 that `group_values` gives. Nothing is rounded on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +33,23 @@ Floats = NDArray[np.float32]
 
 @dataclass(eq=False)
 class Description:
-    """A tensor in terms of the kernel axes: codes uint8 [N, K]; scales, offsets [N, groups]; row scales float32 [N].
+    """A tensor [N, K] in terms of the kernel axes: scales, offsets [N, groups]; row scales float32 [N]; its codes.
 
-    codes: as bricks hold them, the format's own plus `shift`, modulo 256.
+    unpack: gives the format's own codes. Bricks hold these plus `shift`, modulo 256.
     """
 
     kind: Kind
-    codes: Codes
+    shape: tuple[int, int]
+    unpack: Callable[[], Codes]
     scales: NDArray[Any]
     offsets: NDArray[Any] | None
     row_scale: Floats
     shift: int = 0
+
+    @cached_property
+    def codes(self) -> Codes:
+        """As bricks hold them, uint8 [N, K]: where they are not read from the tensor's storage."""
+        return self.unpack() + np.uint8(self.shift)
 
 
 class CodeAxis(NamedTuple):
@@ -116,30 +123,29 @@ def describe(tensor: QuantizedTensor) -> Description:
     reason = why_not(format, tensor.group_size, k)
     if reason:
         raise FormatError(f"[cuda] {reason}")
-    planes = tensor.planes
+    planes, unpack = tensor.scale_planes, partial(format.unpack_codes, tensor.storage)
     with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
         scale, zero, minimum = format.group_values(planes)
     offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"
     axis = code_axis(format.element, offset != "NONE")
     assert axis is not None
-    codes = planes["codes"] + np.uint8(axis.shift)
     groups = GROUPS.get(tensor.group_size, 1)
-    bytewise = _byte_scales(format, planes, axis, groups) if offset == "NONE" else None
+    bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" else None
     if bytewise is not None:
         name, stored, row_scale = bytewise
         kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")
-        return Description(kind, codes, stored, None, row_scale)
+        return Description(kind, tensor.shape, unpack, stored, None, row_scale)
     added = zero if zero is not None else minimum
     if tensor.group_size not in GROUPS:  # a scale for several bricks: once for each
         index = np.arange(-(-k // BRICK)) * BRICK // tensor.group_size
         scale, added = scale[:, index], None if added is None else added[:, index]
     name, stored, offsets, row_scale = _float_scales(scale, added, offset)
     kind = Kind(axis.element, name, offset, groups, axis.middle, axis.table)
-    return Description(kind, codes, stored, offsets, row_scale, axis.shift)
+    return Description(kind, tensor.shape, unpack, stored, offsets, row_scale, axis.shift)
 
 
 def _byte_scales(
-    format: Format, planes: Planes, axis: CodeAxis, groups: int
+    format: Format, planes: Planes, unpack: Callable[[], Codes], axis: CodeAxis, groups: int
 ) -> tuple[str, NDArray[np.uint8], Floats] | None:
     """Scales that stay one byte, if this format's do and all of them are in range.
 
@@ -155,8 +161,8 @@ def _byte_scales(
         if codes.max() == 255:
             return None
         # Groups of zeros often have the smallest scale there is. Theirs may be any.
-        starts = np.arange(0, planes["codes"].shape[1], BRICK // groups)
-        empty = np.maximum.reduceat(planes["codes"] & 7, starts, axis=1) == 0
+        elements = unpack() & 7
+        empty = np.maximum.reduceat(elements, np.arange(0, elements.shape[1], BRICK // groups), axis=1) == 0
         largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
         exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:
