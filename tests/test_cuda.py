@@ -18,10 +18,11 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel, kernel_name
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
+from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, STAGES
 from billfish.backends.cuda.describe import describe
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.layers import PAGE
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
 from billfish.backends.cuda.weights import PLAIN, stored_codes
@@ -266,7 +267,8 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
-    known |= {"embed": "pppppppiiif", "rotate": "pppppppfiiii", "attend": "pppppiiii", "choose": "pipppp"}
+    known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
+    known |= {"gate": "pppi", "reorder": "pppi"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
 

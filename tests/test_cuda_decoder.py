@@ -14,8 +14,9 @@ import pytest
 
 import billfish as bf
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.decoder import CHOICE, DeviceDecoder, Layer, Matrix, Shape, captured, sent
+from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
 from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
+from billfish.backends.cuda.layers import CHOICE, Layer, Matrix, Shape
 from billfish.errors import BackendUnavailable
 from billfish.llm.sampling import Sampling, choose_token
 

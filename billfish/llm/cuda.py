@@ -11,7 +11,7 @@ import numpy as np
 
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend
-from billfish.backends.cuda.decoder import CHOICE, PAGE, DeviceDecoder, Step, captured, sent
+from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
 from billfish.backends.cuda.driver import (
     Pinned,
     check,
@@ -23,6 +23,7 @@ from billfish.backends.cuda.driver import (
     free_bytes,
     synchronize,
 )
+from billfish.backends.cuda.layers import CHOICE, PAGE, Step
 from billfish.errors import BackendUnavailable, BillfishError, DataError, complaint
 from billfish.llm.cache import Floats
 from billfish.llm.cuda_cache import CudaCache, PagePool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from threading import Lock
 
-from billfish.backends.cuda.decoder import PAGE, Shape
 from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes
+from billfish.backends.cuda.layers import PAGE, Shape
 from billfish.errors import BillfishError, ModelError, complaint
 from billfish.llm.cache import Cache
 from billfish.llm.config import Config

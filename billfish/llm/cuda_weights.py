@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from billfish.backends.cuda.decoder import Layer, Matrix, Shape, sent
+from billfish.backends.cuda.decoder import sent
 from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.driver import Buffer
+from billfish.backends.cuda.layers import Layer, Matrix, Shape
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.llm.config import embedding_scale
 from billfish.llm.tensors import ModelTensors, Tensor
