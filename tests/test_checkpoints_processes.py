@@ -25,10 +25,10 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks and signa
 
 def test_one_of_several_wins_and_the_others_say_who():
     """`make attack` has 500 rounds."""
-    row = races(30, seed=1)
+    row = races(12, seed=1)
     assert row.failures == []
-    assert (row.cases, row.accepted) == (30, 30)
-    assert row.refused > 30  # in some rounds there are three
+    assert (row.cases, row.accepted) == (12, 12)
+    assert row.refused > 12  # in some rounds there are three
 
 
 @pytest.mark.parametrize("earlier", ["", "s", "other"])
@@ -50,10 +50,10 @@ def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, ea
 
 def test_ended_at_random_the_last_run_ends_with_the_same_bytes():
     """`make attack` has 200 signals."""
-    row = kills(20, seed=1)
+    row = kills(12, seed=1)
     assert row.failures == []
-    assert row.cases >= 20
-    assert row.accepted > 3
+    assert row.cases >= 12
+    assert row.accepted > 0
 
 
 # ---- the lock -----------------------------------------------------------------------------------------------------
