@@ -211,5 +211,7 @@ def test_a_process_that_was_started_early_is_used():
 
 def test_no_process_is_an_error_of_ours(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(chat, "_started", [])
+    chat.start_process()
     with pytest.raises(bf.ModelError, match=r"no process to run it in \(.*No such file"):
         ChatTemplate("")

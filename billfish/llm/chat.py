@@ -138,4 +138,5 @@ _started: list[TemplateProcess] = []
 def start_process() -> None:
     """Start the process of the next template. Its imports take longer than anything else, and a model can load
     meanwhile."""
-    _started[:] = [TemplateProcess()]
+    with contextlib.suppress(TemplateFailed):  # which the template will tell
+        _started[:] = [TemplateProcess()]
