@@ -27,7 +27,7 @@ from billfish.errors import BackendUnavailable, FormatError, ShapeError, complai
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
-from billfish.ops import check_method
+from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatName, Method
 
 try:
@@ -209,7 +209,7 @@ class BillfishQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = {path: module for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
-        for layer in layers.values():
+        for layer in layers.values() if self.pre_quantized else ():
             for name, buffer in list(layer.named_buffers()):
                 if buffer.dtype == torch.uint32:  # as MLX writes words
                     layer.register_buffer(name, buffer.view(torch.int32))

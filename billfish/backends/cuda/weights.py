@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.backends.cuda.describe import describe
+from billfish.backends.cuda.describe import describe_planes
 from billfish.backends.cuda.driver import KernelLaunch, device, launcher, native, synchronize
 from billfish.backends.cuda.kind import Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
@@ -66,18 +66,24 @@ class DeviceWeights:
     @classmethod
     def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
         """Beside x in that place. Done when this returns, so that any stream may use the weights."""
-        description, room = describe(tensor), room_for(place)
-        kind, planes = description.kind, tensor.scale_planes
-        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
-        about = About(kind, tensor.shape, description.shift, specs)
-        down, along = brick_shape(*tensor.shape)
+        return cls.pack_planes(tensor.format, tensor.planes, tensor.group_size, place)
+
+    @classmethod
+    def pack_planes(cls, format: Format, planes: Planes, group_size: int, place: str) -> DeviceWeights:
+        """The same of planes, in CPU memory or (billfish.device_array) in that very place, which they do not leave."""
+        description, room = describe_planes(format, planes, group_size), room_for(place)
+        kind, (n, k) = description.kind, planes["codes"].shape
+        scales = {name: plane for name, plane in planes.items() if name != "codes"}
+        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in scales.items())
+        about = About(kind, (n, k), description.shift, specs)
+        down, along = brick_shape(n, k)
         with room.current():
             codes, groups = send(description.codes, room), send(group_parts(description), room)
             bricks = room.empty(down * along * kind.brick_bytes)
             row_scale = send(description.row_scale, room)
-            beside = tuple(send(plane, room) for plane in planes.values())
+            beside = tuple(send(plane, room) for plane in scales.values())
             launch, pointers = brick_kernel("pack", about, 128), map(address, (codes, groups, bricks))
-            launch(room.ordinal, room.stream, *pointers, *tensor.shape)
+            launch(room.ordinal, room.stream, *pointers, n, k)
             synchronize(room.stream)  # `codes` and `groups` must stay until the kernel has read them, too
         return cls(about, bricks, row_scale, beside)
 
