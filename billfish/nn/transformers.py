@@ -209,7 +209,7 @@ class BillfishQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = {path: module for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
-        for layer in layers.values() if self.pre_quantized else ():
+        for layer in layers.values():
             for name, buffer in list(layer.named_buffers()):
                 if buffer.dtype == torch.uint32:  # as MLX writes words
                     layer.register_buffer(name, buffer.view(torch.int32))
