@@ -212,7 +212,8 @@ class DeviceArray(NDArrayOperatorsMixin):
             raise missing(f"{name} of {self.dtype}")
         if axis is None:
             return self.dtype.type(getattr(self.tensor, name)().item())
-        return DeviceArray(getattr(self.tensor, name)(dim=axis, keepdim=keepdims), self.dtype)
+        reduced = getattr(self.tensor, name)(dim=axis, keepdim=keepdims)
+        return DeviceArray(reduced.to(self.tensor.dtype), self.dtype)  # torch adds up integers in 64 bits
 
     # ---- NumPy's functions ------------------------------------------------------------------------------------------
 

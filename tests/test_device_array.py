@@ -31,6 +31,9 @@ ALL = [*bf.FORMATS.values(), *(format() for format in FOREIGN)]
 EVERY_FORMAT = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 
 
+PECULIAR = 14  # rows of weights_of(), before the ordinary ones
+
+
 def weights_of(format: Format) -> np.ndarray:
     """37 rows: what can be rounded in two ways, zeros of both signs, and numbers of very different sizes."""
     k, rng = 256 + format.block_size, np.random.default_rng(0)
@@ -49,6 +52,18 @@ def weights_of(format: Format) -> np.ndarray:
     w[12] *= 1e-38
     w[13] *= 1e4
     return w
+
+
+def assert_as_good(found: np.ndarray, expected: np.ndarray, ordinary: int) -> None:
+    """Errors of rows. Where two scales are equally good, one row may fare better with one of them: not many rows do."""
+    assert (found <= 1.02 * expected).all()
+    norm, least = (np.sqrt((errors[-ordinary:] ** 2).sum()) for errors in (found, expected))
+    assert norm <= 1.001 * least
+
+
+def storable_weights_of(format: Format) -> np.ndarray:
+    """Without groups that have nothing below zero, whose scale is infinite in two of the foreign formats."""
+    return weights_of(format)[PECULIAR:] if format.name in ("two_bit_words", "scaled_u4") else weights_of(format)
 
 
 def on_device(w: np.ndarray) -> DeviceArray:
@@ -104,7 +119,7 @@ def test_search_has_the_error_of_numpy(format):
             found = error_of(format, planes, group_size, w)
             held = np.isfinite(expected)
             assert (np.isfinite(found) == held).all()
-            assert (found[held] <= 1.001 * expected[held]).all()
+            assert_as_good(found[held], expected[held], len(w) - PECULIAR)
 
 
 def test_rows_go_in_slices(monkeypatch):
@@ -164,7 +179,7 @@ def quantized_there(w: np.ndarray, format: Any, method: str = "rtn", **options: 
 
 @EVERY_FORMAT
 def test_storage_is_that_of_numpy(fake, format):
-    w = weights_of(format)[14:] if format.element.low == 0 else weights_of(format)  # without a scale that overflows
+    w = storable_weights_of(format)
     for options in options_of(format):
         expected = bf.quantize(w, format, method="rtn", **options)
         q = quantized_there(w, format, **options)
@@ -290,6 +305,11 @@ def test_functions_of_several_arrays():
     assert_same_bits(np.clip(there, -0.5, 1).numpy(), np.clip(a, np.float32(-0.5), np.float32(1)))
     assert np.array_equal(there, on_device(a))
     assert not np.array_equal(there, on_device(-a))
+    codes = np.arange(200, 256, dtype=np.uint8).reshape(7, 8)
+    for dtype in (None, np.int32, np.float32):
+        total = on_device(codes).sum(axis=1, dtype=dtype).numpy()
+        assert total.dtype == (np.int64 if dtype is None else dtype)
+        np.testing.assert_array_equal(total, codes.sum(axis=1, dtype=dtype))
     assert there.max() == a.max()
     assert isinstance(there.max(), np.float32)
     index = np.array([[2, 0]])
