@@ -218,8 +218,6 @@ class DeviceArray(NDArrayOperatorsMixin):
     # ---- NumPy's functions ------------------------------------------------------------------------------------------
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **settings: Any) -> Any:
-        if method == "reduce":
-            return self._fold(ufunc, settings.get("axis", 0))
         if method != "__call__" or settings or (ufunc not in UFUNCS and ufunc is not np.ldexp):
             raise missing(f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}"))
         asked = [_type_of(x) for x in inputs]
@@ -245,13 +243,6 @@ class DeviceArray(NDArrayOperatorsMixin):
         if function not in FUNCTIONS:
             raise missing(f"numpy.{function.__name__}")
         return FUNCTIONS[function](*args, **settings)
-
-    def _fold(self, ufunc: np.ufunc, axis: int) -> Any:
-        first, *others = self.tensor.unbind(axis)
-        folded: Any = DeviceArray(first, self.dtype)
-        for other in others:
-            folded = ufunc(folded, DeviceArray(other, self.dtype))
-        return folded
 
     def _operand(self, value: Any, dtype: np.dtype[Any]) -> Any:
         """A tensor beside this one.

@@ -33,12 +33,7 @@ def quantize_matrix(
     format.check_k(call, k)
     group_size = format.check_group_size(call, group_size, k)
     options = format.check_options(call, options)
-    finite = np.isfinite(w)
-    if not finite.all():
-        where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise DataError(
-            complaint(call, argument, f"{float(w[where])} at row {where[0]}, k {where[1]}", "finite numbers")
-        )
+    _check_finite(call, argument, w)
     planes = format.quantize(w, group_size, method, **options)
     for name, plane in planes.items():
         if plane.dtype.kind == "f" and not np.isfinite(plane).all():
@@ -47,6 +42,14 @@ def quantize_matrix(
     if isinstance(w, DeviceArray):
         return _packed_there(format, planes, group_size, options)
     return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
+
+
+def _check_finite(call: str, argument: str, w: Any) -> None:
+    finite = np.isfinite(w)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        got = f"{float(w[where])} at row {where[0]}, k {where[1]}"
+        raise DataError(complaint(call, argument, got, "finite numbers"))
 
 
 def _packed_there(format: Format, planes: Planes, group_size: int, options: dict[str, str]) -> QuantizedTensor:

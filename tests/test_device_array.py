@@ -337,6 +337,8 @@ def test_what_is_not_there_is_said():
         quantized_there(w, Sorting())
     with pytest.raises(bf.DTypeError, match=r"an array on cpu.*takes w\.cpu\(\)"):
         quantized_there(w, Reading())
+    with pytest.raises(bf.FormatError, match=r"numpy\.add\.accumulate"):
+        np.add.accumulate(on_device(w))
     with pytest.raises(bf.FormatError, match=r"numpy\.greater of uint32"):
         _ = on_device(np.arange(3, dtype=np.uint32)) > np.uint32(1)
     assert "float32 [4, 64] on cpu" in repr(on_device(w))
