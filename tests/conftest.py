@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import billfish as bf
+
+os.environ["BILLFISH_DEVICE"] = "cpu"  # where models run, beside a GPU too, unless a test says otherwise
 
 REAL_TENSORS = ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.ffn_down.weight", "blk.29.ffn_up.weight")
 

@@ -137,7 +137,7 @@ class FakeDriver:
             assert grid[0] == np.prod(brick_shape(n, k))
             if source == "pack.cu":
                 groups, bricks = map(self.at, others[:2])
-                codes = pack_codes(kind, self.at(first)[: n * k].reshape(n, k))
+                codes = pack_codes(kind, read_codes(self.at(first), macros, n, k))
                 parts = np.concatenate([codes, groups.reshape(*codes.shape[:2], -1)], axis=2)
                 blocks = [parts[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(parts), 8)]
                 bricks[:] = np.concatenate(blocks)
@@ -145,6 +145,28 @@ class FakeDriver:
                 parts = split(kind, self.live[first], n, k)[..., : kind.code_bytes]
                 codes = unpack_codes(kind, parts, n, k) - np.uint8(values[4])
                 self.live[others[0]][: n * k] = codes.ravel()
+
+
+def read_codes(data: np.ndarray, macros: dict[str, str], n: int, k: int) -> np.ndarray:
+    """Codes [n, k] as pack.cu finds them."""
+    column = np.arange(k)
+    if "WORD_BITS" in macros:
+        bits = int(macros["WORD_BITS"])
+        words = data[: n * k * bits // 8].view(np.uint32).reshape(-1, n)[column // (32 // bits)].T
+        codes = words >> (column % (32 // bits) * bits).astype(np.uint32) & np.uint32(2**bits - 1)
+    elif "BLOCK" in macros:
+        block, block_bytes = int(macros["BLOCK"]), int(macros["BLOCK_BYTES"])
+        rows = data[: n * k // block * block_bytes].reshape(n, -1)
+        codes, at, i = np.zeros((n, k), np.uint8), 0, column % block
+        for field in macros["FIELDS"].strip("{}").split("}, {"):
+            offset, run, bits = map(int, field.split(","))
+            together = run * (8 // bits)
+            read = rows[:, column // block * block_bytes + offset + i // together * run + i % run]
+            codes |= (read >> (i % together // run * bits).astype(np.uint8) & np.uint8(2**bits - 1)) << np.uint8(at)
+            at += bits
+    else:
+        return data[: n * k].reshape(n, k)
+    return (codes + int(macros["SHIFT"]) & 255).astype(np.uint8)
 
 
 class NativeLaunch:

@@ -110,8 +110,29 @@ extern "C" void unpack_{number}(const uint8_t* bricks, uint8_t* codes, int n, in
 """
 
 
-def compiled(kinds: Sequence[Kind]) -> ctypes.CDLL:
-    """decode.cuh's elements, and dequantize_i, pack_i, unpack_i for each of `kinds`; Table4 has the table of one."""
+def of_storage(number: int, macros: dict[str, str]) -> str:
+    """pack.cu, for codes that lie as `macros` say."""
+    code = "uint16_t" if macros.get("CODE") == "u16" else "uint8_t"
+    defined = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    undefined = "".join(f"#undef {name}\n" for name in ("TABLE", "MIDDLE", "TYPE", "CODE", *macros))
+    return f"""
+{defined}
+namespace reading_{number} {{
+#include "pack.cu"
+}}
+{undefined}
+extern "C" void read_{number}(const uint8_t* codes, const uint8_t* groups, uint8_t* bricks, int n, int k) {{
+  launch((k + 127) / 128 * ((n + 15) / 16), 32, 0,
+         [=] {{ reading_{number}::marlin_pack((const {code}*)codes, groups, bricks, n, k); }});
+}}
+"""
+
+
+def compiled(kinds: Sequence[Kind], readings: Sequence[dict[str, str]]) -> ctypes.CDLL:
+    """decode.cuh's elements, and dequantize_i, pack_i, unpack_i for each of `kinds`; Table4 has the table of one.
+
+    readings: the macros of read_i, which is pack.cu for codes as files have them.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -120,6 +141,7 @@ def compiled(kinds: Sequence[Kind]) -> ctypes.CDLL:
     files |= {name: (EMULATED / name).read_text() for name in ("ptx.h", "decode_elements.cpp")}
     files["elements.cpp"] = f'#define TABLE {table}\n#include "decode_elements.cpp"\n'
     files["kinds.cpp"] = '#include "ptx.h"\n' + "".join(of_kind(*each) for each in enumerate(kinds))
+    files["readings.cpp"] = '#include "ptx.h"\n' + "".join(of_storage(*each) for each in enumerate(readings))
     command = [
         compiler,
         "-std=c++17",
@@ -130,6 +152,7 @@ def compiled(kinds: Sequence[Kind]) -> ctypes.CDLL:
         "-shared",
         "elements.cpp",
         "kinds.cpp",
+        "readings.cpp",
     ]
 
     def compile_to(path: Path) -> None:

@@ -18,12 +18,14 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
 from billfish.backends.cuda.compile import compile_fresh, compile_kernel, kernel_name
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
+from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, STAGES
 from billfish.backends.cuda.describe import describe
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.layers import PAGE
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
+from billfish.backends.cuda.weights import PLAIN, stored_codes
 from billfish.format import FORMATS
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448 - 1024)
@@ -162,15 +164,39 @@ def test_reading_compiles_for_every_architecture(arch):
 @pytest.mark.parametrize("type", ["F16", "BF16"])
 def test_the_decoders_kernels_compile_without_spills(arch, type):
     for head, pairs in ((64, 32), (128, 64), (256, 128), (96, 24)):
-        rotate = {"HEAD": head, "PAIRS": pairs, "ADJACENT": int(head == 64), "NORMED": int(head == 128)}
+        rotate = {
+            "HEAD": head,
+            "PAIRS": pairs,
+            "ADJACENT": int(head == 64),
+            "NORMED": int(head == 128),
+            "ROWS": 1 + head % 3,
+        }
         resources("rotate.cu", {"TYPE": type} | {name: str(value) for name, value in rotate.items()}, arch)
         for few, warps in ((1, FEW_WARPS), (0, MANY_WARPS)):
             attend = {"HEAD": head, "GROUP": 4, "WARPS": warps, "STAGES": STAGES, "FEW": few}
             macros = {"TYPE": type} | {name: str(value) for name, value in attend.items()}
             assert resources("attend.cu", macros, arch) * warps * 32 <= 65536
     resources("normalize.cu", {"TYPE": type, "HIDDEN": "4096", "THREADS": "512", "ADD": "1"}, arch)
-    resources("choose.cu", {"THREADS": "256"}, arch)
-    resources("embed.cu", SAMPLES[0].macros(), arch)
+    resources("gate.cu", {"TYPE": type, "GATE": "SILU"}, arch)
+    for name in ("choose.cu", "reorder.cu"):
+        resources(name, {}, arch)
+    for kind in (SAMPLES[0], PLAIN):
+        resources("embed.cu", kind.macros(), arch)
+
+
+@pytest.mark.parametrize("m", [1, 8, 64, 512, 2048])
+def test_products_with_plain_weights_compile_without_spills(m):
+    launch = chosen(product(PLAIN, m, 4096, bfloat16=m == 64), H200).launch
+    resources(launch.source, dict(launch.macros), "sm_90a")
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q5_1", "q6_k", "q8_0", "u4b8", "fp4"])
+def test_packing_from_storage_compiles(format):
+    q = bf.quantize(np.ones((16, 256), np.float32), format)
+    about = describe(q)
+    stored = stored_codes(q, about.shift)
+    assert stored is not None
+    resources("pack.cu", about.kind.macros() | stored[1], "sm_90a")
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
@@ -241,7 +267,8 @@ def test_pages_are_what_the_kernels_take_them_for():
 
 def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
-    known |= {"embed": "pppppppiiif", "rotate": "pppppppfiiii", "attend": "pppppiiii", "choose": "pipppp"}
+    known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
+    known |= {"gate": "pppi", "reorder": "pppi"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
 

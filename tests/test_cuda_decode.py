@@ -16,11 +16,27 @@ import billfish as bf
 from billfish.backends.cuda.describe import Description, describe
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import group_parts, pack, pack_codes, split, unpack_codes
+from billfish.backends.cuda.weights import PLAIN, stored_codes
 from billfish.elements import FP4
 
 ELEMENTS = ("Int4", "Int8", "E2M1", "Table4")
 TYPES = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-KINDS = all_kinds(wild=True)
+KINDS = [*all_kinds(wild=True), PLAIN]
+STORAGES = storages()
+
+
+def reading(q: bf.QuantizedTensor) -> dict[str, str] | None:
+    """The macros by which pack.cu reads a tensor's codes from its storage."""
+    about = describe(q)
+    stored = stored_codes(q, about.shift)
+    return None if stored is None else {**about.kind.macros(), **stored[1]}
+
+
+# Of all formats, those that pack.cu reads as they are; then plain weights.
+READINGS = [
+    *{str(macros): macros for case in STORAGES if (macros := reading(make(*case))) is not None}.values(),
+    {**PLAIN.macros(), "CODE": "u16"},
+]
 TABLE = next(kind.table for kind in KINDS if kind.table)
 element_and_type = pytest.mark.parametrize(
     ("element", "type"), [(element, type) for element in ELEMENTS for type in TYPES]
@@ -39,7 +55,7 @@ class Constants(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return compiled(KINDS)
+    return compiled(KINDS, READINGS)
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
@@ -238,7 +254,7 @@ def dequantized(library: ctypes.CDLL, about: Description) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize(("name", "size", "option", "wild"), storages())
+@pytest.mark.parametrize(("name", "size", "option", "wild"), STORAGES)
 def test_no_format_loses_a_bit_on_the_way_to_bricks_and_back(library, name, size, option, wild):
     q = make(name, size, option, wild)
     about = describe(q)
@@ -248,6 +264,11 @@ def test_no_format_loses_a_bit_on_the_way_to_bricks_and_back(library, name, size
     packed_there = np.full_like(bricks, 0xAA)
     call(library, f"pack_{KINDS.index(about.kind)}", about.codes, group_parts(about), packed_there, *q.shape)
     assert (packed_there == bricks).all()
+    if macros := reading(q):
+        packed_there[:] = 0xAA
+        held = np.ascontiguousarray(stored_codes(q, about.shift)[0])
+        call(library, f"read_{READINGS.index(macros)}", held, group_parts(about), packed_there, *q.shape)
+        assert (packed_there == bricks).all()
     codes = np.full(q.shape, 0xAA, np.uint8)
     call(library, f"unpack_{KINDS.index(about.kind)}", bricks, codes, *q.shape, about.shift)
     assert (codes == q.planes["codes"]).all()
@@ -255,12 +276,24 @@ def test_no_format_loses_a_bit_on_the_way_to_bricks_and_back(library, name, size
     assert (unpack_codes(about.kind, parts, *q.shape) == about.codes).all()
 
 
+def test_plain_weights_keep_their_bits(library):
+    """All 65,536 patterns of float16."""
+    w = ALL_HALVES.reshape(64, 1024)
+    bricks = np.full(4 * 8 * PLAIN.brick_bytes, 0xAA, np.uint8)
+    ones = np.ones((4 * 8, 16), np.float16).view(np.uint8)
+    call(library, f"read_{len(READINGS) - 1}", w, ones, bricks, *w.shape)
+    out = np.full(w.shape, np.nan, np.float32)
+    call(library, f"dequantize_{len(KINDS) - 1}", bricks, np.ones(64, np.float32), out, *w.shape)
+    with np.errstate(invalid="ignore"):  # NaN that signal
+        assert_same_bits(out, w.astype(np.float32))
+
+
 def test_all_codes_with_all_float16_scales(library):
     """The 65,536 patterns, infinities and NaN included. How a scale is decoded does not depend on the element."""
     kind = Kind("E2M1", "ScaleF16", "NONE", 8)
     scales = ALL_HALVES.reshape(16, 4096)
     codes = np.tile(np.arange(16, dtype=np.uint8), (16, 4096))
-    about = Description(kind, codes, scales, None, np.ones(len(codes), np.float32))
+    about = Description(kind, codes.shape, lambda: codes, scales, None, np.ones(len(codes), np.float32))
     with np.errstate(all="ignore"):
         exact = FP4.values[codes] * np.repeat(scales, 16, axis=1).astype(np.float32)
     assert_same_bits(dequantized(library, about), exact)

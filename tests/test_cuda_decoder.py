@@ -14,9 +14,11 @@ import pytest
 
 import billfish as bf
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.decoder import DeviceDecoder, Layer, Shape, captured, sent
+from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
 from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
+from billfish.backends.cuda.layers import CHOICE, Layer, Matrix, Shape
 from billfish.errors import BackendUnavailable
+from billfish.llm.sampling import Sampling, choose_token
 
 try:
     device()
@@ -72,10 +74,12 @@ class Model:
         layers = []
         for w in self.layers:
             norms = [None if v is None else sent(v, 0) for v in w[:5]]
-            packed = [DeviceWeights.pack(q, "cpu") for q in w[5:]]
-            layers.append(Layer(norms[0], norms[1], *packed, norms[4], norms[2], norms[3]))
-        packed = [DeviceWeights.pack(q, "cpu") for q in (self.embedding, self.head)]
-        self.decoder = DeviceDecoder(s, layers, *packed, sent(self.last_norm, 0), bfloat16=bfloat16)
+            qkv, o, gate_up, down = (DeviceWeights.pack(q, "cpu") for q in w[5:])
+            products = (Matrix(qkv, norms[4]),), Matrix(o), (Matrix(gate_up),), Matrix(down)
+            layers.append(Layer(norms[0], norms[1], *products, norms[2], norms[3]))
+        embedding, head = (DeviceWeights.pack(q, "cpu") for q in (self.embedding, self.head))
+        last_norm = sent(self.last_norm, 0)
+        self.decoder = DeviceDecoder(s, layers, embedding, Matrix(head), last_norm, bfloat16=bfloat16)
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
         """[tokens, vocabulary], in float64."""
@@ -219,6 +223,43 @@ def test_prompts_and_tokens_get_the_oracles_scores(case):
             moved = np.empty(count, np.int32)
             copy_out(moved, step.at("positions"), stream)
             assert (moved == positions + 1).all()
+
+
+def choose(scores: np.ndarray, samplings: list[Sampling], random: np.ndarray) -> np.ndarray:
+    """The tokens that choose.cu takes for rows of scores."""
+    rows, vocabulary = scores.shape
+    model = Model(replace(SHAPE, vocabulary=vocabulary), "q4_0", False, False)
+    with current(0):
+        step = model.decoder.step(rows, rows, PAGES, rows)
+        how = np.zeros(rows, CHOICE)
+        for i, sampling in enumerate(samplings):
+            how[i] = sampling.temperature, sampling.top_p, sampling.top_k, 0, random[i]
+        copy_in(step.at("scores"), scores, 0)
+        copy_in(step.at("choices"), how, 0)
+        model.decoder.choose(0, step, rows)
+        tokens = np.empty(rows, np.int32)
+        copy_out(tokens, step.at("tokens"), 0)
+    return tokens
+
+
+@pytest.mark.parametrize("vocabulary", [7, 1000, 32003])
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_tokens_are_drawn_as_on_the_cpu(rows, vocabulary):
+    """All but those whose random number is within the rounding of a power from a token's end."""
+    rng = np.random.default_rng(rows + vocabulary)
+    scores = (rng.standard_normal((rows, vocabulary)) * 3).astype(np.float32)
+    scores[:, ::3] = np.rint(scores[:, ::3])  # some are equal
+    options = {"temperature": (0.0, 0.3, 1.0, 5.0), "top_k": (0, 1, 2, 40, 10**6), "top_p": (1.0, 0.95, 0.5, 1e-9)}
+    samplings = [Sampling(**{name: rng.choice(values).item() for name, values in options.items()}) for _ in range(rows)]
+    random = rng.random(rows)
+    near = []
+    for row, how, number in zip(scores, samplings, random, strict=True):
+        tried = {choose_token(row, how, min(max(0.0, number + d), 1 - 1e-12)) for d in (-1e-5, 0, 1e-5)}
+        looser = [replace(how, top_p=min(1.0, how.top_p * f)) for f in (1 - 1e-5, 1 + 1e-5)]
+        near.append(tried | {choose_token(row, other, number) for other in looser})
+    chosen = choose(scores, samplings, random)
+    assert all(int(token) in allowed for token, allowed in zip(chosen, near, strict=True))
+    assert sum(len(allowed) > 1 for allowed in near) <= 0.05 * rows + 1
 
 
 def test_scores_that_are_no_numbers_choose_a_token():

@@ -10,12 +10,12 @@ from foreign_formats import FOREIGN
 from support import assert_same_bits, gaussian, random_storage
 
 import billfish as bf
-from billfish.backends.cpu.structure import CODE_LAYOUTS, structure_of
 from billfish.elements import E2M1, U2, U4, Element, Table
 from billfish.format import FORMATS, GroupValues, Planes
 from billfish.formats.fp4 import Mxfp4
 from billfish.formats.ggml import MinimumBlock, ScaledBlock
 from billfish.formats.kquants import Q3_K, Q4_K
+from billfish.formats.structure import CODE_LAYOUTS, structure_of
 from billfish.formats.words import ScaledWordFormat
 
 

@@ -18,8 +18,8 @@ from billfish.backends.cpu import _cpu
 from billfish.checkpoints.gguf import ggml_names
 from billfish.elements import U4B8
 from billfish.formats.words import ScaledWordFormat
-from billfish.llm import Cache, Model, load
-from billfish.llm.generation import CHUNK
+from billfish.llm import Model, load
+from billfish.llm.cpu import CpuDecoder
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
 
@@ -92,7 +92,7 @@ def test_linear_scaling_and_frequency_factors(path_of, tmp_path):
 
 def test_tokens_one_by_one_give_what_all_at_once_give(path_of):
     model = load(path_of(MODELS["qwen3"]))
-    cache = Cache(model.config, 16)
+    cache = model.decoder.cache(16)
     rows = [model.decoder.run([(cache, [token])], "exact") for token in TOKENS]
     assert cache.tokens == TOKENS
     assert cache.capacity >= len(TOKENS)
@@ -101,9 +101,9 @@ def test_tokens_one_by_one_give_what_all_at_once_give(path_of):
 
 
 def test_a_long_prompt_goes_in_chunks(path_of):
-    small = Small(context=4 * CHUNK)
+    small = Small(context=4 * CpuDecoder.chunk)
     model = load(path_of(small))
-    tokens = np.random.default_rng(0).integers(4, 260, 2 * CHUNK + 37).tolist()
+    tokens = np.random.default_rng(0).integers(4, 260, 2 * CpuDecoder.chunk + 37).tolist()
     assert close(model.logits(tokens), Oracle(path_of(small)).logits(tokens), 2e-5)
 
 
@@ -114,12 +114,12 @@ def test_texts_of_a_batch_get_the_bits_they_get_alone(path_of):
 
 def check_batch(model: Model, texts: list[list[int]], activations: str) -> None:
     """The next token of each text gets the same bits alone and beside the others."""
-    caches = [Cache(model.config) for _ in texts]
+    caches = [model.cache() for _ in texts]
     for cache, text in zip(caches, texts, strict=True):
         model.decoder.run([(cache, text)], activations)
     together = model.decoder.run([(cache, [7]) for cache in caches], activations)
     for text, row in zip(texts, together, strict=True):
-        cache = Cache(model.config)
+        cache = model.cache()
         model.decoder.run([(cache, text)], activations)
         assert_same_bits(model.decoder.run([(cache, [7])], activations)[0], row)
 
@@ -146,7 +146,7 @@ def test_huge_scores_do_not_overflow(path_of):
     weights = path_of.weights(small)
     assert weights["blk.0.attn_q_norm.weight"].max() < 3
     model = load(path)
-    cache = Cache(model.config)
+    cache = model.cache()
     model.decoder.run([(cache, TOKENS)], "exact")
     cache.keys[...] *= np.float32(1e4)
     assert np.isfinite(model.decoder.run([(cache, [5])], "exact")).all()
@@ -299,7 +299,7 @@ def test_a_matrix_of_another_type_is_refused(path_of):
         with pytest.raises(bf.ModelError) as caught:
             load(path, convert=lambda _, tensor, dtype=dtype: tensor.astype(dtype))
         assert str(caught.value) == (
-            f"[llm.load] blk.0.attn_q.weight: got {np.dtype(dtype)} weights; "
+            f"[llm.load] token_embd.weight: got {np.dtype(dtype)} weights; "
             "takes quantized ones, float32, float16 or bfloat16"
         )
 

@@ -187,7 +187,7 @@ def test_tensors_are_packed_some_at_a_time(tmp_path, monkeypatch):
     """A model that is larger than a batch gives the same numbers, and its plain matrices are gone one by one."""
     write_random(tmp_path, "llama")
     whole = load(tmp_path, quantize="q8_0").logits(TOKENS)
-    monkeypatch.setattr("billfish.llm.decoder.BATCH_BYTES", 40_000)
+    monkeypatch.setattr("billfish.llm.cpu.BATCH_BYTES", 40_000)
     sizes = []
     backend = type(bf.BACKENDS["cpu"])
     pack_all = backend.pack_all

@@ -19,8 +19,9 @@ from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
 from billfish.cli import main, parser
 from billfish.llm import commands, evaluate, load
+from billfish.llm.cpu import CpuDecoder
 from billfish.llm.model import Model
-from billfish.llm.sampling import Sampler, Sampling, best_of
+from billfish.llm.sampling import Sampler, Sampling, _kept, best_of
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +140,12 @@ def test_only_the_best_are_drawn(how, allowed):
 
 
 def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
-    sampler = Sampler(Sampling(temperature=1, top_p=0.9))
-    assert len(sampler._candidates(np.ones(5000))) == 4500
-    assert best_of(np.array([1.0, 3.0, 3.0, 2.0]), 3).tolist() == [1, 2, 3]
+    kept = _kept(np.full(5000, 1000, np.uint64), Sampling(temperature=1, top_p=0.9))
+    assert np.array_equal(kept, np.arange(5000) < 4500)
+    assert best_of(np.array([1, 3, 3, 2], np.uint64), 3).tolist() == [1, 2, 3]
+    many = np.random.default_rng(0).integers(0, 5, 3000).astype(np.uint64)
+    for count in (1, 10, 700, 3000):
+        assert best_of(many, count).tolist() == sorted(range(3000), key=lambda i: (-int(many[i]), i))[:count]
 
 
 @pytest.mark.parametrize(
@@ -341,4 +345,4 @@ def test_one_default_of_activations_for_answers_and_evaluation():
     defaults = {inspect.signature(call).parameters["activations"].default for call in (evaluate, Model.generate)}
     for command in (["run"], ["eval", "--text", "a"]):
         defaults.add(parser().parse_args(command).activations)
-    assert defaults == {"q16"}
+    assert (defaults, CpuDecoder.usual) == ({None}, "q16")

@@ -10,7 +10,7 @@ import billfish as bf
 from billfish.backends.cpu import CpuBackend, _as_bytes, _cpu
 from billfish.backends.cpu.axes import layout_of
 from billfish.backends.cpu.source import codes_of
-from billfish.backends.cpu.structure import structure_of
+from billfish.formats.structure import structure_of
 
 SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
 LONG_BLOCKS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")

@@ -2,75 +2,51 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from threading import RLock
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cpu import _cpu
 from billfish.llm.config import Config
 
 Floats = NDArray[np.float32]
 
 
-class Cache:
+class Cache(ABC):
     """Keys and values of one text, for all layers. `tokens` are the ones whose keys and values are in it.
 
-    It belongs to the model that made it. Generations may share it, also in several threads: each brings it to its own
-    text before a step, and holds `lock` meanwhile. A text that another generation has replaced is fed again.
+    A model's `cache()` makes one, and it is that model's alone. Generations may share it, also in several threads: each
+    brings it to its own text before a step, and holds `lock` meanwhile. A text that another generation has replaced is
+    fed again.
     """
 
-    def __init__(self, config: Config, capacity: int = 256) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
         self.lock = RLock()
         self.tokens: list[int] = []
-        # One attribute for both: whatever interrupts `reserve`, they are of one capacity.
-        self._keys_and_values = self._room(capacity)
-
-    def _room(self, capacity: int) -> tuple[Floats, Floats]:
-        c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
-        keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
-        return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)
 
     @property
-    def keys(self) -> Floats:
-        """[layers, heads, blocks, head size, KEY_BLOCK]: positions are innermost, as the kernel reads them."""
-        return self._keys_and_values[0]
-
-    @property
-    def values(self) -> Floats:
-        """[layers, heads, positions, head size]."""
-        return self._keys_and_values[1]
-
-    @property
+    @abstractmethod
     def capacity(self) -> int:
         """How many positions there is room for."""
-        return self.values.shape[2]
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
 
+    @abstractmethod
     def reserve(self, positions: int) -> None:
-        """Make room, doubling, so that a long text is not copied at every token."""
-        with self.lock:
-            if positions <= self.capacity:
-                return
-            keys, values = self._room(max(positions, min(2 * self.capacity, self.config.context)))
-            keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
-            self._keys_and_values = keys, values
+        """Make room for so many positions."""
 
+    @abstractmethod
     def copy(self) -> Cache:
         """Another one that holds the same: a conversation can go on in two ways."""
-        with self.lock:
-            other = Cache(self.config, 0)
-            other._keys_and_values = self.keys.copy(), self.values.copy()
-            other.tokens = list(self.tokens)
-        return other
 
-    __copy__ = copy
+    def __copy__(self) -> Cache:
+        return self.copy()
 
     def __deepcopy__(self, memo: Any) -> Cache:
         return self.copy()

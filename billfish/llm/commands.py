@@ -28,11 +28,11 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def _load(path: str | None, quantize: str | None = None) -> Model:
+def _load(path: str | None, device: str, quantize: str | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
-        return load(path, quantize=quantize)
+        return load(path, device=device, quantize=quantize)
     finally:
         gc.enable()
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     chat = arguments.prompt is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
-    model = _load(arguments.model, arguments.quantize)
+    model = _load(arguments.model, arguments.device, arguments.quantize)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
         raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
@@ -117,7 +117,7 @@ def print_rates(answer: Generation, model: Model, out: TextIO, first_token: floa
     ]
     if first_token is not None:
         facts.append(f"first token after {first_token:.2f} s")
-    facts.append(f"{model.decoder.kernels}, {_cpu.threads()} threads")
+    facts.append(model.decoder.about)
     if answer.finished == "context":
         facts.append(f"stopped: the context of {model.config.context} tokens is full")
     print(Style(out)(" · ".join(facts), "dim"), file=out)
@@ -206,8 +206,8 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         text = Path(arguments.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = _load(arguments.model, arguments.quantize)
-    against = None if arguments.against is None else _load(arguments.against)
+    model = _load(arguments.model, arguments.device, arguments.quantize)
+    against = None if arguments.against is None else _load(arguments.against, arguments.device)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
     found = evaluate(
         model,
@@ -217,14 +217,15 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         window=arguments.window,
         progress=True,
     )
+    activations = arguments.activations or model.decoder.usual or "float16"
     if arguments.json:
-        about = {"model": model.config.name, "activations": arguments.activations, "window": arguments.window}
+        about = {"model": model.config.name, "activations": activations, "window": arguments.window}
         record = {"tokens": found.tokens, "loss": found.loss, "loss_error": found.loss_error}
         print(json.dumps({**about, **record, "perplexity": found.perplexity, "divergence": found.divergence,
                           "same_best": found.same_best}))  # fmt: skip
         return
     spread = found.perplexity * found.loss_error
-    print(f"perplexity     {found.perplexity:.3f} ± {spread:.3f}   ({found.tokens} tokens, {arguments.activations})")
+    print(f"perplexity     {found.perplexity:.3f} ± {spread:.3f}   ({found.tokens} tokens, {activations})")
     if found.divergence is not None and found.same_best is not None:
         print(f"KL divergence  {found.divergence:.3g} nats from {Path(arguments.against).name}")
         print(f"same best      {found.same_best:.2%} of tokens")

@@ -39,15 +39,17 @@ def evaluate(
     tokens: Sequence[int],
     *,
     against: Model | None = None,
-    activations: Activations = "q16",
+    activations: Activations | None = None,
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Predict each token of a text from those before it, in windows of `window` tokens (512, or the model's context)
     that know nothing of each other.
 
-    `against` predicts the same, in exact arithmetic: it is the truth that `model` is compared with.
+    activations: see :func:`billfish.quantized_linear`; None is what the model generates with.
+    against: predicts the same, as exactly as its device can: it is the truth that `model` is compared with.
     """
+    checked = model.decoder.check_activations(CALL, activations, model.decoder.usual)
     ids = [int(token) for token in tokens]
     window = min(WINDOW, model.config.context) if window is None else window
     if not 2 <= window <= model.config.context:
@@ -61,14 +63,14 @@ def evaluate(
         for start in range(0, len(ids), window):
             part = ids[start : start + window]
             if len(part) > 1:
-                hidden = model.hidden(part, activations)
-                other = None if against is None else against.hidden(part, "exact")
+                hidden = model.hidden(part, checked)
+                other = None if against is None else against.hidden(part)
                 for row in range(0, len(part) - 1, ROWS):
                     rows = slice(row, min(row + ROWS, len(part) - 1))
-                    q = log_softmax(model.decoder.logits(hidden[rows], activations))
+                    q = log_softmax(model.decoder.logits(hidden[rows], checked))
                     losses.append(-q[np.arange(len(q)), part[rows.start + 1 : rows.stop + 1]])
                     if against is not None and other is not None:
-                        p = log_softmax(against.decoder.logits(other[rows], "exact"))
+                        p = log_softmax(against.decoder.logits(other[rows], against.decoder.exact))
                         divergences.append((np.exp(p) * (p - q)).sum(axis=1))
                         same.append(p.argmax(axis=1) == q.argmax(axis=1))
             bar.advance(len(part))

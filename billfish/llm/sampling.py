@@ -43,42 +43,68 @@ class Sampler:
     """Chooses tokens one after another; it has the state of the random numbers."""
 
     def __init__(self, how: Sampling) -> None:
-        self._how = how
+        self.how = how
+        self._next: float | None = None
 
     @cached_property
     def _random(self) -> np.random.Generator:
-        return np.random.default_rng(self._how.seed)  # when it is first needed: NumPy takes a while to import that
+        return np.random.default_rng(self.how.seed)  # when it is first needed: NumPy takes a while to import that
 
-    def choose(self, logits: NDArray[np.float32]) -> int:
+    def peek(self) -> float:
+        """The random number, from 0 to below 1, of the next token."""
+        if self._next is None:
+            self._next = 0.0 if self.how.temperature == 0 else float(self._random.random())
+        return self._next
+
+    def move_on(self) -> None:
+        """The next token was chosen: the one after it has another random number."""
+        self.peek()
+        self._next = None
+
+    def choose(self, scores: NDArray[np.float32]) -> int:
         """The next token, from the scores [vocabulary]."""
-        how = self._how
-        if how.temperature == 0:
-            return int(logits.argmax())
-        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / how.temperature)
-        tokens = self._candidates(weights)
-        sums = np.cumsum(weights[tokens])
-        drawn = int(np.searchsorted(sums, self._random.random() * sums[-1], side="right"))
-        return int(tokens[min(drawn, len(tokens) - 1)])
-
-    def _candidates(self, weights: NDArray[np.float64]) -> NDArray[np.intp]:
-        """The tokens that top_k and then top_p leave, best first where they were sorted."""
-        how, count = self._how, len(weights)
-        if how.top_k == 0 and how.top_p == 1:
-            return np.arange(count)
-        if how.top_k == 0:
-            # Sorting a whole vocabulary takes longer than computing it, and the best 1000 are mostly enough.
-            best = best_of(weights, min(count, 1000))
-            if weights[best].sum() < how.top_p * weights.sum():
-                best = best_of(weights, count)
-            total = weights.sum()
-        else:
-            best = best_of(weights, min(count, how.top_k))
-            total = weights[best].sum()
-        kept = int(np.searchsorted(np.cumsum(weights[best]), how.top_p * total)) + 1
-        return best[:kept]
+        token = choose_token(scores, self.how, self.peek())
+        self.move_on()
+        return token
 
 
-def best_of(weights: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+UNIT = 2.0**40  # probabilities are whole numbers of 1 / UNIT of the best one's, so that no sum depends on its order
+
+
+def choose_token(scores: NDArray[np.float32], how: Sampling, random: float) -> int:
+    """The token where the sum of probabilities, in the order of tokens, passes `random` of the whole.
+
+    backends/cuda/choose.cu does the same on the GPU.
+    """
+    if how.temperature == 0:
+        return int(scores.argmax())
+    powers = np.exp((scores.astype(np.float64) - float(scores.max())) / how.temperature)
+    weights = np.floor(powers * UNIT).astype(np.uint64)
+    weights[~_kept(weights, how)] = 0
+    sums = np.cumsum(weights)
+    return int(np.searchsorted(sums, np.uint64(random * float(sums[-1])), side="right"))
+
+
+def _kept(weights: NDArray[np.uint64], how: Sampling) -> NDArray[np.bool_]:
+    """The tokens that top_k and then top_p leave; of equal ones, the first."""
+    count = len(weights)
+    if how.top_k == 0 and how.top_p == 1:
+        return np.ones(count, np.bool_)
+    # Sorting a whole vocabulary takes longer than computing it, and the best 1000 are mostly enough.
+    best = best_of(weights, min(count, how.top_k or 1000))
+    total = weights[best].sum() if how.top_k else weights.sum()
+    least = np.uint64(how.top_p * float(total))
+    if how.top_k == 0 and weights[best].sum() < least:
+        best = best_of(weights, count)
+    enough = int(np.searchsorted(np.cumsum(weights[best]), least)) + 1
+    kept = np.zeros(count, np.bool_)
+    kept[best[:enough]] = True
+    return kept
+
+
+def best_of(weights: NDArray[np.uint64], count: int) -> NDArray[np.intp]:
     """The tokens of the largest weights, largest first; of equal ones, the first comes first."""
-    chosen = np.sort(np.argpartition(-weights, count - 1)[:count])
-    return chosen[np.argsort(-weights[chosen], kind="stable")]
+    limit = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above, equal = np.flatnonzero(weights > limit), np.flatnonzero(weights == limit)
+    above = above[np.argsort(~weights[above], kind="stable")]  # ~ sorts the other way
+    return np.concatenate([above, equal[: count - len(above)]])

@@ -29,9 +29,9 @@ from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_
 from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import codes_of, source_of
-from billfish.backends.cpu.structure import structure_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.formats.ggml import BlockFormat
+from billfish.formats.structure import structure_of
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 

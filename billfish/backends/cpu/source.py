@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.structure import Structure, structure_of
 from billfish.elements import Signed
 from billfish.format import Format
 from billfish.formats.meaning import E4M3, E8M0, meaning
+from billfish.formats.structure import Structure, structure_of
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 

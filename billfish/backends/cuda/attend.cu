@@ -143,11 +143,11 @@ struct Found {
   }
 };
 
-// q: rows of qkv, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
+// q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
 // text and its first position; of FEW there are none, as row i is text i. out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
-              int heads, int kv_heads, int layer, int pages_of_text) {
+              int q_stride, int heads, int kv_heads, int layer, int pages_of_text) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[STAGES];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
@@ -190,7 +190,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     const bool valid = FEW ? i < GROUP : position < count;
     row_of[h] = valid ? first_row + position : -1, head_of[h] = kv_head * GROUP + i % GROUP;
     seen[h] = first_position + (valid ? position : 0) + 1;
-    const u16* from = q + ((size_t)max(0, row_of[h]) * (heads + 2 * kv_heads) + head_of[h]) * HEAD;
+    const u16* from = q + (size_t)max(0, row_of[h]) * q_stride + head_of[h] * HEAD;
 #pragma unroll
     for (int step = 0; step < STEPS; step++)
 #pragma unroll

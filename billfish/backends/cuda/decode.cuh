@@ -9,7 +9,7 @@
 //
 // An element decodes one fragment: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
-// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3. `take` undoes `place`.
+// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3 (SECOND). `take` undoes `place`.
 //
 // Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
@@ -198,6 +198,23 @@ template <class T> struct Table4 {
   }
 };
 
+// Plain weights: float16 numbers, a word for each pair.
+template <class T> struct Half {
+  static constexpr int words = 4;
+  static constexpr float raw = 1;
+  static constexpr u32 unraw = T::ones;
+  static constexpr float fused = 0;  // not so
+  DEVICE u32 place(u32 code, int) { return code; }
+  DEVICE u32 take(u32 q, int) { return q & 0xffff; }
+  static constexpr float unit_low = 1, unit_high = 1, center = 0;
+  static constexpr u32 units_low = T::ones, units_high = T::ones;
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = T::is_half ? q[p] : T::pack(F16::to_float((u16)q[p]), F16::to_float((u16)(q[p] >> 16)));
+  }
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) { decode(q, a); }
+};
+
 // ---- scales and offsets -------------------------------------------------------------------------------------------
 
 // Of every group, a lane wants two: of row g and of row g + 8. They are neighbours, in one word, or two of float32. Where there are
@@ -300,10 +317,12 @@ struct Brick {
   }
 };
 
+constexpr int SECOND = Element::words == 2 ? 8 : 16;
+
 // All codes of word i of a brick, as visit(row, column, pair, odd): pack.cu and unpack.cu share where they are.
 template <class Visit> DEVICE void for_each_code(int i, Visit visit) {
   const int load = i / 128, lane = i / 4 % 32, word = i % 4, g = lane >> 2, c = lane & 3;
-  const int fragment = (load * 4 + word) / Element::words, first = word % Element::words * 2;
+  const int fragment = (load * 4 + word) / Element::words, first = word % Element::words * (4 / Element::words);
   for (int pair = first; pair < first + 4 / Element::words; pair++)
     for (int odd = 0; odd < 2; odd++) visit(g + pair % 2 * 8, fragment * 16 + pair / 2 * 8 + 2 * c + odd, pair, odd);
 }

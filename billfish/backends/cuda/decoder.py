@@ -5,6 +5,9 @@
         normalize, gate up, down;
     at last normalize, head, choose
 
+Matrices of one kind that share x are one product: q, k and v, or gate and up, whose rows alternate by eights, so that
+the gate is the product's epilogue. Others are products one after the other.
+
 Hidden states are float32. Between products numbers have 16 bits. A step has rows, one for each token. A row belongs to
 a *text*, whose pages hold keys and values of 64 positions each (pages.cuh). backends/cpu/decoder is the CPU's.
 """
@@ -12,138 +15,59 @@ a *text*, whose pages hold keys and values of 64 positions each (pages.cuh). bac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import Buffer, KernelLaunch, check, copy_in, current, device, driver, synchronize
+from billfish.backends.cuda.driver import (
+    Buffer,
+    KernelLaunch,
+    check,
+    compile_together,
+    copy_in,
+    current,
+    device,
+    driver,
+)
+from billfish.backends.cuda.layers import PAGE, Layer, Matrix, Shape, Step
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.plans import GATES, Gemm, plan
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.errors import BackendUnavailable
 
-PAGE = 64  # positions; pages.cuh has the same number
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
 MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text
-BEST_PARTS = 64  # CTAs of choose.cu that share a row of scores, at most
-CHOOSE_THREADS = 256
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    feed_forward: int
-    vocabulary: int
-    epsilon: float
-    frequencies: tuple[float, ...]  # radians from one position to the next, for each pair of a head that rotates
-    adjacent: bool = False  # how pairs of a head rotate: 2i with 2i + 1, or i with i + half
-    gate: str = "silu"  # or "gelu"
-    head_norms: bool = False  # an RMSNorm of every head's q and k
-    embedding_scale: float = 1.0
-
-    @property
-    def group(self) -> int:
-        """Heads that share keys and values."""
-        return self.heads // self.kv_heads
-
-    @property
-    def qkv(self) -> int:
-        """Rows of the matrices q, k and v together."""
-        return (self.heads + 2 * self.kv_heads) * self.head_size
-
-    @property
-    def wide(self) -> int:
-        """Numbers of a head in a page, as pages.cuh has them."""
-        return -(-self.head_size // 64) * 64
-
-    @property
-    def page_bytes(self) -> int:
-        """Of keys and values of PAGE positions, in all layers."""
-        return self.layers * 2 * self.kv_heads * PAGE * self.wide * 2
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Norms and biases are float32. gate_up: eight rows of the gate, eight of up, and so on."""
-
-    attention_norm: Buffer
-    feed_forward_norm: Buffer
-    qkv: DeviceWeights
-    o: DeviceWeights
-    gate_up: DeviceWeights
-    down: DeviceWeights
-    qkv_bias: Buffer | None = None
-    q_norm: Buffer | None = None
-    k_norm: Buffer | None = None
-
-
-class Step:
-    """The memory of a step: what it reads (tokens, positions, texts, pages, blocks, scored), and all between products.
-
-    tokens, positions, texts int32 [rows]: a token, where it is in its text, and the text's number
-    pages uint64 [texts, pages_of_text]: addresses
-    blocks int32 [blocks, 4]: of queries, where a text has several rows: the first row, how many positions, the text,
-    and the first position
-    scored int32 [scored]: the rows that get scores, where a text has several
-    scores float32 [scored, vocabulary]
-    """
-
-    def __init__(self, shape: Shape, rows: int, texts: int, pages_of_text: int, scored: int, ordinal: int) -> None:
-        self.pages_of_text = pages_of_text
-        sizes = {
-            "tokens": 4 * rows,
-            "positions": 4 * rows,
-            "texts": 4 * rows,
-            "pages": 8 * texts * pages_of_text,
-            "blocks": 16 * (rows + texts),
-            "scored": 4 * scored,
-            "hidden": 4 * rows * shape.hidden,
-            "angles": 8 * rows * len(shape.frequencies),
-            "x": 2 * rows * shape.hidden,
-            "qkv": 2 * rows * shape.qkv,
-            "attended": 2 * rows * shape.heads * shape.head_size,
-            "opened": 2 * rows * shape.feed_forward,
-            "added": 2 * rows * shape.hidden,
-            "scores": 4 * scored * shape.vocabulary,
-            "bests": 8 * scored * BEST_PARTS,
-            "ended": 4 * scored,
-        }
-        self._parts = {name: Buffer(size, ordinal) for name, size in sizes.items()}
-        with current(ordinal):
-            for name in ("tokens", "positions", "texts", "pages", "ended"):
-                check(driver().cuMemsetD8(self.at(name), 0, self._parts[name].nbytes), "clearing")
-            synchronize(0)  # no other stream waits for this one
-
-    def at(self, name: str) -> int:
-        """The address of a part."""
-        return self._parts[name].pointer
+CHOOSE_THREADS = 1024
+ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
+GATE_CTAS, THREADS = 1024, 256  # of gate.cu and reorder.cu
 
 
 class DeviceDecoder:
-    """All layers on one device. Numbers between products are float16, or bfloat16."""
+    """All layers on one device. Numbers between products are float16, or bfloat16.
+
+    batch_invariant: a text gets the same bits, whatever texts are beside it.
+    """
 
     def __init__(
         self,
         shape: Shape,
         layers: Sequence[Layer],
         embedding: DeviceWeights,
-        head: DeviceWeights,
+        head: Matrix,
         last_norm: Buffer,
         *,
         bfloat16: bool = False,
+        batch_invariant: bool = False,
         ordinal: int = 0,
     ) -> None:
         self.shape, self.layers, self.embedding, self.head, self.last_norm = shape, layers, embedding, head, last_norm
-        self.ordinal, self.bfloat16 = ordinal, bfloat16
+        self.ordinal, self.bfloat16, self.batch_invariant = ordinal, bfloat16, batch_invariant
         self.device = device(ordinal)
+        # Layers whose products have the same kinds of weights have the same kernels.
+        kinds = {tuple(matrix.weights.kind for matrix in layer.matrices): i for i, layer in enumerate(layers)}
+        self._different = sorted({0, *kinds.values()})
+        self._heard: set[KernelLaunch] | None = None  # launches that are to be compiled, not launched
         self._type = "BF16" if bfloat16 else "F16"
         self._frequencies = sent(np.asarray(shape.frequencies, np.float64), ordinal)
 
@@ -158,26 +82,63 @@ class DeviceDecoder:
 
     # ---- a step: the device is current ----------------------------------------------------------------------------
 
-    def run(self, stream: int, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, parts: int = 1) -> None:
+    def run(
+        self, stream: int, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, parts: int | None = None
+    ) -> None:
         """All layers, for `rows` rows; then scores for `scored` rows.
 
         blocks: of queries, for passages of several rows. 0: row i is the next token of text i. All rows or none get
         scores then, and `parts` CTAs share the keys of each text.
         """
-        s, at = self.shape, step.at
+        parts = self.parts_for(rows) if parts is None else parts
+        self._run(stream, step, rows, range(len(self.layers)), blocks, scored, parts)
+
+    def _run(
+        self, stream: int, step: Step, rows: int, layers: Sequence[int], blocks: int, scored: int, parts: int
+    ) -> None:
+        at = step.at
         self.embed(stream, step, rows)
-        for i, layer in enumerate(self.layers):
+        for i in layers:
+            layer = self.layers[i]
             self.normalize(stream, step, rows, layer.attention_norm, added=i > 0)
-            self.product(stream, layer.qkv, at("x"), at("qkv"), rows, bias=layer.qkv_bias)
+            self.products(stream, step, layer.qkv, at("x"), at("qkv"), rows)
             self.rotate(stream, step, rows, i)
             self.attend(stream, step, rows, i, blocks=blocks, parts=parts)
-            self.product(stream, layer.o, at("attended"), at("added"), rows)
+            self.products(stream, step, (layer.o,), at("attended"), at("added"), rows)
             self.normalize(stream, step, rows, layer.feed_forward_norm)
-            self.product(stream, layer.gate_up, at("x"), at("opened"), rows, gate=s.gate)
-            self.product(stream, layer.down, at("opened"), at("added"), rows)
+            self.open(stream, step, layer.gate_up, rows)
+            self.products(stream, step, (layer.down,), at("opened"), at("added"), rows)
         if scored:
             self.normalize(stream, step, scored, self.last_norm, which=at("scored") if blocks else 0)
-            self.product(stream, self.head, at("x"), at("scores"), scored, float_y=True)
+            self.score(stream, step, scored)
+
+    def score(self, stream: int, step: Step, rows: int) -> None:
+        """Scores of rows of x, which are normalized."""
+        self.products(stream, step, (self.head,), step.at("x"), step.at("scores"), rows, float_y=True)
+
+    def parts_for(self, rows: int) -> int:
+        """CTAs that share the keys of each of `rows` texts: as many as keep all multiprocessors at work.
+
+        The order of additions depends on it.
+        """
+        if self.device.capability < (9, 0):
+            return 1
+        if self.batch_invariant:
+            return 2
+        ctas = rows * self.shape.kv_heads * -(-self.shape.group // 16)
+        return power_of_two(self.device.multiprocessors // ctas, MOST_PARTS)
+
+    def prepare(self, step: Step, rows: int, *, blocks: int = 0, scored: int = 0) -> None:
+        """Compile what `run` and `choose` will launch."""
+        heard: set[KernelLaunch] = set()
+        self._heard = heard
+        try:
+            self._run(0, step, rows, self._different, blocks, scored, self.parts_for(rows))
+            if scored:
+                self.choose(0, step, scored)
+        finally:
+            self._heard = None
+        compile_together(heard, self.ordinal)
 
     def embed(self, stream: int, step: Step, rows: int) -> None:
         s, at = self.shape, step.at
@@ -199,38 +160,79 @@ class DeviceDecoder:
         pointers = at("hidden"), at("added"), weight.pointer, which, at("x")
         self._launch(stream, "normalize", macros, (rows,), threads, *pointers, s.epsilon)
 
-    def product(
+    def products(
         self,
         stream: int,
-        weights: DeviceWeights,
+        step: Step,
+        matrices: Sequence[Matrix],
         x: int,
         y: int,
         rows: int,
         *,
-        bias: Buffer | None = None,
         gate: str | None = None,
         float_y: bool = False,
     ) -> None:
-        n, k = weights.shape
-        gemm = Gemm(weights.kind, rows, n, k, self.bfloat16, bias is not None, gate=gate, float_y=float_y)
-        if not weights.multiply(stream, gemm, x, k, 0 if bias is None else bias.pointer, y):
-            raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
+        """Each product's [rows, n] behind the one before it, from y on."""
+        ordered = None
+        for matrix in matrices:
+            (n, k), bias, read = matrix.weights.shape, matrix.bias, x
+            if matrix.order is not None:
+                read = step.at("ordered")
+                if matrix.order is not ordered:
+                    self._launch(stream, "reorder", {}, (rows,), THREADS, x, matrix.order.pointer, read, k)
+                    ordered = matrix.order
+            about = (self.bfloat16, bias is not None, None, self.batch_invariant, gate, float_y)
+            gemm = Gemm(matrix.weights.kind, rows, n, k, *about)
+            planned = plan(gemm, self.device) if self._heard is not None else None
+            if planned is not None and self._heard is not None:
+                self._heard.add(planned.launch)
+            elif not matrix.weights.multiply(stream, gemm, read, k, 0 if bias is None else bias.pointer, y):
+                raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
+            y += 2 * rows * n
+
+    def open(self, stream: int, step: Step, gate_up: Sequence[Matrix], rows: int) -> None:
+        """The gated numbers of the feed-forward part."""
+        s, at = self.shape, step.at
+        if len(gate_up) == 1:
+            self.products(stream, step, gate_up, at("x"), at("opened"), rows, gate=s.gate)
+            return
+        self.products(stream, step, gate_up, at("x"), at("apart"), rows)
+        count, macros = rows * s.feed_forward, {"TYPE": self._type, "GATE": GATES[s.gate]}
+        pointers = at("apart"), at("apart") + 2 * count, at("opened")
+        self._launch(stream, "gate", macros, (min(GATE_CTAS, -(-count // THREADS)),), THREADS, *pointers, count)
+
+    def heads_at(self, step: Step, rows: int, layer: Layer) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Where q, k and v of the first row are, and how many numbers further on those of the next one."""
+        s, places, strides, at = self.shape, [], [], step.at("qkv")
+        sizes = [s.heads * s.head_size, s.kv_heads * s.head_size, s.kv_heads * s.head_size]
+        for matrix in layer.qkv:
+            n, column = matrix.weights.shape[0], 0
+            while column < n:
+                places.append(at + 2 * column)
+                strides.append(n)
+                column += sizes[len(places) - 1]
+            at += 2 * rows * n
+        (q, k, v), (q_stride, k_stride, v_stride) = places, strides
+        return (q, k, v), (q_stride, k_stride, v_stride)
 
     def rotate(self, stream: int, step: Step, rows: int, i: int) -> None:
         """Queries and keys of layer i turn by their positions; keys and values go to their pages."""
         s, at, layer = self.shape, step.at, self.layers[i]
+        together = 1 if rows < ROTATED_ROWS else max(1, ROTATED_ROWS * 64 // s.wide)
         macros = {
             "TYPE": self._type,
             "HEAD": s.head_size,
             "PAIRS": len(s.frequencies),
             "ADJACENT": int(s.adjacent),
             "NORMED": int(s.head_norms),
+            "ROWS": together,
         }
         norms = [0 if norm is None else norm.pointer for norm in (layer.q_norm, layer.k_norm)]
-        pointers = at("qkv"), at("angles"), at("positions"), at("texts"), at("pages"), *norms
-        grid, threads = (s.heads + 2 * s.kv_heads, rows), s.wide // 2
-        numbers = s.epsilon, s.heads, s.kv_heads, i, step.pages_of_text
-        self._launch(stream, "rotate", macros, grid, threads, *pointers, *numbers)
+        places, strides = self.heads_at(step, rows, layer)
+        pointers = at("angles"), at("positions"), at("texts"), at("pages"), *norms
+        grid, threads = (s.heads + 2 * s.kv_heads, -(-rows // together)), s.wide // 2 * together
+        numbers = s.epsilon, s.heads, s.kv_heads, i, step.pages_of_text, rows
+        self._launch(stream, "rotate", macros, grid, threads, *places, *strides, *pointers, *numbers)
 
     def attend(self, stream: int, step: Step, rows: int, i: int, *, blocks: int, parts: int) -> None:
         s, at, few = self.shape, step.at, not blocks
@@ -245,18 +247,20 @@ class DeviceDecoder:
         }
         tiles, sums = STAGES * 2 * PAGE * s.wide * 2, warps * 16 * (s.wide + 2) * 4  # the sums take the tiles' place
         grid = (parts, s.kv_heads * -(-s.group // 16), rows) if few else (blocks, s.kv_heads)
-        pointers = at("qkv"), at("positions"), at("blocks"), at("pages"), at("attended")
-        numbers = s.heads, s.kv_heads, i, step.pages_of_text
+        (q, _, _), (q_stride, _, _) = self.heads_at(step, rows, self.layers[i])
+        pointers = q, at("positions"), at("blocks"), at("pages"), at("attended")
+        numbers = q_stride, s.heads, s.kv_heads, i, step.pages_of_text
         shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
         self._launch(stream, "attend", macros, grid, warps * 32, *pointers, *numbers, **shape)
 
     def choose(self, stream: int, step: Step, rows: int) -> None:
-        """The best token of each row of scores becomes the next step's token, a position further on."""
-        at, parts = step.at, max(1, min(BEST_PARTS, self.device.multiprocessors // rows))
-        pointers = at("bests"), at("ended"), at("tokens"), at("positions")
+        """The token that `choices` say for each row of scores becomes the next step's, a position further on."""
+        at, parts = step.at, 1
+        if self.device.capability >= (9, 0):
+            parts = power_of_two(self.device.multiprocessors // rows, MOST_PARTS)
+        pointers = at("choices"), at("tokens"), at("positions")
         numbers = at("scores"), self.shape.vocabulary
-        macros = {"THREADS": CHOOSE_THREADS}
-        self._launch(stream, "choose", macros, (parts, rows), CHOOSE_THREADS, *numbers, *pointers)
+        self._launch(stream, "choose", {}, (parts, rows), CHOOSE_THREADS, *numbers, *pointers, cluster=parts)
 
     def _launch(
         self,
@@ -271,7 +275,15 @@ class DeviceDecoder:
         defined = tuple(sorted((macro, str(value)) for macro, value in macros.items()))
         overlap = self.device.capability >= (9, 0)
         launch = KernelLaunch(f"{name}.cu", f"marlin_{name}", defined, grid, threads, overlap=overlap, **shape)
-        launch(self.ordinal, stream, *arguments)
+        if self._heard is None:
+            launch(self.ordinal, stream, *arguments)
+        else:
+            self._heard.add(launch)
+
+
+def power_of_two(number: int, most: int) -> int:
+    """The largest that is not above either, and at least 1."""
+    return 1 << max(0, min(number, most).bit_length() - 1)
 
 
 def sent(array: NDArray[Any], ordinal: int) -> Buffer:

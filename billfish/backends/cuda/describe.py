@@ -7,8 +7,9 @@ others are the float32 that `group_values` gives. Nothing is rounded on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,17 +33,24 @@ Floats = NDArray[np.float32]
 
 @dataclass(eq=False)
 class Description:
-    """A tensor in terms of the kernel axes: codes uint8 [N, K]; scales, offsets [N, groups]; row scales float32 [N].
+    """A tensor [N, K] in terms of the kernel axes: scales, offsets [N, groups]; row scales float32 [N]; its codes.
 
-    codes: as bricks hold them, the format's own plus `shift`, modulo 256.
+    unpack: gives the format's own codes. Bricks hold these plus `shift`, modulo 256.
     """
 
     kind: Kind
-    codes: Codes
+    shape: tuple[int, int]
+    unpack: Callable[[], Codes]
     scales: NDArray[Any]
     offsets: NDArray[Any] | None
     row_scale: Floats
     shift: int = 0
+
+    @cached_property
+    def codes(self) -> Codes:
+        """As bricks hold them, uint8 [N, K]: where they are not read from the tensor's storage."""
+        codes = self.unpack()
+        return codes + np.uint8(self.shift) if self.shift else codes
 
 
 class CodeAxis(NamedTuple):
@@ -112,12 +120,21 @@ DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table wi
 
 def describe(tensor: QuantizedTensor) -> Description:
     """Which kernel axes a tensor is made of. `dequantize` gives the same bits from these."""
-    return describe_planes(tensor.format, tensor.planes, tensor.group_size)
+    format, unpack = tensor.format, partial(tensor.format.unpack_codes, tensor.storage)
+    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack)
 
 
 def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:
     """The same of planes. Those of a device (billfish.device_array) give a description whose arrays are there."""
-    k = planes["codes"].shape[1]
+    codes = planes["codes"]
+    return _describe(format, (codes.shape[0], codes.shape[1]), group_size, planes, lambda: codes)
+
+
+def _describe(
+    format: Format, shape: tuple[int, int], group_size: int, planes: Planes, unpack: Callable[[], Codes]
+) -> Description:
+    """planes: all but the codes, which `unpack` gives."""
+    k = shape[1]
     reason = why_not(format, group_size, k)
     if reason:
         raise FormatError(f"[cuda] {reason}")
@@ -126,24 +143,23 @@ def describe_planes(format: Format, planes: Planes, group_size: int) -> Descript
     offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"
     axis = code_axis(format.element, offset != "NONE")
     assert axis is not None
-    codes = planes["codes"] + np.uint8(axis.shift) if axis.shift else planes["codes"]
     groups = GROUPS.get(group_size, 1)
-    bytewise = _byte_scales(format, planes, axis, groups) if offset == "NONE" else None
+    bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" else None
     if bytewise is not None:
         name, stored, row_scale = bytewise
         kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")
-        return Description(kind, codes, stored, None, row_scale)
+        return Description(kind, shape, unpack, stored, None, row_scale)
     added = zero if zero is not None else minimum
     if group_size not in GROUPS:  # a scale for several bricks: once for each
         index = np.arange(-(-k // BRICK)) * BRICK // group_size
         scale, added = scale[:, index], None if added is None else added[:, index]
     name, stored, offsets, row_scale = _float_scales(scale, added, offset)
     kind = Kind(axis.element, name, offset, groups, axis.middle, axis.table)
-    return Description(kind, codes, stored, offsets, row_scale, axis.shift)
+    return Description(kind, shape, unpack, stored, offsets, row_scale, axis.shift)
 
 
 def _byte_scales(
-    format: Format, planes: Planes, axis: CodeAxis, groups: int
+    format: Format, planes: Planes, unpack: Callable[[], Codes], axis: CodeAxis, groups: int
 ) -> tuple[str, NDArray[np.uint8], Floats] | None:
     """Scales that stay one byte, if this format's do and all of them are in range.
 
@@ -159,7 +175,7 @@ def _byte_scales(
         if codes.max() == 255:
             return None
         # Groups of zeros often have the smallest scale there is. Theirs may be any.
-        empty = _empty_groups(planes["codes"], BRICK // groups)
+        empty = _empty_groups(unpack(), BRICK // groups)
         largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
         exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:

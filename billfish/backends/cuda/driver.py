@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -117,6 +120,21 @@ class KernelLaunch:
         native(self, ordinal)(stream, *arguments)
 
 
+_compiled: set[tuple[str, Macros, str]] = set()  # by `compile_together`
+
+
+def compile_together(launches: Iterable[KernelLaunch], ordinal: int) -> None:
+    """Compiles what was never compiled, in threads, as each kernel takes a second or more."""
+    arch = device(ordinal).arch
+    missing = {(launch.source, launch.macros, arch) for launch in launches} - _compiled
+    if len(missing) > 1:
+        with _loading:
+            cuda_module("cuda.core")
+        with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda kernel: compile_kernel(kernel[0], dict(kernel[1]), arch), missing))
+    _compiled.update(missing)
+
+
 @lru_cache(maxsize=4096)
 def native(launch: KernelLaunch, ordinal: int) -> Any:
     """The same in native code, for one device: a `_cuda.NativeLaunch`."""
@@ -199,6 +217,28 @@ class Buffer:
             self._driver.cuCtxPushCurrent(self._context)
             self._driver.cuMemFree(self.pointer)
             self._driver.cuCtxPopCurrent()
+
+
+class Pinned:
+    """Memory of the host that copies from a device reach while Python goes on: int32 numbers."""
+
+    def __init__(self, count: int, ordinal: int) -> None:
+        self._driver, self._context = driver(), _primary_context(ordinal)
+        with current(ordinal):
+            self.pointer = int(check(driver().cuMemHostAlloc(4 * count, 0), "allocating on the host"))
+        self.array: NDArray[np.int32] = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(self.pointer))
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            self._driver.cuCtxPushCurrent(self._context)
+            self._driver.cuMemFreeHost(self.pointer)
+            self._driver.cuCtxPopCurrent()
+
+
+def free_bytes(ordinal: int) -> int:
+    """Memory of a device that nobody has taken."""
+    with current(ordinal):
+        return int(check(driver().cuMemGetInfo(), "asking for free memory")[0])
 
 
 def copy_in(to: int, array: NDArray[Any], stream: int) -> None:

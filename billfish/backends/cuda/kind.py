@@ -16,7 +16,7 @@ GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
 class Kind:
     """Weights in the words of decode.cuh."""
 
-    element: str  # Int4, Int8, E2M1 or Table4
+    element: str  # Int4, Int8, E2M1, Table4, or Half for plain weights
     scale: str  # ScaleF16, ScaleF32, ScaleE5M2 or ScaleE5M3
     offset: str  # NONE, ZERO or MINIMUM
     groups: int  # of scales in a brick: 1, 2, 4 or 8
@@ -27,7 +27,7 @@ class Kind:
     @property
     def words(self) -> int:
         """32-bit words of codes for each lane and 16 x 16 fragment."""
-        return 2 if self.element == "Int8" else 1
+        return {"Int8": 2, "Half": 4}.get(self.element, 1)
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:

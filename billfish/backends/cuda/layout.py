@@ -108,7 +108,7 @@ def interleave_e5m3(scales: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 def group_parts(description: Description) -> NDArray[np.uint8]:
     """What follows the codes in every brick: uint8 [courses, bricks, scale (and offset) bytes]."""
-    kind, k = description.kind, description.codes.shape[1]
+    kind, k = description.kind, description.shape[1]
     parts = [pack_groups(kind, description.scales, k)]
     if description.offsets is not None:
         parts.append(pack_groups(kind, description.offsets, k))

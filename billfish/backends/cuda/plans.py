@@ -314,8 +314,8 @@ def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
 def launch_large(gemm: Gemm, device: Device, shape: Shape) -> Plan:
     kind = gemm.kind
     stages, shared_bytes = ring(shape, kind, device)
-    # Codes of 8 bits: with more than two buffers ptxas serializes the wgmmas.
-    buffers, batch = (shape.buffers, shape.batch) if kind.words == 1 else (2, 1)
+    # With more than two buffers for codes of 8 bits, and more than one for plain weights, ptxas serializes the wgmmas.
+    buffers, batch = {1: (shape.buffers, shape.batch), 2: (2, 1), 4: (1, 1)}[kind.words]
     macros = gemm.macros(
         WARPGROUPS=shape.warpgroups,
         TEAMS=shape.teams,

@@ -11,7 +11,7 @@ extern "C" __global__ void marlin_unpack(const u8* __restrict__ bricks, u8* __re
     const u32 q = from[i];
     for_each_code(i, [&](int row, int column, int pair, bool odd) {
       row += course * 16, column += brick * 128;
-      const u32 code = Element::take(odd ? __funnelshift_r(q, q, 16 / Element::words) : q, pair);
+      const u32 code = Element::take(odd ? __funnelshift_r(q, q, SECOND) : q, pair);
       if (row < n && column < k) codes[(size_t)row * k + column] = (u8)(code - shift);
     });
   }

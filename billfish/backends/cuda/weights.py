@@ -8,22 +8,26 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from billfish.backends.cuda.describe import describe_planes
-from billfish.backends.cuda.driver import KernelLaunch, device, launcher, native, synchronize
-from billfish.backends.cuda.kind import Kind, read_kind
+from billfish.backends.cuda.describe import Description, describe, describe_planes
+from billfish.backends.cuda.driver import KernelLaunch, copy_in, device, launcher, native, synchronize
+from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, plan
 from billfish.errors import DataError, complaint
 from billfish.format import Format, Planes
+from billfish.formats.structure import structure_of
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
 OUTPUTS = {"float32": "float", "float16": "Stored<F16>", "bfloat16": "Stored<BF16>"}
 # gridDim.y of gemm_small, at most 65,535, counts rows of x; a CTA has 8 of them or more where there are many.
 ROWS_AT_ONCE = 1 << 18
+ROWS_SENT = 4096  # of a plain matrix at a time
+PLAIN = Kind("Half", "ScaleF16", "NONE", 1)
 PRODUCTS_KEPT = 1024  # of one matrix, each for another number of rows
 
 
@@ -66,26 +70,56 @@ class DeviceWeights:
     @classmethod
     def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
         """Beside x in that place. Done when this returns, so that any stream may use the weights."""
-        return cls.pack_planes(tensor.format, tensor.planes, tensor.group_size, place)
+        description = describe(tensor)
+        stored = stored_codes(tensor, description.shift)
+        codes, macros = (description.codes, {}) if stored is None else stored
+        return cls._pack(description, codes, tensor.scale_planes, place, **macros)
 
     @classmethod
     def pack_planes(cls, format: Format, planes: Planes, group_size: int, place: str) -> DeviceWeights:
         """The same of planes, in CPU memory or (billfish.device_array) in that very place, which they do not leave."""
-        description, room = describe_planes(format, planes, group_size), room_for(place)
-        kind, (n, k) = description.kind, planes["codes"].shape
+        description = describe_planes(format, planes, group_size)
         scales = {name: plane for name, plane in planes.items() if name != "codes"}
-        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in scales.items())
-        about = About(kind, (n, k), description.shift, specs)
-        down, along = brick_shape(n, k)
+        return cls._pack(description, description.codes, scales, place)
+
+    @classmethod
+    def _pack(
+        cls, description: Description, codes: NDArray[Any], planes: Planes, place: str, **macros: str
+    ) -> DeviceWeights:
+        """codes: as pack.cu finds them by these macros. planes: all the others."""
+        room = room_for(place)
+        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
+        about = About(description.kind, description.shape, description.shift, specs)
         with room.current():
-            codes, groups = send(description.codes, room), send(group_parts(description), room)
-            bricks = room.empty(down * along * kind.brick_bytes)
+            bricks = pack_bricks(about, send(codes, room), group_parts(description), room, **macros)
             row_scale = send(description.row_scale, room)
-            beside = tuple(send(plane, room) for plane in scales.values())
-            launch, pointers = brick_kernel("pack", about, 128), map(address, (codes, groups, bricks))
-            launch(room.ordinal, room.stream, *pointers, n, k)
-            synchronize(room.stream)  # `codes` and `groups` must stay until the kernel has read them, too
+            beside = tuple(send(plane, room) for plane in planes.values())
         return cls(about, bricks, row_scale, beside)
+
+    @classmethod
+    def pack_plain(cls, w: NDArray[Any], place: str) -> DeviceWeights:
+        """Numbers [N, K] as float16. Rows of float32 and bfloat16 get a power of two: their largest is 2^14 to 2^15.
+
+        So a bfloat16 number is not rounded, if it is no less than 2^-31 of its row's largest.
+        """
+        about, room = About(PLAIN, (w.shape[0], w.shape[1])), room_for(place)
+        row_scale = np.ones(len(w), np.float32)
+        with room.current():
+            codes = room.empty(2 * w.size)
+            for start in range(0, len(w), ROWS_SENT):
+                part = w[start : start + ROWS_SENT]
+                if part.dtype != np.float16:
+                    numbers = part.astype(np.float32)
+                    largest = np.where(np.isfinite(numbers), np.abs(numbers), 0).max(axis=1)
+                    scale = np.ldexp(np.float32(1), np.where(largest > 0, np.frexp(largest)[1] - 15, 0))
+                    row_scale[start : start + ROWS_SENT] = scale
+                    with np.errstate(over="ignore"):  # an infinite weight stays one
+                        part = (numbers / scale[:, None]).astype(np.float16)
+                copy_in(address(codes) + 2 * start * w.shape[1], part, room.stream)
+            down, along = brick_shape(*w.shape)
+            ones = np.ones((down * along, COURSE), np.float16).view(np.uint8)
+            bricks = pack_bricks(about, codes, ones, room, CODE="u16")
+            return cls(about, bricks, send(row_scale, room))
 
     @classmethod
     def load(cls, packed: PackedBricks, place: str = "cuda:0") -> DeviceWeights:
@@ -94,6 +128,10 @@ class DeviceWeights:
         with room.current():
             bricks, row_scale = send(packed.bricks, room), send(packed.row_scale, room)
         return cls(About(packed.kind, packed.shape), bricks, row_scale)
+
+    def without_planes(self) -> DeviceWeights:
+        """The same bricks, which then cannot be unpacked: what beside them is only for that is let go."""
+        return DeviceWeights(About(self.kind, self.shape), self.bricks, self.row_scale)
 
     @property
     def kind(self) -> Kind:
@@ -175,6 +213,29 @@ class DeviceWeights:
             self._products.clear()
         self._products[gemm] = product
         return product
+
+
+def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8], dict[str, str]] | None:
+    """The bytes that a tensor's codes are in, and how pack.cu reads them; None: its storage is not known."""
+    structure, k = structure_of(tensor.format), tensor.shape[1]
+    if structure is None or k % structure.block:
+        return None
+    held = next(iter(tensor.storage.values())).view(np.uint8)
+    if structure.words:
+        return held, {"WORD_BITS": str(structure.code_fields[0][2]), "SHIFT": str(shift)}
+    fields = ", ".join(f"{{{offset}, {run}, {bits}}}" for offset, run, bits in structure.code_fields)
+    sizes = {"BLOCK": str(structure.block), "BLOCK_BYTES": str(structure.block_bytes)}
+    return held, {"FIELDS": fields, "SHIFT": str(shift), **sizes}
+
+
+def pack_bricks(about: About, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> Memory:
+    """Bricks of codes on the device and of what follows these in every brick. The device is current."""
+    down, along = brick_shape(*about.shape)
+    beside, bricks = send(groups, room), room.empty(down * along * about.kind.brick_bytes)
+    pointers = map(address, (codes, beside, bricks))
+    brick_kernel("pack", about, 128, **macros)(room.ordinal, room.stream, *pointers, *about.shape)
+    synchronize(room.stream)  # `codes` and `beside` must stay until the kernel has read them
+    return bricks
 
 
 def brick_kernel(name: str, about: About, threads: int, **macros: str) -> KernelLaunch:

@@ -1,9 +1,9 @@
 """Which storage the kernels read as it is, told by how a format is made and never by its name.
 
-A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h, its scales in one of
-layout/file_scales.h, and the methods that give them a meaning are the very ones that the kernels were written after.
-A subclass qualifies, whoever wrote it, as long as it changes none of these. Other formats go by way of their planes
-(axes.py).
+A format is read where it lies if its codes are in one of the layouts of layout/file_codes.h of the CPU, its scales in
+one of layout/file_scales.h, and the methods that give them a meaning are the ones that the kernels were written after.
+A subclass qualifies, whoever wrote it, as long as it changes none of these. Other formats go by way of their planes.
+CUDA's pack.cu reads the same codes.
 """
 
 from __future__ import annotations

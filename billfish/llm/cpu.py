@@ -1,0 +1,243 @@
+"""The decoder and its caches on the CPU: tensors packed for the native decoder of backends/cpu/decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from billfish.activations import DIGITS, check_activations
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.axes import why_never, why_not
+from billfish.backends.cpu.packed import PackedWeights
+from billfish.backends.cpu.plain import PlainWeights
+from billfish.backends.cpu.source import codes_of
+from billfish.errors import ModelError, complaint
+from billfish.formats.structure import structure_of
+from billfish.llm.cache import Cache, Floats
+from billfish.llm.config import Config, embedding_scale
+from billfish.llm.decoder import Decoder, Passage
+from billfish.llm.sampling import Sampler
+from billfish.llm.tensors import CALL, MATRICES, ModelTensors, Tensor
+from billfish.ops import dequantize
+from billfish.storage import Array
+from billfish.tensor import QuantizedTensor
+from billfish.typing import Activations
+
+BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
+
+
+class CpuDecoder(Decoder):
+    """All layers in the native decoder."""
+
+    device = "cpu"
+    # Enough rows of x to decode weights once for many, few enough that what lies between two products stays in cache.
+    chunk = 256
+    usual, exact = "q16", "exact"
+
+    def __init__(self, tensors: ModelTensors) -> None:
+        super().__init__(tensors)
+        backend = BACKENDS["cpu"]
+        assert isinstance(backend, CpuBackend)
+        self._backend = backend
+        self._embedding = tensors.embedding()
+
+    def pack(self, under_way: Callable[[], object]) -> None:
+        c, tensors, family = self.config, self.tensors, self.config.family
+        packed: dict[str, PackedWeights | PlainWeights] = {}
+
+        def matrices(places: list[str]) -> Iterator[Tensor]:
+            for place in places:
+                yield self._matrix(place)
+            if not packed:
+                under_way()  # earlier, two threads would wait for each other to let go of the interpreter
+
+        for places in self._batches():
+            packed |= dict(zip(places, self._backend.pack_all(matrices(places)), strict=True))
+            tensors.source.tensors.release()  # rows of the embedding, which are still needed, are read when they are
+        self.nbytes = sum(weights.nbytes for weights in packed.values())
+        self._native = _cpu.Decoder(
+            self._backend.level,
+            c.hidden,
+            c.heads,
+            c.kv_heads,
+            c.head_size,
+            c.feed_forward,
+            c.norm_epsilon,
+            family.rope == "adjacent",
+            family.gate == "gelu",
+            tensors.frequencies(),
+        )
+        orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
+
+        def native(weights: PackedWeights | PlainWeights, bias: Floats | None = None) -> _cpu.PackedMatrix:
+            order = weights.permutation if isinstance(weights, PackedWeights) else None
+            shared = None if order is None else orders.setdefault(order.tobytes(), order)
+            return weights.description, weights.data, bias, shared
+
+        for i in range(c.layers):
+            layer = f"blk.{i}."
+            self._native.add_layer(
+                tensors.vector(f"{layer}attn_norm.weight", c.hidden),
+                tensors.vector(f"{layer}ffn_norm.weight", c.hidden),
+                tensors.head_norm(f"{layer}attn_q"),
+                tensors.head_norm(f"{layer}attn_k"),
+                [native(packed[layer + name], tensors.bias(layer + name)) for name in MATRICES],
+            )
+        self._native.set_head(self.last_norm, native(packed["head"]))
+        self._native_embedding = False
+        if isinstance(self._embedding, QuantizedTensor):
+            structure = structure_of(self._embedding.format)
+            in_order = self._embedding.permutation is None
+            self._native_embedding = in_order and structure is not None and structure.scales_inside
+            if self._native_embedding:
+                source = codes_of(self._embedding)
+                self._native.set_embedding(source.data, source.about)
+
+    def _batches(self) -> Iterator[list[str]]:
+        """The matrices, as many at a time as may be in memory twice, plain or quantized and packed."""
+        batch, size = list[str](), 0
+        for place in self.tensors.matrices:
+            nbytes = self.tensors.nbytes(place)
+            if batch and size + nbytes > BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(place)
+            size += nbytes
+        yield batch
+
+    def _matrix(self, place: str) -> Tensor:
+        tensor = self.tensors.matrix(place)
+        if isinstance(tensor, QuantizedTensor) and (
+            reason := why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[1])
+        ):
+            got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+            raise ModelError(complaint(CALL, self.tensors.matrices[place][0], got, takes))
+        return tensor
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._backend.level} ({', '.join(sorted(self.tensors.kinds))})"
+
+    @property
+    def about(self) -> str:
+        return f"{self.kernels}, {_cpu.threads()} threads"
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time has gone since the model was loaded, by part of a layer."""
+        return self._native.seconds()
+
+    def cache(self, capacity: int = 256) -> CpuCache:
+        return CpuCache(self.config, capacity)
+
+    def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
+        return usual if activations is None else check_activations(call, activations)
+
+    def embed(self, tokens: list[int]) -> Floats:
+        """The rows of the embedding: [tokens, hidden]."""
+        self.check_tokens("llm.embed", "tokens", tokens)
+        rows: Floats
+        if self._native_embedding:
+            rows = np.empty((len(tokens), self.config.hidden), np.float32)
+            self._native.embed(tokens, rows)
+        elif isinstance(self._embedding, QuantizedTensor):
+            rows = dequantize(self._embedding.take_rows(tokens))
+        else:
+            rows = self._embedding[tokens].astype(np.float32)
+        return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows
+
+    def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
+        """Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS
+        rows."""
+        digits = DIGITS[check_activations("llm.run", activations or self.usual)]
+        x = self.embed([token for _, tokens in passages for token in tokens])
+        with self._locked(passages):
+            rows = []
+            for cache, tokens in passages:
+                assert isinstance(cache, CpuCache)
+                start = len(cache.tokens)
+                cache.reserve(start + len(tokens))
+                rows.append((cache.keys, cache.values, start, len(tokens)))
+            self._native.run(x, rows, digits)
+            for cache, tokens in passages:
+                cache.tokens.extend(tokens)
+        return x
+
+    def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
+        """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""
+        out = np.empty((len(hidden), self.config.vocabulary), np.float32)
+        checked = check_activations("llm.logits", activations or self.usual)
+        self._native.finish(np.ascontiguousarray(hidden), DIGITS["q16" if checked == "q8" else checked], out)
+        return out
+
+    def choose(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> list[int]:
+        # More rows than this take another kernel in exact mode, and a text would not get the numbers it gets alone.
+        most = _cpu.FEW_ROWS if activations == "exact" else len(passages)
+        states: list[Floats] = [np.empty(0, np.float32)] * len(passages)
+        singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]
+        for start in range(0, len(singles), most):
+            group = singles[start : start + most]
+            for i, row in zip(group, self.run([passages[i] for i in group], activations), strict=True):
+                states[i] = row
+        for i, (cache, tokens) in enumerate(passages):
+            for start in range(0, len(tokens) if len(tokens) > 1 else 0, self.chunk):
+                states[i] = self.run([(cache, tokens[start : start + self.chunk])], activations)[-1]
+        chosen = []
+        for start in range(0, len(passages), most):
+            scores = self.logits(np.stack(states[start : start + most]), activations)
+            chosen += [sampler.choose(row) for sampler, row in zip(samplers[start:], scores, strict=False)]
+        return chosen
+
+
+class CpuCache(Cache):
+    """Keys and values in float32."""
+
+    def __init__(self, config: Config, capacity: int = 256) -> None:
+        super().__init__(config)
+        # One attribute for both: whatever interrupts `reserve`, they are of one capacity.
+        self._keys_and_values = self._room(capacity)
+
+    def _room(self, capacity: int) -> tuple[Floats, Floats]:
+        c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
+        keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
+        return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)
+
+    @property
+    def keys(self) -> Floats:
+        """[layers, heads, blocks, head size, KEY_BLOCK]: positions are innermost, as the kernel reads them."""
+        return self._keys_and_values[0]
+
+    @property
+    def values(self) -> Floats:
+        """[layers, heads, positions, head size]."""
+        return self._keys_and_values[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.values.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, positions: int) -> None:
+        """By doubling, so that a long text is not copied at every token."""
+        with self.lock:
+            if positions <= self.capacity:
+                return
+            keys, values = self._room(max(positions, min(2 * self.capacity, self.config.context)))
+            keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
+            self._keys_and_values = keys, values
+
+    def copy(self) -> CpuCache:
+        with self.lock:
+            other = CpuCache(self.config, 0)
+            other._keys_and_values = self.keys.copy(), self.values.copy()
+            other.tokens = list(self.tokens)
+        return other

@@ -1,0 +1,359 @@
+"""The decoder on a GPU: a model's matrices in bricks, its texts in pages, and a token's launches in one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from billfish.backends import BACKENDS
+from billfish.backends.cuda import CudaBackend
+from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
+from billfish.backends.cuda.driver import (
+    Pinned,
+    check,
+    copy_in,
+    copy_out,
+    current,
+    device,
+    driver,
+    free_bytes,
+    synchronize,
+)
+from billfish.backends.cuda.layers import CHOICE, PAGE, Step
+from billfish.errors import BackendUnavailable, BillfishError, DataError, complaint
+from billfish.llm.cache import Floats
+from billfish.llm.cuda_cache import CudaCache, PagePool
+from billfish.llm.cuda_weights import GpuWeights
+from billfish.llm.decoder import Decoder, Passage
+from billfish.llm.sampling import Sampler
+from billfish.llm.tensors import CALL, ModelTensors
+from billfish.typing import Activations
+
+TOGETHER = 256  # texts that go on together, at most
+SCORED = 64  # rows whose scores are in memory beside a prompt
+CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
+
+
+class Piece(NamedTuple):
+    """Tokens of a text that are fed at once."""
+
+    cache: CudaCache
+    tokens: list[int]
+    of: int  # the number of its passage
+    last: bool  # of its passage
+
+
+class Ahead(NamedTuple):
+    """A step that was launched before anybody asked for it: what has to be asked for."""
+
+    cache: CudaCache
+    position: int
+    token: int
+    choice: bytes
+    batch_invariant: bool
+
+
+class CudaDecoder(Decoder):
+    """All layers on one GPU. x is float16, keys and values too."""
+
+    usual = exact = None
+
+    def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
+        super().__init__(tensors)
+        self.device, self._ordinal, self._gpu = f"cuda:{ordinal}", ordinal, device(ordinal)
+        self._hopper = self._gpu.capability == (9, 0)
+        self.chunk = CHUNK if self._hopper else FEW_CHUNK
+        needed, free = tensors.packed_bytes(), free_bytes(ordinal)
+        if needed > free:
+            got = f"a model of {needed / 1e9:.1f} GB"
+            takes = f"one that fits {self._gpu.name}, which has {free / 1e9:.1f} GB left"
+            raise BackendUnavailable(complaint(CALL, "device", got, takes))
+        self._lock = RLock()  # the stream and the memory of steps are for one call at a time
+        self._ahead: Ahead | None = None
+
+    def pack(self, under_way: Callable[[], object]) -> None:
+        under_way()
+        weights = GpuWeights(self.tensors, self._ordinal)
+        try:
+            layers = [weights.layer(i) for i in range(self.config.layers)]
+            embedding, head = weights.embedding_and_head()
+        except BillfishError as error:
+            if "OUT_OF_MEMORY" not in str(error):
+                raise
+            got = f"a model of which {weights.nbytes / 1e9:.1f} GB were packed when memory was full"
+            raise BackendUnavailable(complaint(CALL, "device", got, f"one that fits {self._gpu.name}")) from None
+        self.nbytes = weights.nbytes
+        last_norm = sent(self.last_norm, self._ordinal)
+        self._layers = DeviceDecoder(weights.shape(), layers, embedding, head, last_norm, ordinal=self._ordinal)
+        self._pool = PagePool(self._layers.shape, self._ordinal)
+        self._pages_of_text = -(-self.config.context // PAGE)
+        with current(self._ordinal):
+            self._stream = int(check(driver().cuStreamCreate(1), "a stream"))  # 1: it waits for no other
+            self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
+        self._chosen = Pinned(TOGETHER, self._ordinal)
+        self._prompts: Step | None = None
+        self._tokens: TokenSteps | None = None
+
+    @property
+    def kernels(self) -> str:
+        return f"{self._gpu.name} ({', '.join(sorted(self.tensors.kinds))})"
+
+    def cache(self, capacity: int = 256) -> CudaCache:
+        return CudaCache(self.config, self._pool, capacity)
+
+    def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
+        if activations is not None:
+            raise DataError(complaint(call, "activations", repr(activations), "none on a GPU: x is float16 there"))
+        return None
+
+    # ---- computing ----------------------------------------------------------------------------------------------
+
+    def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
+        pieces = self._pieces(passages)
+        out = np.empty((sum(len(tokens) for _, tokens in passages), self.config.hidden), np.float32)
+        starts = np.cumsum([0, *(len(tokens) for _, tokens in passages)])
+        with self._working(passages):
+            for group in self._groups(pieces):
+                step, rows = self._prompt_step(), self._launch(group, 0)
+                self._layers.normalize(self._stream, step, rows, self._layers.last_norm)  # adds the last product
+                hidden = np.empty((rows, self.config.hidden), np.float32)
+                copy_out(hidden, step.at("hidden"), self._stream)
+                row = 0
+                for piece in group:
+                    start = starts[piece.of]
+                    out[start : start + len(piece.tokens)] = hidden[row : row + len(piece.tokens)]
+                    starts[piece.of] += len(piece.tokens)
+                    row += len(piece.tokens)
+                self._taken(group)
+        return out
+
+    def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
+        out = np.empty((len(hidden), self.config.vocabulary), np.float32)
+        with self._working([]):
+            step = self._prompt_step()
+            for start in range(0, len(hidden), SCORED):
+                rows = np.ascontiguousarray(hidden[start : start + SCORED])
+                copy_in(step.at("hidden"), rows, self._stream)
+                self._layers.normalize(self._stream, step, len(rows), self._layers.last_norm, added=False)
+                self._layers.score(self._stream, step, len(rows))
+                copy_out(out[start : start + SCORED], step.at("scores"), self._stream)
+        return out
+
+    def choose(
+        self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
+    ) -> list[int]:
+        chosen = [0] * len(passages)
+        singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]
+        longer = [i for i, (_, tokens) in enumerate(passages) if len(tokens) > 1]
+        with self._working(passages):
+            for start in range(0, len(singles), self._together):
+                group = singles[start : start + self._together]
+                tokens = self._go_on([passages[i] for i in group], [samplers[i] for i in group])
+                for i, token in zip(group, tokens, strict=True):
+                    chosen[i] = token
+            pieces = self._pieces([passages[i] for i in longer])
+            for pieces_together in self._groups(pieces):
+                scored = [longer[piece.of] for piece in pieces_together if piece.last]
+                self._launch(pieces_together, len(scored), choices([samplers[i] for i in scored]))
+                for i, token in zip(scored, self._choose_prompts(len(scored)), strict=True):
+                    chosen[i] = token
+                    samplers[i].move_on()
+                self._taken(pieces_together)
+        return chosen
+
+    @contextmanager
+    def _working(self, passages: Sequence[Passage]) -> Iterator[None]:
+        """The device is current, and the decoder and all caches are this thread's."""
+        for _, tokens in passages:
+            self.check_tokens("llm.run", "tokens", tokens)
+        with self._locked(passages), self._lock, current(self._ordinal):
+            backend = BACKENDS["cuda"]
+            assert isinstance(backend, CudaBackend)
+            self._layers.batch_invariant = bool(backend.batch_invariant)
+            for cache, tokens in passages:
+                cache.reserve(len(cache.tokens) + len(tokens))
+            yield
+
+    # ---- passages of several tokens -----------------------------------------------------------------------------
+
+    def _pieces(self, passages: Sequence[Passage]) -> list[Piece]:
+        """Where a text is cut does not depend on the texts beside it. The first pieces of all texts come first."""
+        pieces = []
+        for of, (cache, tokens) in enumerate(passages):
+            assert isinstance(cache, CudaCache)
+            for start in range(0, len(tokens), self.chunk):
+                part = tokens[start : start + self.chunk]
+                pieces.append((start, Piece(cache, part, of, start + len(part) == len(tokens))))
+        return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
+
+    def _groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+        """Pieces that are fed together: as many as the memory of a step has rows for, and of a text one."""
+        group, rows, texts = list[Piece](), 0, set[int]()
+        for piece in pieces:
+            if rows + len(piece.tokens) > self.chunk or len(group) == SCORED or piece.of in texts:
+                yield group
+                group, rows, texts = [], 0, set()
+            group.append(piece)
+            rows += len(piece.tokens)
+            texts.add(piece.of)
+        if group:
+            yield group
+
+    def _prompt_step(self) -> Step:
+        if self._prompts is None:
+            self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
+        return self._prompts
+
+    def _launch(self, pieces: Sequence[Piece], scored: int, how: np.ndarray[Any, Any] | None = None) -> int:
+        """All layers for pieces of texts, and scores for the last row of each text's last one: how many rows."""
+        self._ahead = None  # its text may be another one now
+        step, stream, size = self._prompt_step(), self._stream, self._layers.query_block
+        blocks, last, rows = list[tuple[int, int, int, int]](), [], 0
+        for text, piece in enumerate(pieces):
+            first, end = len(piece.cache.tokens), len(piece.cache.tokens) + len(piece.tokens)
+            blocks += [(rows + p - first, min(size, end - p), text, p) for p in range(first, end, size)]
+            rows += len(piece.tokens)
+            if piece.last and scored:
+                last.append(rows - 1)
+        lengths = [len(piece.tokens) for piece in pieces]
+        starts = [len(piece.cache.tokens) for piece in pieces]
+        parts = {
+            "tokens": [token for piece in pieces for token in piece.tokens],
+            "positions": np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]),
+            "texts": np.repeat(np.arange(len(pieces)), lengths),
+            "blocks": blocks,
+            "scored": last,
+        }
+        for name, values in parts.items():
+            copy_in(step.at(name), np.asarray(values, np.int32), stream)
+        for text, piece in enumerate(pieces):
+            copy_in(step.at("pages") + 8 * text * self._pages_of_text, np.array(piece.cache.pages, np.uint64), stream)
+        if how is not None:
+            copy_in(step.at("choices"), how, stream)
+        self._layers.prepare(step, rows, blocks=len(blocks), scored=len(last))
+        self._layers.run(stream, step, rows, blocks=len(blocks), scored=len(last))
+        return rows
+
+    def _choose_prompts(self, scored: int) -> list[int]:
+        step = self._prompt_step()
+        if scored:
+            self._layers.choose(self._stream, step, scored)
+        tokens = np.empty(scored, np.int32)
+        copy_out(tokens, step.at("tokens"), self._stream)
+        return [int(token) for token in tokens]
+
+    def _taken(self, pieces: Sequence[Piece]) -> None:
+        """Keys and values are there."""
+        for piece in pieces:
+            piece.cache.tokens.extend(piece.tokens)
+
+    # ---- a token of each text -----------------------------------------------------------------------------------
+
+    @property
+    def _together(self) -> int:
+        return TOGETHER if self._hopper else FEW_CHUNK
+
+    def _go_on(self, passages: Sequence[Passage], samplers: Sequence[Sampler]) -> list[int]:
+        """The next token of texts that each got one token more."""
+        caches = [cache for cache, _ in passages if isinstance(cache, CudaCache)]
+        tokens, positions = [fed[0] for _, fed in passages], [len(cache.tokens) for cache in caches]
+        how = choices(samplers)
+        if self._tokens is None or self._tokens.rows < len(passages):
+            rows = 1 << (len(passages) - 1).bit_length()
+            if self._tokens is not None:
+                self._tokens.close()
+            self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
+        steps, alone = self._tokens, len(passages) == 1
+        invariant = self._layers.batch_invariant
+        asked = Ahead(caches[0], positions[0], tokens[0], how.tobytes(), invariant) if alone else None
+        if asked is None or asked != self._ahead:
+            steps.feed(tokens, positions, how, caches)
+            steps.launch(len(passages))
+        self._ahead = None
+        for sampler in samplers:
+            sampler.move_on()
+        d = driver()
+        source, count = steps.step.at("tokens"), len(passages)
+        check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
+        check(d.cuEventRecord(self._read, self._stream), "an event")
+        goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
+        if goes_on:  # the next step begins while Python looks at this one's token
+            how = choices(samplers)
+            steps.feed(None, None, how, caches)
+            steps.launch(1)
+        check(d.cuEventSynchronize(self._read), "waiting for the device")
+        chosen = [int(token) for token in self._chosen.array[:count]]
+        if goes_on:
+            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], how.tobytes(), invariant)
+        for cache, fed in passages:
+            cache.tokens.extend(fed)
+        return chosen
+
+
+class TokenSteps:
+    """Steps of one token for each text: their memory, which keeps what it was fed; a graph for each number of texts."""
+
+    def __init__(self, layers: DeviceDecoder, rows: int, pages_of_text: int, stream: int) -> None:
+        self.rows, self.step = rows, layers.step(rows, rows, pages_of_text, rows)
+        self._layers, self._stream, self._pages_of_text = layers, stream, pages_of_text
+        self._graphs: dict[tuple[int, bool], Any] = {}
+        self._pages: list[tuple[int, ...]] = [()] * rows
+        self._how = b""
+        copy_in(self.step.at("texts"), np.arange(rows, dtype=np.int32), stream)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let the graphs go."""
+        synchronize(self._stream)
+        for graph in self._graphs.values():
+            check(driver().cuGraphExecDestroy(graph), "a graph")
+        self._graphs.clear()
+
+    def feed(
+        self,
+        tokens: Sequence[int] | None,
+        positions: Sequence[int] | None,
+        how: np.ndarray[Any, Any],
+        caches: Sequence[CudaCache],
+    ) -> None:
+        """None: the token that the step before chose, at the next position."""
+        at = self.step.at
+        for name, values in (("tokens", tokens), ("positions", positions)):
+            if values is not None:
+                self._copy(at(name), np.asarray(values, np.int32))
+        if how.tobytes() != self._how:
+            self._copy(at("choices"), how)
+            self._how = how.tobytes()
+        for row, cache in enumerate(caches):
+            pages = tuple(cache.pages)
+            if pages != self._pages[row]:
+                self._copy(at("pages") + 8 * row * self._pages_of_text, np.array(pages, np.uint64))
+                self._pages[row] = pages
+
+    def _copy(self, to: int, array: np.ndarray[Any, Any]) -> None:
+        """Returns when the array was read, which is before the device has it: nothing waits for steps under way."""
+        check(driver().cuMemcpyHtoDAsync(to, array.ctypes.data, array.nbytes, self._stream), "copying to the device")
+
+    def launch(self, rows: int) -> None:
+        """One step for the first `rows` texts."""
+        key = rows, self._layers.batch_invariant
+        if key in self._graphs:
+            check(driver().cuGraphLaunch(self._graphs[key], self._stream), "a graph")
+            return
+
+        def work(stream: int) -> None:
+            self._layers.run(stream, self.step, rows, scored=rows)
+            self._layers.choose(stream, self.step, rows)
+
+        self._layers.prepare(self.step, rows, scored=rows)
+        work(self._stream)  # loads what it takes, which a capture does not allow
+        self._graphs[key] = captured(work, self._stream)
+
+
+def choices(samplers: Sequence[Sampler]) -> np.ndarray[Any, Any]:
+    """How the next tokens are chosen, as the GPU takes it."""
+    rows = [(s.how.temperature, s.how.top_p, min(s.how.top_k, 2**31 - 1), 0, s.peek()) for s in samplers]
+    return np.array(rows, CHOICE)

@@ -1,0 +1,89 @@
+"""Keys and values on a GPU: pages of 64 positions, which texts take from one pool and give back."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes
+from billfish.backends.cuda.layers import PAGE, Shape
+from billfish.errors import BillfishError, ModelError, complaint
+from billfish.llm.cache import Cache
+from billfish.llm.config import Config
+
+SLAB_BYTES = 1 << 26  # that are allocated at once, at least
+
+
+class PagePool:
+    """The pages of a model. Memory, once taken from the device, stays in the pool."""
+
+    def __init__(self, shape: Shape, ordinal: int) -> None:
+        self.page_bytes, self.ordinal = shape.page_bytes, ordinal
+        self._lock = Lock()
+        self._slabs: list[Buffer] = []
+        self._free: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        """The addresses of so many pages."""
+        with self._lock:
+            missing = count - len(self._free)
+            if missing > 0:
+                self._grow(missing)
+            taken = self._free[len(self._free) - count :]
+            del self._free[len(self._free) - count :]
+        return taken
+
+    def give(self, pages: list[int]) -> None:
+        with self._lock:
+            self._free += pages
+
+    def _grow(self, missing: int) -> None:
+        pages = max(missing, SLAB_BYTES // self.page_bytes)
+        for count in dict.fromkeys((pages, missing)):
+            try:
+                slab = Buffer(count * self.page_bytes, self.ordinal)
+            except BillfishError:
+                continue
+            self._slabs.append(slab)
+            self._free += [slab.pointer + i * self.page_bytes for i in range(count)]
+            return
+        got = f"{missing * PAGE} positions more, {missing * self.page_bytes / 1e9:.2f} GB"
+        takes = f"up to {free_bytes(self.ordinal) / 1e9:.2f} GB, which the GPU has left"
+        raise ModelError(complaint("llm.generate", "keys and values", got, takes))
+
+
+class CudaCache(Cache):
+    """Keys and values in 16 bits, in pages."""
+
+    def __init__(self, config: Config, pool: PagePool, capacity: int) -> None:
+        super().__init__(config)
+        self._pool = pool
+        self.pages: list[int] = []
+        self.reserve(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.pages) * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self._pool.page_bytes
+
+    def reserve(self, positions: int) -> None:
+        with self.lock:
+            missing = -(-positions // PAGE) - len(self.pages)
+            if missing > 0:
+                self.pages += self._pool.take(missing)
+
+    def copy(self) -> CudaCache:
+        with self.lock, current(self._pool.ordinal):
+            other = CudaCache(self.config, self._pool, self.capacity)
+            check(driver().cuCtxSynchronize(), "waiting for the device")
+            for to, source in zip(other.pages, self.pages, strict=True):
+                check(driver().cuMemcpyDtoD(to, source, self._pool.page_bytes), "copying on the device")
+            check(driver().cuCtxSynchronize(), "waiting for the device")
+            other.tokens = list(self.tokens)
+        return other
+
+    def __del__(self) -> None:
+        if hasattr(self, "pages"):
+            self._pool.give(self.pages)

@@ -1,0 +1,164 @@
+"""The matrices of a model on a GPU: those that share x are one matrix, where they are of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from billfish.backends.cuda.decoder import sent
+from billfish.backends.cuda.describe import why_not
+from billfish.backends.cuda.driver import Buffer
+from billfish.backends.cuda.layers import Layer, Matrix, Shape
+from billfish.backends.cuda.weights import DeviceWeights
+from billfish.llm.config import embedding_scale
+from billfish.llm.tensors import ModelTensors, Tensor
+from billfish.ops import dequantize
+from billfish.storage import Array
+from billfish.tensor import QuantizedTensor
+
+EIGHT = 8  # rows of gate, then of up, that alternate
+
+
+class GpuWeights:
+    """Reads tensors, one place of a layer at a time, and packs them on a GPU."""
+
+    def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
+        self._tensors, self._ordinal = tensors, ordinal
+        self._orders: dict[bytes, Buffer] = {}  # matrices with one order share it, and x is put into it once for them
+        self.nbytes = 0
+
+    def shape(self) -> Shape:
+        """The sizes of the model, as the decoder takes them."""
+        c, family = self._tensors.config, self._tensors.config.family
+        return Shape(
+            layers=c.layers,
+            hidden=c.hidden,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_size=c.head_size,
+            feed_forward=c.feed_forward,
+            vocabulary=c.vocabulary,
+            epsilon=c.norm_epsilon,
+            frequencies=tuple(self._tensors.frequencies()),
+            adjacent=family.rope == "adjacent",
+            gate=family.gate,
+            head_norms=family.head_norms,
+            embedding_scale=float(embedding_scale(c)),
+        )
+
+    def layer(self, i: int) -> Layer:
+        tensors, c, layer = self._tensors, self._tensors.config, f"blk.{i}."
+        attention_norm, feed_forward_norm = (
+            sent(tensors.vector(f"{layer}{name}_norm.weight", c.hidden), self._ordinal) for name in ("attn", "ffn")
+        )
+        head_norms = (tensors.head_norm(f"{layer}attn_{name}") for name in "qk")
+        q_norm, k_norm = (None if norm is None else sent(norm, self._ordinal) for norm in head_norms)
+        qkv = self._one_after_the_other([f"{layer}attn_{name}" for name in "qkv"])
+        [o] = self._one_after_the_other([f"{layer}attn_output"])
+        gate_up = self._alternating([f"{layer}ffn_gate", f"{layer}ffn_up"])
+        [down] = self._one_after_the_other([f"{layer}ffn_down"])
+        made = Layer(attention_norm, feed_forward_norm, qkv, o, gate_up, down, q_norm, k_norm)
+        tensors.source.tensors.release()
+        return made
+
+    def embedding_and_head(self) -> tuple[DeviceWeights, Matrix]:
+        """The head is the embedding where the file has no other."""
+        table = self._tensors.embedding()
+        if isinstance(table, QuantizedTensor) and table.permutation is not None:
+            table = dequantize(table)
+        embedding = self._pack(table)
+        if self._tensors.tied:
+            self._tensors.matrix("head")  # is the same; it counts as one of the kinds
+            return embedding, Matrix(embedding)
+        [head] = self._one_after_the_other(["head"])
+        return embedding, head
+
+    def _one_after_the_other(self, places: Sequence[str]) -> tuple[Matrix, ...]:
+        """Matrices by places, neighbours of one kind as one."""
+        groups: list[list[tuple[str, Tensor]]] = []
+        for place in places:
+            tensor = self._tensors.matrix(place)
+            if groups and alike(groups[-1][-1][1], tensor):
+                groups[-1].append((place, tensor))
+            else:
+                groups.append([(place, tensor)])
+        return tuple(self._matrix([p for p, _ in group], [t for _, t in group]) for group in groups)
+
+    def _alternating(self, places: Sequence[str]) -> tuple[Matrix, ...]:
+        """Two matrices as one whose rows alternate by eights; or two, where that cannot be."""
+        gate, up = (self._tensors.matrix(place) for place in places)
+        rows = len(gate) if isinstance(gate, np.ndarray) else gate.shape[0]
+        if not alike(gate, up) or rows % EIGHT:
+            return tuple(self._matrix([place], [t]) for place, t in zip(places, (gate, up), strict=True))
+        order = np.arange(2 * rows).reshape(2, -1, EIGHT).transpose(1, 0, 2).ravel()
+        return (self._matrix(places, [gate, up], order),)
+
+    def _matrix(self, places: Sequence[str], tensors: Sequence[Tensor], rows: Array | None = None) -> Matrix:
+        tensor = stacked(tensors, rows)
+        weights = self._pack(tensor)
+        biases = [self._tensors.bias(place) for place in places if place != "head"]
+        bias = None
+        if any(b is not None for b in biases):
+            parts = [np.zeros(t.shape[0], np.float32) if b is None else b for b, t in zip(biases, tensors, strict=True)]
+            together = np.concatenate(parts)
+            bias = sent(together if rows is None else together[rows], self._ordinal)
+        order = tensor.permutation if isinstance(tensor, QuantizedTensor) and multiplied(tensor) else None
+        if order is None:
+            return Matrix(weights, bias)
+        key = order.tobytes()
+        if key not in self._orders:
+            self._orders[key] = sent(order, self._ordinal)
+        return Matrix(weights, bias, self._orders[key])
+
+    def _pack(self, tensor: Tensor) -> DeviceWeights:
+        place = f"cpu:{self._ordinal}"  # memory of ours, not torch's
+        if isinstance(tensor, QuantizedTensor) and multiplied(tensor):
+            weights = DeviceWeights.pack(tensor, place).without_planes()
+        else:
+            weights = DeviceWeights.pack_plain(
+                dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor, place
+            )
+        self.nbytes += weights.nbytes
+        return weights
+
+
+def multiplied(tensor: QuantizedTensor) -> bool:
+    """Whether the kernels multiply with a tensor as it is. Others become plain weights."""
+    return not why_not(tensor.format, tensor.group_size, tensor.shape[1])
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two matrices can be rows of one."""
+    if not isinstance(a, QuantizedTensor) or not isinstance(b, QuantizedTensor):
+        return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype
+    specs = a.format.storage_spec(*a.shape, a.group_size)
+    return (
+        (a.format, a.group_size) == (b.format, b.group_size)
+        and same(a.permutation, b.permutation)
+        and all(a.storage[name].dtype == b.storage[name].dtype for name in specs)
+        and all(np.array_equal(a.storage[name], b.storage[name]) for name, spec in specs.items() if spec.n_axis is None)
+    )
+
+
+def same(a: Array | None, b: Array | None) -> bool:
+    """Whether two orders are one."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def stacked(tensors: Sequence[Tensor], rows: Array | None) -> Tensor:
+    """Matrices that are `alike` below each other, their rows in another order if there is one."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    if isinstance(first, np.ndarray):
+        together = np.concatenate([tensor for tensor in tensors if isinstance(tensor, np.ndarray)])
+        return together if rows is None else together[rows]
+    quantized = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    storage = {}
+    for name, spec in first.format.storage_spec(*first.shape, first.group_size).items():
+        arrays = [tensor.storage[name] for tensor in quantized]
+        whole = arrays[0] if spec.n_axis is None else np.concatenate(arrays, axis=spec.n_axis)
+        storage[name] = whole if rows is None else spec.cut(whole, rows)
+    shape = sum(tensor.shape[0] for tensor in quantized), first.shape[1]
+    return QuantizedTensor.owning(first.format, shape, first.group_size, storage, first.permutation)

@@ -1,0 +1,63 @@
+"""Where a model runs: the words of `device=` and `--device`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+
+from billfish.backends import BACKENDS
+from billfish.errors import BackendUnavailable, DataError, complaint
+from billfish.llm.decoder import Decoder
+from billfish.llm.tensors import CALL, ModelTensors
+
+DEVICES = "cpu, cuda, cuda:N for GPU number N, or auto: the first GPU where there is one"
+
+
+def check_device(device: str) -> str:
+    """ "cpu", "cuda:N" or "auto"; raises if it is none of the words, or if there is no such device.
+
+    The variable BILLFISH_DEVICE of the environment says what "auto" means, if it is there.
+    """
+    if device == "auto":
+        device = os.environ.get("BILLFISH_DEVICE", device)
+    if device in ("cpu", "auto"):
+        return device
+    found = re.fullmatch(r"cuda(?::(\d+))?", device)
+    if found is None:
+        raise DataError(complaint(CALL, "device", repr(device), DEVICES))
+    from billfish.backends.cuda.driver import device as gpu  # here: of those who have no GPU, nobody waits for it
+
+    ordinal = int(found[1] or 0)
+    gpu(ordinal)
+    return f"cuda:{ordinal}"
+
+
+def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
+    """The decoder for a device that was checked. "auto" tells on standard error if a GPU has no room for the model."""
+    if device.startswith("cuda:"):
+        return _on_gpu(tensors, int(device.removeprefix("cuda:")))
+    if device == "auto" and _has_driver() and BACKENDS["cuda"].usable()[0]:
+        try:
+            return _on_gpu(tensors, 0)
+        except BackendUnavailable as error:
+            print(f"{error}. The CPU runs it.", file=sys.stderr)
+    from billfish.llm.cpu import CpuDecoder
+
+    return CpuDecoder(tensors)
+
+
+def _on_gpu(tensors: ModelTensors, ordinal: int) -> Decoder:
+    from billfish.llm.cuda import CudaDecoder
+
+    return CudaDecoder(tensors, ordinal)
+
+
+def _has_driver() -> bool:
+    """Whether NVIDIA's driver is there, which most machines without a GPU tell at once."""
+    try:
+        ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
+    except OSError:
+        return False
+    return True
