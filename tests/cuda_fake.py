@@ -26,7 +26,7 @@ class Names:
 class FakeDriver:
     """As much of cuda.bindings.driver as weights need, on memory of the CPU. pack.cu and unpack.cu run in NumPy.
 
-    Kernels that multiply or decode write nothing. `live`: allocations that were not freed.
+    Kernels that multiply or decode write nothing. `live`: allocations that were not freed. `foreign`: memory of others.
     """
 
     CUdevice_attribute = CUlaunchAttributeID = Names()
@@ -39,6 +39,7 @@ class FakeDriver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live: dict[int, np.ndarray] = {}
+        self.foreign: dict[int, np.ndarray] = {}
         self.stack: list[int] = []
         self.launches: list[str] = []
         self._cached = (driver.device, driver._primary_context, driver.native)
@@ -108,8 +109,11 @@ class FakeDriver:
         ctypes.memmove(to, source, nbytes)
         return (0,)
 
+    def at(self, pointer: int) -> np.ndarray:
+        return self.live[pointer] if pointer in self.live else self.foreign[pointer]
+
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
-        assert nbytes <= self.live[source].nbytes
+        assert nbytes <= self.at(source).nbytes
         ctypes.memmove(to, source, nbytes)
         return (0,)
 
@@ -132,8 +136,8 @@ class FakeDriver:
             n, k = values[3:5] if source == "pack.cu" else values[2:4]
             assert grid[0] == np.prod(brick_shape(n, k))
             if source == "pack.cu":
-                groups, bricks = (self.live[pointer] for pointer in others[:2])
-                codes = pack_codes(kind, read_codes(self.live[first], macros, n, k))
+                groups, bricks = map(self.at, others[:2])
+                codes = pack_codes(kind, read_codes(self.at(first), macros, n, k))
                 parts = np.concatenate([codes, groups.reshape(*codes.shape[:2], -1)], axis=2)
                 blocks = [parts[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(parts), 8)]
                 bricks[:] = np.concatenate(blocks)
