@@ -1,9 +1,10 @@
-"""What a call costs besides the product, and how fast weights are packed, on this machine's CPU.
+"""What a call costs besides the product, and how fast weights are packed, on this machine's CPU or GPU.
 
-    python benchmarks/calls.py [--json FILE]
+    python benchmarks/calls.py [--device cuda] [--json FILE]
 
-Calls with weights so small that nothing else takes time, in microseconds, and of 16 rows of W by 4096 k with several
-rows of x. Packing of 4096 x 4096, in milliseconds. The least of several runs counts, with two threads.
+`--device cuda`: calls_cuda.py. On the CPU: calls with weights so small that nothing else takes time, in microseconds,
+and of 16 rows of W by 4096 k with several rows of x. Packing of 4096 x 4096, in milliseconds. The least of several runs
+counts, with two threads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import calls_cuda
 import numpy as np
 import torch
 
@@ -85,15 +87,27 @@ def packing() -> dict[str, float]:
     return found
 
 
+def cpu_report() -> dict[str, dict[str, float]]:
+    set_threads(2)
+    return {"microseconds": calls(), "packing_milliseconds": packing()}
+
+
+def show(part: Mapping[str, object], under: str = "") -> None:
+    """Each figure on a line of its own."""
+    for name, value in part.items():
+        if isinstance(value, Mapping):
+            show(value, f"{under}{name}: ")
+        else:
+            print(f"{under + name:60} {value:8.3g}" if isinstance(value, float) else f"{under}{name}: {value}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    set_threads(2)
-    report = {"microseconds": calls(), "packing_milliseconds": packing()}
-    for part in report.values():
-        for name, value in part.items():
-            print(f"{name:34} {value:8.1f}")
+    report = calls_cuda.report() if arguments.device == "cuda" else cpu_report()
+    show(report)
     if arguments.json is not None:
         write_atomically(arguments.json, json.dumps({"machine": machine()} | report, indent=1).encode() + b"\n")
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from billfish.backends.cuda import driver, weights
 from billfish.backends.cuda.kind import Kind
@@ -42,6 +45,7 @@ class FakeDriver:
         self.foreign: dict[int, np.ndarray] = {}
         self.stack: list[int] = []
         self.launches: list[str] = []
+        self.products: list[tuple[int, ...]] = []  # stream, x, stride of x, bias, y
         self._cached = (driver.device, driver._primary_context, driver.native)
         self._kernels: list[tuple[str, dict[str, str]]] = []  # their handle is their place
         native = SimpleNamespace(
@@ -169,6 +173,27 @@ def read_codes(data: np.ndarray, macros: dict[str, str], n: int, k: int) -> np.n
     return (codes + int(macros["SHIFT"]) & 255).astype(np.uint8)
 
 
+class TorchMemory:
+    """A room of tensors, as torch would have it on a GPU: in memory of the CPU, whose number is torch's for it, -1."""
+
+    ordinal, stream = -1, 0
+
+    def __init__(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fake = fake
+        for name in ("room_for", "room_of"):
+            monkeypatch.setattr(weights, name, lambda _: self)
+
+    def current(self) -> AbstractContextManager[None]:
+        return driver.current(self.ordinal)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        pointer = memory.data_ptr()
+        self.fake.live[pointer] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), np.uint8)
+        weakref.finalize(memory.untyped_storage(), self.fake.live.pop, pointer)
+        return memory
+
+
 class NativeLaunch:
     """As _cuda.NativeLaunch."""
 
@@ -190,4 +215,5 @@ class NativeProduct:
         self.launch, self.memory, self.sizes = launch, (bricks, row_scale), (m, n, k)
 
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int) -> None:
+        self.launch.fake.products.append((stream, x, x_stride, bias, y))
         self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -62,25 +63,57 @@ def test_values_and_gradients(format, dtype):
     assert (x.grad.double() - exact.grad).abs().max() <= tolerance * exact.grad.abs().max()
 
 
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def allocated() -> int:
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def arrive(way: str, format: str, folder) -> list[MarlinLinear]:
+    """Layers on the GPU, from a start with nothing there."""
+    if way == "to":
+        return [MarlinLinear.from_quantized(bf.quantize(gaussian((1024, 1024)), format)).to("cuda")]
+    model = Model().half().to("cuda")
+    if way == "quantize_model":
+        bf.quantize_model(model, format, method="rtn", progress=False)
+    else:
+        weights = {f"{name}.weight": bf.quantize(gaussian((1024, 1024)), format) for name in ("up", "down")}
+        bf.save(weights, folder / "model.safetensors", progress=False)
+        bf.load_into(model, folder / "model.safetensors", progress=False)
+    return [model.up, model.down]
+
+
 @FORMATS
-def test_the_gpu_has_the_weights_once(format):
-    """Bricks in the place of storage, and the storage's bits when a state dict asks for them."""
-    tensor = bf.quantize(gaussian((1024, 1024)), format)
-    layer = MarlinLinear.from_quantized(tensor, device="cuda")
+@pytest.mark.parametrize("way", ["to", "quantize_model", "load_into"])
+def test_the_gpu_has_the_weights_once_and_the_host_has_none(format, way, tmp_path):
+    """Bricks and the scales beside them, before any call and after, and the storage's bits when somebody asks."""
+    before = allocated()
+    layers = arrive(way, format, tmp_path)
     x = torch.from_numpy(gaussian((3, 1024), 2)).half().cuda()
-    storage = sum(array.nbytes for array in tensor.storage.values())
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    y = layer(x)
-    gc.collect()
-    assert torch.cuda.memory_allocated() - before < 0.7 * storage
-    state = layer.state_dict()
-    for name, array in tensor.storage.items():
-        assert (
-            state[name].cpu().reshape(-1).view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
-        )
-    del state
-    assert torch.equal(layer(x), y)
+    with torch.no_grad():
+        for _ in range(2):
+            packed = sum(tensor.nbytes for layer in layers for tensor in layer._weights.packed.tensors)
+            assert packed < 1.5 * sum(layer.storage_bytes for layer in layers)
+            assert packed <= allocated() - before - x.nbytes <= 1.02 * packed
+            for layer in layers:
+                assert layer._weights.made is None
+                assert all(layer._weights.own(name) is None for name in layer.storage_names)
+                layer(x)
+        y, tensor = layers[0](x), layers[0].quantized()
+        state = {name: value.cpu() for name, value in layers[0].state_dict().items()}
+        for name, array in tensor.storage.items():
+            assert state[name].reshape(-1).view(torch.uint8).numpy().tobytes() == np.ascontiguousarray(array).tobytes()
+        assert torch.equal(layers[0](x), y)
+        assert layers[0].is_packed
 
 
 def test_memory_is_free_when_the_layer_is_gone():
@@ -110,3 +143,79 @@ def test_compiled_and_captured():
             captured = layer(x)
         graph.replay()
         assert torch.equal(captured, eager)
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(256,), (1, 256), (2, 3, 256), (100, 256)])
+def test_few_steps_give_the_bits_of_the_operator(format, dtype, shape):
+    layer = make_layer(format).to("cuda").to(dtype)
+    x = torch.from_numpy(gaussian(shape, 2)).to("cuda", dtype)
+    with torch.no_grad():
+        y = layer(x)
+        tensors, form = layer._weights.for_operator()
+        about = layer.format, layer.group_size, layer.out_features, layer.activations, form
+        assert torch.equal(y, torch.ops.billfish.linear(x, tensors, layer.bias, *about))
+        wide = torch.cat([x, x], -1)[..., :256]  # rows that are not beside each other
+        assert torch.equal(layer(wide), y)
+        layer.bias.data += 1
+        assert not torch.equal(layer(x), y)
+
+
+def test_layers_on_other_streams_and_in_threads():
+    layer = make_layer("fp4").to("cuda")
+    xs = [torch.from_numpy(gaussian((rows, 256), rows)).half().cuda() for rows in (1, 1, 2, 4, 4, 8)]
+    with torch.no_grad():
+        expected = [layer(x) for x in xs]
+    torch.cuda.synchronize()
+
+    def work(x):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            ys = [layer(x) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+            return ys
+
+    with ThreadPoolExecutor(3) as pool:
+        for ys, y in zip(pool.map(work, xs), expected, strict=True):
+            assert all(torch.equal(found, y) for found in ys)
+
+
+def test_weights_that_are_written_to():
+    layer, other = make_layer("fp4").to("cuda"), make_layer("fp4").to("cuda")
+    x = torch.from_numpy(gaussian((4, 256), 2)).half().cuda()
+    with torch.no_grad():
+        other.load_state_dict(
+            {name: value.flip(0) if name == "scales" else value for name, value in other.state_dict().items()}
+        )
+        before, wanted = layer(x), other(x)
+        assert not torch.equal(before, wanted)
+        for name in layer.storage_names:
+            getattr(layer, name).copy_(getattr(other, name))
+        assert torch.equal(layer(x), wanted)
+        assert layer.is_packed
+
+
+def test_merged_models():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).half().eval()
+    merged = copy.deepcopy(model)
+    bf.quantize_model(model, "u4b8", method="rtn", progress=False)
+    report = bf.quantize_model(merged, "u4b8", method="rtn", progress=False, merge=True)
+    assert report.apart == {}
+    tokens = torch.tensor([[1, 5, 9], [2, 2, 7]], device="cuda")
+    with torch.no_grad():
+        expected = model(tokens).logits
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-2, atol=1e-2)
+        assert merged.model.layers[0].self_attn.qkv_proj.is_packed
+        for _ in range(3):
+            merged(tokens[:1, :1], use_cache=False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = merged(tokens[:1, :1], use_cache=False).logits
+        graph.replay()
+        assert torch.equal(captured, merged(tokens[:1, :1], use_cache=False).logits)
+    assert merged.state_dict().keys() == model.state_dict().keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from billfish.errors import BackendUnavailable
 from billfish.format import Format, Planes
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
+
+Direct = Callable[[Any, Any], Any]  # see `Backend.direct`
 
 
 class Problem(NamedTuple):
@@ -86,6 +88,8 @@ class Backend(ABC):
 
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 
+    unpacks: bool = False  # whether a torch layer holds packed weights from the start, and storage when it is asked for
+
     def to_tensors(self, weights: Any) -> tuple[list[Any], str] | None:
         """(torch tensors in the place where `weights` are, all the rest of them as a text), sharing memory.
 
@@ -99,6 +103,13 @@ class Backend(ABC):
         raise BackendUnavailable(
             f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"
         )
+
+    def direct(self, weights: Any) -> Direct | None:
+        """`linears` in few steps, for a torch layer: (x [..., K], bias [N] or none) -> y [..., N].
+
+        The function gives None for an x that takes more steps. Nobody watches, and no gradient is wanted.
+        """
+        return None
 
     def unpack(self, weights: Any, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
         """The storage that `weights` were packed from, bit for bit and in its types: NumPy arrays by name."""

@@ -118,7 +118,12 @@ def _model_entries(model: Any) -> dict[str, Entry]:
     layer_type = layer_class(CALL, model)
     arrays: dict[str, Any] = layer_type.parameter_arrays(model)
     every_name = {"remove_duplicate": False} if layer_type.kind == "torch" else {}
-    layers = {path: layer for path, layer in model.named_modules(**every_name) if isinstance(layer, MarlinLinear)}
+    layers: dict[str, Any] = {}
+    for path, module in model.named_modules(**every_name):
+        if isinstance(module, MarlinLinear):
+            layers[path] = module
+        elif hasattr(module, "joint_parts"):
+            layers |= {f"{path}.{part}" if path else part: rows for part, rows in module.joint_parts().items()}
     entries: dict[str, Entry] = {}
     seen = set[Hashable]()
     for name, array in arrays.items():

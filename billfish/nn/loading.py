@@ -66,7 +66,8 @@ def load_into(
             bias = getattr(linear, "bias", None)
             if bias_name in weights:
                 bias = adapter.from_numpy(np.array(weights[bias_name]))
-            layer = layer_type.from_quantized(tensor, bias, activations=activations)
+            place = layer_type.place_of(linear)
+            layer = layer_type.from_quantized(tensor, bias, activations=activations, **place)
             layer.train(model.training)
             put(layer)
             report.replaced.append(Replaced(path, layer.format, layer.group_size, linear.weight.nbytes, tensor.nbytes))

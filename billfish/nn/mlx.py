@@ -246,6 +246,21 @@ class MarlinLinear(base.MarlinLinear, Module):
         """The storage arrays, in the order of the format's `storage_names`."""
         return [self[name] for name in get_format(self.format).storage_names]
 
+    @property
+    def storage_bytes(self) -> int:
+        """Of storage."""
+        return sum(array.nbytes for array in self.storage)
+
+    @staticmethod
+    def joints(model: Module) -> list[Any]:
+        """Raises: only torch models have joint layers."""
+        raise DTypeError(complaint("quantize_model", "merge", "True with an MLX model", "False, or a torch model"))
+
+    @staticmethod
+    def place_of(linear: Module) -> dict[str, Any]:
+        """Where `from_quantized` is to put the layer that takes the place of `linear`: MLX has one memory."""
+        return {}
+
     def _matrix(self) -> QuantizedTensor:
         """The weights [N, K] in stored order, as the arrays are now."""
         arrays, order = self.storage, self.get("permutation")

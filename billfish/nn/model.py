@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class ModelReport:
 
     replaced: list[Replaced] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # path -> why it stayed as it was
+    apart: dict[str, str] = field(default_factory=dict)  # path of a joint layer that was not made -> why
 
     @property
     def bytes_before(self) -> int:
@@ -56,6 +58,7 @@ class ModelReport:
             for (format, group_size), part in kinds.items()
         ]
         lines += [f"left {path}: {reason}" for path, reason in self.left.items()]
+        lines += [f"no {path}: {reason}" for path, reason in self.apart.items()]
         return "\n".join([*lines, f"saved {self.bytes_saved / 1e6:.1f} MB"])
 
 
@@ -67,6 +70,7 @@ def quantize_model(
     method: Method = "mse",
     activations: Activations = "exact",
     predicate: Predicate | None = None,
+    merge: bool = False,
     progress: bool = True,
     **options: str,
 ) -> ModelReport:
@@ -75,6 +79,10 @@ def quantize_model(
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
     settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
     format that they are given with: a dict that names another one has its own, or the defaults.
+
+    merge: whether q_proj, k_proj and v_proj of a torch module become one layer, `qkv_proj`, and gate_proj and up_proj
+    `gate_up_proj`: fewer products, of the same weights. So do such layers that are quantized already. State dicts keep
+    the ordinary names. Layers that cannot be joined stay apart, and the report says why.
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
@@ -89,17 +97,26 @@ def quantize_model(
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
     report = ModelReport(left=left)
+    joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
+    joint_layers: list[Any] = []
+    joined = {path for joint in joints for path in joint.paths}
     layers: dict[int, Any] = {}  # what becomes of a Linear, which may be in several places
     twins: dict[int, Any] = {}  # the first layer that was made of a weight
-    with Progress(len(chosen), "layers", enabled=progress) as bar:
+    with Progress(len(joints) + len(chosen.keys() - joined), "layers", enabled=progress) as bar:
+        for joint in joints:
+            bar.advance(1, joint.path)
+            layer = joint.make(chosen.get(joint.paths[0]))
+            joint_layers.append(layer)
+            about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
+            report.replaced.append(Replaced(joint.path, *about))
         for path, linear, _ in walk.linears:
-            if id(linear) not in layers and path in chosen:
+            if id(linear) not in layers and path in chosen and path not in joined:
                 bar.advance(1, path)
                 twin = twins.get(id(linear.weight))
                 before = after = 0
                 if twin is None:
                     layer = layer_type.from_linear(linear, **chosen[path])
-                    before, after = linear.weight.nbytes, sum(array.nbytes for array in layer.storage)
+                    before, after = linear.weight.nbytes, layer.storage_bytes
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
                 layers[id(linear)] = twins[id(linear.weight)] = layer
@@ -107,7 +124,29 @@ def quantize_model(
     for _, linear, put in walk.linears:
         if id(linear) in layers:
             put(layers[id(linear)])
+    for joint, layer in zip(joints, joint_layers, strict=True):
+        joint.put(layer)
     return report
+
+
+def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:
+    """The joint layers that are made; `apart` says why others are not."""
+    holders = Counter(id(linear.weight) for _, linear, _ in walk.linears)
+    joints = []
+    for joint in found:
+        reason = joint.why_not()
+        if not joint.is_quantized:
+            if any(path not in chosen for path in joint.paths):
+                reason = "a part of it is left"
+            elif any(chosen[path] != chosen[joint.paths[0]] for path in joint.paths):
+                reason = "its parts have different settings"
+            elif any(holders[id(layer.weight)] > 1 for layer in joint.layers):
+                reason = "a part of it shares its weight"
+        if reason:
+            apart[joint.path] = reason
+        else:
+            joints.append(joint)
+    return joints
 
 
 def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from billfish.format import Format
 from billfish.nn import base
 from billfish.nn.torch_operator import LINEAR
 from billfish.nn.torch_watch import order_array, to_numpy, to_torch
-from billfish.nn.torch_weights import ORDER, Weights
+from billfish.nn.torch_weights import ORDER, Packed, Weights, packed_beside
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations, FormatLike, Method
+from billfish.watched import is_watched, wants_gradient, wants_numbers_alone
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -36,17 +37,6 @@ def autocast(x: Tensor) -> Tensor:
     device = x.device.type
     wanted = torch.is_autocast_enabled(device) and x.dtype in CASTS
     return x.to(torch.get_autocast_dtype(device)) if wanted else x
-
-
-def _is_watched() -> bool:
-    """Whether somebody traces, transforms or profiles what torch computes."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack()
-        or torch._C._get_tracing_state()
-        or torch._C._autograd._profiler_enabled()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 # ---- the layer -------------------------------------------------------------------------------------------------------
@@ -102,7 +92,9 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         bias: Tensor | None,
         permutation: Tensor | None,
         activations: Activations,
+        packed: Packed | None = None,
     ) -> None:
+        """`packed`: in the place of storage, which is then empty."""
         torch.nn.Module.__init__(self)
         self.format, self.group_size = format.name, group_size
         self.out_features, self.in_features = shape
@@ -111,8 +103,10 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         self.__dict__["_buffers"] = weights = Weights(format, shape, group_size)
         weights.features = self.all_features
         for name in self.storage_names:
-            self.register_buffer(name, storage[name])
+            self.register_buffer(name, storage.get(name))
         self.register_buffer(ORDER, permutation)
+        if packed is not None:
+            weights.hold(packed)
         self.set_about()
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias.detach())
@@ -149,16 +143,19 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> Self:
-        """A layer with a copy of these weights.
+        """A layer with a copy of these weights, on the CPU or another device.
 
         permutation [K]: stored column j takes x[..., permutation[j]]; a tensor with act-order has its own.
         """
         base.check_weights("from_quantized", tensor, bias)
         taken = base.order_of("from_quantized", tensor, permutation, cls.all_features)
-        order = None if taken is None else to_torch(taken, device)
-        storage = {name: to_torch(array, device) for name, array in tensor.storage.items()}
+        there = torch.empty(0, device=device or "cpu").device  # with its number
+        order = None if taken is None else to_torch(taken, there)
+        bias = bias if bias is None or device is None else bias.to(there)
+        packed = packed_beside(tensor, there, activations)
+        storage = {} if packed else {name: to_torch(array, there) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations)
+        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations, packed)
         return layer
 
     def with_bias(self, bias: Tensor | None) -> MarlinLinear:
@@ -185,6 +182,13 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return base.Walk(torch.nn.Linear, linears, others)
 
     @staticmethod
+    def joints(model: torch.nn.Module) -> list[Any]:
+        """The Linear layers of a model that may become joint ones: of :class:`billfish.nn.torch_merge.Joint`."""
+        from billfish.nn.torch_merge import find_joints  # which makes layers of this class
+
+        return list(find_joints(model))
+
+    @staticmethod
     def parameter_arrays(model: torch.nn.Module) -> dict[str, Tensor]:
         """Everything that a state dict holds, under all its names."""
         return dict(model.state_dict(keep_vars=True))
@@ -194,6 +198,12 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         """Write a value into one of them."""
         with torch.no_grad():
             model.state_dict(keep_vars=True)[name].copy_(value)
+
+    @staticmethod
+    def place_of(linear: torch.nn.Module) -> dict[str, Any]:
+        """Where `from_quantized` is to put the layer that takes the place of `linear`; on the CPU for a meta tensor."""
+        device = next(linear.parameters()).device
+        return {"device": None if device.type == "meta" else device}
 
     @property
     def _weights(self) -> Weights:
@@ -217,23 +227,34 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return [self._weights[name] for name in self.storage_names]
 
     @property
+    def storage_bytes(self) -> int:
+        """Of storage, without asking for it: where the layer holds packed weights, storage would have to be made."""
+        return self._weights.nbytes
+
+    @property
     def qweight(self) -> Tensor:
         """The first storage array, by the name by which peft and others ask where a quantized layer is."""
         return self.storage[0]
 
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
-        matrix, order = self._weights.current().tensor, self._weights.own(ORDER)
+        matrix, order = self._weights.matrix(), self._weights.own(ORDER)
         permutation = None if order is None or self._weights.features is not None else order_array(order)
         return QuantizedTensor(matrix.format, matrix.shape, matrix.group_size, matrix.storage, permutation)
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the layer holds packed weights alone, and storage would have to be made of them."""
+        return self._weights.packed is not None
+
     def repack(self) -> None:
-        """Pack the weights anew at the next call, whatever they were: for writes that no layer can notice.
+        """Pack the weights anew, on the CPU at the next call, whatever they were: for writes that no layer can notice.
 
         Memory that is not torch's own (of NumPy or a file) is read at each call, in case somebody writes to it. It is
         not after this, until other memory takes its place.
         """
         self._weights.repack()
+        self._weights.pack(self.activations)
 
     def set_about(self) -> None:
         """Say the format in `about` anew, on the device of the weights: for whoever puts arrays in by hand."""
@@ -255,22 +276,30 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            bias, direct = self._parameters["bias"], self.__dict__["_buffers"].direct
+            if direct is not None and self.activations == "exact" and wants_numbers_alone(x, bias):
+                y: Tensor | None = direct(x, bias)
+                if y is not None:
+                    return y
         return self._product(autocast(x))
 
     def _product(self, x: Tensor) -> Tensor:
         """y of x's type, whatever autocast says."""
         weights, bias = self.__dict__["_buffers"], self._parameters["bias"]
         order = weights.own(ORDER)
-        eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not _is_watched()
+        eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()
         if eager:
             matrix = weights.matrix_beside(x)
         if order is not None:
             x = x.index_select(-1, order)
-        if eager and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))):
+        if eager and not wants_gradient(x, bias):
             # The dispatch of an operator that is written in Python takes longer than a small product does.
             y: Tensor = quantized_linear(x, matrix, bias=bias, activations=self.activations)
             weights.settle()
             return y
+        if eager and not x.is_cpu:
+            weights.pack(self.activations)
         tensors, form = weights.for_operator()
         return LINEAR(x, tensors, bias, self.format, self.group_size, self.out_features, self.activations, form)
 
@@ -290,10 +319,16 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             after = self._weights.own(name)
             if after.dtype != before.dtype:
                 self._weights[name] = before.to(after.device)
+        del held, before, after
         self.set_about()
+        self._weights.pack(self.activations)
         return self
 
-    def _load_from_state_dict(
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self._take_state(*arguments)
+        self._weights.pack(self.activations)
+
+    def _take_state(
         self,
         state_dict: Any,
         prefix: str,

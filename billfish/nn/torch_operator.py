@@ -39,8 +39,8 @@ def _linear(
     activations: str,
     form: str,
 ) -> Tensor:
-    matrix = matrix_of(weights, get_format(format), (n, x.shape[-1]), group_size, form)
-    return quantized_linear(x, matrix, bias=bias, activations=check_activations("MarlinLinear", activations))
+    with matrix_of(weights, get_format(format), (n, x.shape[-1]), group_size, form) as matrix:
+        return quantized_linear(x, matrix, bias=bias, activations=check_activations("MarlinLinear", activations))
 
 
 @torch.library.register_fake("billfish::linear")  # type: ignore[untyped-decorator]
@@ -50,8 +50,8 @@ def _linear_fake(x: Tensor, weights: Any, bias: Any, format: str, group_size: in
 
 @torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
 def _dequantize(weights: list[Tensor], format: str, group_size: int, n: int, k: int, form: str) -> Tensor:
-    matrix = matrix_of(weights, get_format(format), (n, k), group_size, form)
-    return dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))
+    with matrix_of(weights, get_format(format), (n, k), group_size, form) as matrix:
+        return dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))
 
 
 @torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]

@@ -168,7 +168,7 @@ class Watch(NotCopied):
     def forget(self, tensor: Tensor) -> None:
         """Take it that the contents are others, and that nobody writes to the memory but through tensors."""
         trust(tensor)
-        self.place = None
+        self.place = self.made = None
 
 
 class Out(NotCopied):

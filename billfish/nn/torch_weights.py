@@ -13,6 +13,8 @@ import atexit
 import threading
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +22,9 @@ import torch
 from torch import Tensor
 
 from billfish.about import ABOUT, About
-from billfish.backends import BACKENDS
+from billfish.backends import BACKENDS, Backend, Problem, choose
+from billfish.backends.base import Direct
+from billfish.errors import BackendUnavailable
 from billfish.format import Format
 from billfish.nn.base import check_order
 from billfish.nn.torch_watch import Watch, lent, order_array, own, to_numpy, to_torch
@@ -32,12 +36,11 @@ ORDER = "permutation"
 class Made:
     """The matrix that storage tensors hold, and in it what backends make of it, for these contents of the tensors."""
 
-    __slots__ = ("__weakref__", "settled", "states", "tensor")
+    __slots__ = ("__weakref__", "copied", "settled", "states", "tensor")
 
     def __init__(self, format: Format, group_size: int, watches: list[Watch]) -> None:
-        arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
-        storage = dict(zip(format.storage_names, arrays, strict=True))
-        self.tensor = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+        self.tensor = read(format, group_size, watches)
+        self.copied = not all(isinstance(watch.array, np.ndarray) for watch in watches)  # from a device
         self.states = [watch.state for watch in watches]  # not the watches, of which one holds this
         self.settled = False  # whether `Weights.settle` has seen what backends made
         _all.add(self)
@@ -46,6 +49,19 @@ class Made:
         """Whether it was made of these contents."""
         about = self.tensor.format, self.tensor.group_size
         return about == (format, group_size) and self.states == [watch.state for watch in watches]
+
+    def drop_copy(self) -> None:
+        """Storage that was copied from a device to be packed there goes: products read the packed weights alone."""
+        if self.copied and any(key[0] in BACKENDS and BACKENDS[key[0]].unpacks for key in self.tensor._made):
+            about = self.tensor.format, self.tensor.shape, self.tensor.group_size
+            self.tensor = QuantizedTensor.packed_only(*about, self.tensor._made)
+
+
+def read(format: Format, group_size: int, watches: list[Watch]) -> QuantizedTensor:
+    """The matrix in storage tensors: on the CPU their own memory, else a copy."""
+    arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
+    storage = dict(zip(format.storage_names, arrays, strict=True))
+    return QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
 
 
 _all: weakref.WeakSet[Made] = weakref.WeakSet()
@@ -69,17 +85,19 @@ def made_of(tensors: Sequence[Tensor], format: Format, group_size: int) -> Made:
     return made
 
 
+@contextmanager
 def matrix_of(
     tensors: Sequence[Tensor], format: Format, shape: tuple[int, int], group_size: int, form: str
-) -> QuantizedTensor:
+) -> Iterator[QuantizedTensor]:
     """The matrix for an operator, which gets a layer's tensors: its storage, or its packed form as `form` says."""
     if not form:
-        return made_of(tensors, format, group_size).tensor
+        found = made_of(tensors, format, group_size)
+        yield found.tensor
+        found.drop_copy()
+        return
     backend, _, about = form.partition(":")
-    device = tensors[0].device
-    place = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-    made = {(backend, place): BACKENDS[backend].from_tensors(tensors, about)}
-    return QuantizedTensor.packed_only(format, shape, group_size, made)
+    made = {(backend, place_name(tensors[0].device)): BACKENDS[backend].from_tensors(tensors, about)}
+    yield QuantizedTensor.packed_only(format, shape, group_size, made)
 
 
 class Packed(NamedTuple):
@@ -88,6 +106,60 @@ class Packed(NamedTuple):
     form: str  # the backend's name, ":", and what it says about them
     tensors: list[Tensor]
     matrix: QuantizedTensor
+    nbytes: int  # of the storage
+    direct: Direct | None  # the product in few steps, where the backend has such
+
+
+def packed_of(key: tuple[str, str], weights: Any, like: QuantizedTensor, nbytes: int) -> Packed | None:
+    """What a layer holds of packed weights; None where their backend cannot give the storage back.
+
+    key: the backend's name, and where the weights are. like: a matrix of their format and shape.
+    """
+    backend = BACKENDS[key[0]]
+    kept = backend.to_tensors(weights)
+    if kept is None:
+        return None
+    tensors, about = kept
+    matrix = QuantizedTensor.packed_only(like.format, like.shape, like.group_size, {key: weights})
+    return Packed(f"{key[0]}:{about}", tensors, matrix, nbytes, backend.direct(weights))
+
+
+def packed_beside(tensor: QuantizedTensor, device: torch.device, activations: str) -> Packed | None:
+    """A matrix packed for products on a device; None where no backend there keeps packed weights in storage's place."""
+    backend = keeper(tensor.format, tensor.shape, tensor.group_size, device, activations)
+    if backend is None:
+        return None
+    key = backend.name, place_name(device)
+    weights = tensor._made.get(key)
+    return packed_of(key, backend.pack(tensor, key[1]) if weights is None else weights, tensor, tensor.nbytes)
+
+
+def keeper(
+    format: Format, shape: tuple[int, int], group_size: int, device: torch.device, activations: str
+) -> Backend | None:
+    """The backend that computes on a device, if it keeps packed weights in the place of storage."""
+    if device.type == "meta":
+        return None
+    float16 = np.dtype(np.float16)  # of x; weights are packed the same way for other types
+    problem = Problem("matmul", format, group_size, 1, *shape, float16, "torch", device.type, activations)
+    try:
+        backend = choose("MarlinLinear", problem)
+    except BackendUnavailable:
+        return None
+    return backend if backend.unpacks else None
+
+
+def place_name(device: torch.device) -> str:
+    """As billfish.arrays calls it: "cpu", "cuda:0"."""
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def in_order(direct: Direct, order: Tensor, features: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """As `direct`, for x [..., features] and columns that are stored in another order."""
+    if x.shape[-1:] != (features,) or x.get_device() != order.get_device():
+        return None
+    y: Tensor | None = direct(x.index_select(-1, order), bias)
+    return y
 
 
 class Weights(dict[str, Any]):
@@ -104,6 +176,7 @@ class Weights(dict[str, Any]):
         self.made: Made | None = None  # of storage,
         self.watches: list[Watch] = []  # which these watch
         self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
+        self.direct: Direct | None = None  # the packed form's, for x in the order of its features
         self._lock = threading.RLock()  # for changing from one to the other
 
     # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
@@ -132,6 +205,8 @@ class Weights(dict[str, Any]):
                 return
             if isinstance(value, Tensor):
                 value = own(value)
+        if name == ORDER:
+            self.direct = None
         if name == ABOUT and isinstance(value, Tensor):
             self.check_about("MarlinLinear", value)
         dict.__setitem__(self, name, value)
@@ -186,7 +261,20 @@ class Weights(dict[str, Any]):
         packed = self.packed
         if packed is not None and x.device == packed.tensors[0].device:
             return packed.matrix
-        return self.current().tensor
+        tensor = self.current().tensor
+        known = tensor.storage or any(key[1] == place_name(x.device) for key in tensor._made)
+        return tensor if known else self.matrix()
+
+    def matrix(self) -> QuantizedTensor:
+        """The matrix with its storage."""
+        tensor = self.current().tensor
+        return tensor if tensor.storage else read(self.format, self.group_size, self.watches)
+
+    @property
+    def nbytes(self) -> int:
+        """Of storage, whether it is here or packed."""
+        packed = self.packed
+        return packed.nbytes if packed is not None else sum(tensor.nbytes for tensor in self.for_operator()[0])
 
     def current(self) -> Made:
         """What was made of the storage as it is now."""
@@ -214,24 +302,46 @@ class Weights(dict[str, Any]):
     def settle(self) -> None:
         """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
         made = self.made
-        if made is None or made.settled or any(watch.lent or watch.shared for watch in self.watches):
+        if made is None or made.settled:
+            return
+        if any(watch.lent or watch.shared for watch in self.watches):
+            made.drop_copy()
             return
         made.settled = True
         for key, weights in list(made.tensor._made.items()):
-            kept = BACKENDS[key[0]].to_tensors(weights) if key[0] in BACKENDS else None
-            if kept is not None:
-                self._hold(made, key, weights, *kept)
+            packed = packed_of(key, weights, made.tensor, self.nbytes) if key[0] in BACKENDS else None
+            if packed is not None:
+                self._hold(made, packed)
                 return
 
-    def _hold(self, made: Made, key: Any, weights: Any, tensors: list[Tensor], about: str) -> None:
+    def pack(self, activations: str) -> None:
+        """Hold a packed form alone before any product, where a backend does so on the storage's device."""
+        storage = [self.own(name) for name in self.names]
+        if any(tensor is None for tensor in storage):
+            return
+        device = storage[0].device
+        if keeper(self.format, self.shape, self.group_size, device, activations) is None:
+            return
+        made = self.current()
+        if not any(watch.lent or watch.shared for watch in self.watches):
+            packed = packed_beside(made.tensor, device, activations)
+            if packed is not None:
+                self._hold(made, packed)
+
+    def _hold(self, made: Made, packed: Packed) -> None:
         """These packed weights in the place of storage, unless somebody has changed or taken it meanwhile."""
         with self._lock:
             if self.made is made and not any(watch.lent for watch in self.watches):
-                matrix = QuantizedTensor.packed_only(self.format, self.shape, self.group_size, {key: weights})
-                self.packed = Packed(f"{key[0]}:{about}", tensors, matrix)
-                self.made, self.watches = None, []
-                for name in self.names:
-                    dict.__setitem__(self, name, None)
+                self.hold(packed)
+
+    def hold(self, packed: Packed) -> None:
+        """These packed weights in the place of storage, whatever it is."""
+        self.packed, self.made, self.watches = packed, None, []
+        order, direct = self.own(ORDER), packed.direct
+        features = self.shape[1] if self.features is None else self.features
+        self.direct = direct if order is None or direct is None else partial(in_order, direct, order, features)
+        for name in self.names:
+            dict.__setitem__(self, name, None)
 
     def restore(self) -> None:
         """Storage in the place of the packed form."""
@@ -239,13 +349,13 @@ class Weights(dict[str, Any]):
             return
         with self._lock:
             if self.packed is not None:
-                form, tensors, _ = self.packed
+                form, tensors = self.packed.form, self.packed.tensors
                 name, _, about = form.partition(":")
                 weights = BACKENDS[name].from_tensors(tensors, about)
                 storage = BACKENDS[name].unpack(weights, self.format, self.shape, self.group_size)
                 for part in self.names:
                     dict.__setitem__(self, part, own(to_torch(storage[part], tensors[0].device)))
-                self.packed = None
+                self.packed = self.direct = None
 
     def repack(self) -> None:
         """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""

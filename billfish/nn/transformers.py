@@ -210,9 +210,12 @@ class BillfishQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         layers = {path: module for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
         for layer in layers.values():
-            for name, buffer in list(layer.named_buffers()):
-                if buffer.dtype == torch.uint32:  # as MLX writes words
-                    layer.register_buffer(name, buffer.view(torch.int32))
+            if layer.is_packed:  # as soon as it was quantized
+                continue
+            words = {name: buffer for name, buffer in layer.named_buffers() if buffer.dtype == torch.uint32}
+            for name in words:  # as MLX writes words
+                layer.register_buffer(name, words[name].view(torch.int32))
+            words.clear()
             layer.set_about()
             layer.repack()  # nobody writes to the files that the arrays may be views of
         self.quantization_config.modules = {

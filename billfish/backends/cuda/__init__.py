@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import Input
-from billfish.backends.base import Backend, Problem, Product, delivered
+from billfish.backends.base import Backend, Direct, Problem, Product, delivered
 from billfish.backends.cuda import arrays
 from billfish.backends.cuda.describe import why_not
+from billfish.backends.cuda.direct import direct
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.weights import DeviceWeights, read_about
@@ -35,6 +36,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
+    unpacks = True
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device not in ("cuda", "cpu"):
@@ -92,6 +94,9 @@ class CudaBackend(Backend):
     def from_tensors(self, tensors: Sequence[Any], about: str) -> DeviceWeights:
         bricks, row_scale, *planes = tensors
         return DeviceWeights(read_about(about), bricks, row_scale, tuple(planes))
+
+    def direct(self, weights: DeviceWeights) -> Direct:
+        return direct(weights, self)
 
     def unpack(self, weights: DeviceWeights, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
         return weights.unpack(format)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from billfish.arrays import Input
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device
-from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.plans import Gemm
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.errors import BackendUnavailable
@@ -62,14 +61,10 @@ def linear_torch(
 
 
 def _stream_with(weights: DeviceWeights) -> int:
-    """torch's current stream, which is to read weights.
-
-    Weights that die before the stream has read them stay in their memory until then, whatever stream they were made on.
-    """
-    stream = sys.modules["torch"].cuda.current_stream()
-    for memory in (weights.bricks, weights.row_scale):
-        as_tensor(memory).record_stream(stream)
-    return int(stream.cuda_stream)
+    """torch's current stream, which is to read weights."""
+    stream = int(sys.modules["torch"].cuda.current_stream().cuda_stream)
+    weights.note(stream)
+    return stream
 
 
 def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool) -> Any:

@@ -13,6 +13,7 @@ from billfish.backends.cuda.arrays import linear_torch
 from billfish.backends.cuda.kind import read_kind
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.weights import About, DeviceWeights
+from billfish.watched import is_watched
 
 
 @torch.library.custom_op(
@@ -49,7 +50,15 @@ def linear(
     batch_invariant: bool = False,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """activation(x W.T + bias) for a tensor on a GPU: x [..., K] -> [..., N]. activation: relu, silu or gelu."""
+    """activation(x W.T + bias) for a tensor on a GPU: x [..., K] -> [..., N]. activation: relu, silu or gelu.
+
+    The dispatch of an operator that is written in Python takes longer than a product does, so a call that nobody
+    compiles or watches goes past it.
+    """
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not is_watched():
+        with torch.no_grad():  # as the operator, which has no derivative
+            direct: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation)
+        return direct
     bricks, row_scale = as_tensor(weights.bricks), as_tensor(weights.row_scale)
     kind, n = weights.kind.spelled(), weights.shape[0]
     return cuda_linear(x, bricks, row_scale, bias, kind, n, batch_invariant, activation)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -14,7 +16,7 @@ from billfish.backends.cuda.describe import Description, describe, describe_plan
 from billfish.backends.cuda.driver import KernelLaunch, copy_in, device, launcher, native, synchronize
 from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
-from billfish.backends.cuda.memory import Memory, Room, address, fetch, room_for, room_of, send
+from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, plan
 from billfish.errors import DataError, complaint
@@ -65,7 +67,8 @@ class DeviceWeights:
     bricks: Memory
     row_scale: Memory  # float32 [N]
     planes: tuple[Memory, ...] = ()
-    _products: dict[Gemm, Any] = field(default_factory=dict, repr=False)
+    streams: set[int] = field(default_factory=set, repr=False, init=False)  # of torch, that have read the weights
+    _products: dict[Gemm, Any] = field(default_factory=dict, repr=False, init=False)
 
     @classmethod
     def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
@@ -133,6 +136,10 @@ class DeviceWeights:
         """The same bricks, which then cannot be unpacked: what beside them is only for that is let go."""
         return DeviceWeights(About(self.kind, self.shape), self.bricks, self.row_scale)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceWeights:
+        """In other memory, so without the products, which know addresses."""
+        return DeviceWeights(self.about, *(deepcopy(part, memo) for part in (self.bricks, self.row_scale, self.planes)))
+
     @property
     def kind(self) -> Kind:
         return self.about.kind
@@ -190,29 +197,41 @@ class DeviceWeights:
                 )
                 for first in range(0, gemm.m, ROWS_AT_ONCE)
             )
-        product = self._products.get(gemm)
+        product = self.product(gemm)
         if product is None:
-            product = self._planned(gemm)
-        if product is False:
             return False
         product(stream, x, x_stride, bias, y)
         return True
 
+    def product(self, gemm: Gemm) -> Any:
+        """A product in native code, `_cuda.NativeProduct`, kept for the next call; None if it is one for a library."""
+        if gemm not in self._products:
+            if len(self._products) >= PRODUCTS_KEPT:
+                self._products.clear()
+            self._products[gemm] = self._planned(gemm)
+        return self._products[gemm]
+
     def _planned(self, gemm: Gemm) -> Any:
-        """The product in native code, kept for the next call; False if it is one for a library."""
         ordinal = self.room.ordinal
         found = device(ordinal)
         chosen = plan(gemm, found)
-        product: Any = False
-        if chosen is not None:
-            memory = address(self.bricks), address(self.row_scale)
-            box_rows = chosen.box_rows if found.capability >= (9, 0) else 0
-            sizes = gemm.m, gemm.n, gemm.k, gemm.bfloat16, box_rows
-            product = launcher().NativeProduct(native(chosen.launch, ordinal), *memory, *sizes)
-        if len(self._products) >= PRODUCTS_KEPT:
-            self._products.clear()
-        self._products[gemm] = product
-        return product
+        if chosen is None:
+            return None
+        memory = address(self.bricks), address(self.row_scale)
+        box_rows = chosen.box_rows if found.capability >= (9, 0) else 0
+        sizes = gemm.m, gemm.n, gemm.k, gemm.bfloat16, box_rows
+        return launcher().NativeProduct(native(chosen.launch, ordinal), *memory, *sizes)
+
+    def note(self, stream: int) -> None:
+        """torch's current stream reads the weights from now on.
+
+        Weights that die before a stream has read them stay in their memory until then, whatever stream they were made
+        on. torch remembers a stream as long as the memory is in use, so it is told once.
+        """
+        if stream not in self.streams:
+            self.streams.add(stream)
+            for memory in (self.bricks, self.row_scale):
+                as_tensor(memory).record_stream(sys.modules["torch"].cuda.current_stream(self.room.ordinal))
 
 
 def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8], dict[str, str]] | None:

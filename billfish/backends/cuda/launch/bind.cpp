@@ -109,10 +109,13 @@ class NativeLaunch {
     LaunchConfig config = config_;
     LaunchAttribute attributes[2] = {attributes_[0], attributes_[1]};
     config.stream = reinterpret_cast<void*>(stream), config.attributes = attributes;
+    // The kernel's device need not be the current one, and a thread of autograd has none before its first call of CUDA's runtime.
     void* current = nullptr;
     driver().get_current(&current);
-    if (!current) driver().set_current(context_);  // a thread of autograd has none before its first call of CUDA's runtime
-    check(driver().launch(&config, function_, arguments.pointers(), nullptr), "launching a kernel");
+    if (current != context_) check(driver().set_current(context_), "a device");
+    const int error = driver().launch(&config, function_, arguments.pointers(), nullptr);
+    if (current && current != context_) driver().set_current(current);
+    check(error, "launching a kernel");
   }
   const std::string layout;
 
