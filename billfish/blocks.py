@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from billfish.arrays import Input, float_input
 from billfish.errors import ShapeError, complaint
 from billfish.format import get_format
-from billfish.ops import check_method, dequantize, quantize_matrix
+from billfish.ops import dequantize
+from billfish.quantizing import check_method, quantize_matrix
 from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
 from billfish.typing import ArrayT, Method

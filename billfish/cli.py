@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import textwrap
@@ -272,7 +273,7 @@ def _told_how_to_continue() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("billfish: stopped; the same command continues where it was", file=sys.stderr)
+        _tell("stopped; the same command continues where it was")
         raise SystemExit(INTERRUPTED) from None
 
 
@@ -303,7 +304,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Without a command: print the help.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    _complete_streams()
+    try:
+        try:
+            return _run_command(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _drop_output()
+        return 0
+    except OSError as error:  # such as a full disk behind standard output
+        _drop_output()
+        where = str(error.filename or "standard output")
+        _tell(complaint("billfish", where, error.strerror or error, "a place with room that can be written to"))
+        return 2
+
+
+def _run_command(words: list[str]) -> int:
     try:
         if not words:
             parser().print_help()
@@ -313,13 +330,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise BillfishError(complaint("billfish", "COMMAND", repr(words[0]), takes))
         arguments = parser().parse_args(words)
         arguments.run(arguments)
-        sys.stdout.flush()
     except BillfishError as error:
-        print(f"billfish: {error}", file=sys.stderr)
+        _tell(error)
         return 2
     except KeyboardInterrupt:
-        print("billfish: stopped", file=sys.stderr)
+        _tell("stopped")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _tell(what: object) -> None:
+    with contextlib.suppress(OSError):  # nobody listens
+        print(f"billfish: {what}", file=sys.stderr)
+
+
+def _complete_streams() -> None:
+    """Streams that the caller has closed get a place where all is lost. Python has None for them, and the next file
+    that is opened would get the number of standard output, where libraries print. Names that are no text are printed
+    with escapes."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(nowhere, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What could not be printed is not tried again when the process ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

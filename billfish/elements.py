@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.device_array import look_up
+
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
@@ -29,7 +31,8 @@ class Element(ABC):
 
     def decode(self, codes: Codes) -> Floats:
         """The value of each code, float32."""
-        return self.values[codes]
+        numbers: Floats = look_up(self.values, codes)
+        return numbers
 
     @abstractmethod
     def round(self, x: Floats) -> Floats:
@@ -54,10 +57,11 @@ class Table(Element):
 
     def encode(self, x: Floats) -> Codes:
         cell = np.clip(np.floor(x * np.float32(2)), 2 * self.low, 2 * self.high) - np.float32(2 * self.low)
-        return self._code_of_cell[cell.astype(np.int32)]
+        codes: Codes = look_up(self._code_of_cell, cell.astype(np.int32))
+        return codes
 
     def round(self, x: Floats) -> Floats:
-        return self.values[self.encode(x)]
+        return self.decode(self.encode(x))
 
 
 class Integer(Element):
@@ -109,12 +113,13 @@ class E2M1(Element):
             return np.copysign((magnitude + anchor) - anchor, x)
 
     def encode(self, x: Floats) -> Codes:
-        rounded = self.round(np.asarray(x, np.float32))
+        rounded = self.round(x)
         # NaN has no code; like ml_dtypes, it becomes a zero of the opposite sign.
         invalid = np.isnan(rounded)
         sign = np.where(np.signbit(rounded) ^ invalid, np.uint8(8), np.uint8(0))
         twice = np.where(invalid, np.float32(0), np.abs(rounded) * np.float32(2))
-        return self._code_of_twice[twice.astype(np.intp)] | sign
+        codes: Codes = look_up(self._code_of_twice, twice.astype(np.intp)) | sign
+        return codes
 
 
 U2 = Integer("u2", 2)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.device_array import DeviceArray
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean
 from billfish.machine import with_known_floats
@@ -184,7 +185,10 @@ class Format(ABC):
 
     @with_known_floats
     def quantize(self, w: NDArray[np.float32], group_size: int, method: str, **options: str) -> Planes:
-        """Quantize W [N, K], float32 and finite, to planes. Rows go in slices, several at a time on several cores."""
+        """Quantize W [N, K], float32 and finite, to planes. Rows go in slices, several at a time on several cores.
+
+        W may be a DeviceArray, here and in all that this calls. The planes then are, too.
+        """
         n, k = w.shape
         run = self.quantization_run(group_size)
         whole = k // run * run  # a partial last group is quantized as a smaller group of its own
@@ -193,7 +197,7 @@ class Format(ABC):
         context = {**tensor_planes, **options}
 
         def quantize_rows(start: int, stop: int) -> Planes:
-            rows = np.ascontiguousarray(w[start:stop], np.float32)
+            rows = w[start:stop].astype(np.float32, "C", copy=False)
             parts = [
                 self._quantize_runs(rows[:, a:b].reshape(-1, length), group_size, method, context)
                 for a, b, length in spans
@@ -203,7 +207,7 @@ class Format(ABC):
                 for name in parts[0]
             }
 
-        slices = map_rows(quantize_rows, n, k)
+        slices = map_rows(quantize_rows, n, k, on_device=isinstance(w, DeviceArray))
         planes = {name: np.concatenate([part[name] for part in slices]) for name in slices[0]}
         planes.update(tensor_planes)
         return planes

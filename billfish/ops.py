@@ -15,10 +15,12 @@ from billfish.arrays import FLOATS, Input, float_dtype, float_input, library_for
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Product
 from billfish.backends.cpu.packed import PackedWeights
-from billfish.errors import BackendUnavailable, DataError, DTypeError, FormatError, ShapeError, complaint
-from billfish.format import METHODS, Format, get_format
+from billfish.device_array import DeviceArray
+from billfish.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.format import Format, get_format
 from billfish.formats.words import WordFormat
 from billfish.loose import Loose
+from billfish.quantizing import quantize_matrix
 from billfish.storage import check_array
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations, AnyArray, ArrayT, FloatName, FloatType, FormatLike, Method
@@ -35,48 +37,18 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
+    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
+    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
+
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
     method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster.
     options: zero_point="integer" | "fractional" for u4.
     """
-    weights = float_input("quantize", "w", w).numpy()
+    taken = float_input("quantize", "w", w)
+    weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
     if weights.ndim != 2 or weights.shape[0] == 0:
         raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", "a matrix [N, K] with N > 0"))
     return quantize_matrix("quantize", "w", weights, format, group_size, method, options)
-
-
-def quantize_matrix(
-    call: str,
-    argument: str,
-    w: NDArray[Any],
-    format: str | Format,
-    group_size: int | None,
-    method: str,
-    options: dict[str, str],
-) -> QuantizedTensor:
-    """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K]."""
-    format = get_format(format, call)
-    check_method(call, method)
-    n, k = w.shape
-    format.check_k(call, k)
-    group_size = format.check_group_size(call, group_size, k)
-    options = format.check_options(call, options)
-    finite = np.isfinite(w)
-    if not finite.all():
-        where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise DataError(complaint(call, argument, f"{w[where]} at row {where[0]}, k {where[1]}", "finite numbers"))
-    planes = format.quantize(w, group_size, method, **options)
-    for name, plane in planes.items():
-        if plane.dtype.kind == "f" and not np.isfinite(plane).all():
-            got = f"weights whose {name} overflows {plane.dtype}"
-            raise DataError(complaint(call, argument, got, "smaller weights"))
-    return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
-
-
-def check_method(call: str, method: str) -> None:
-    """Raises unless there is such a method."""
-    if method not in METHODS:
-        raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
 
 
 @overload

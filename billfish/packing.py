@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from billfish.arrays import Input, float_dtype, float_input
 from billfish.errors import ShapeError, complaint
-from billfish.ops import dequantize, quantize_matrix
+from billfish.ops import dequantize
+from billfish.quantizing import quantize_matrix
 from billfish.tensor import QuantizedTensor
 from billfish.typing import ArrayT, FloatType, Method
 

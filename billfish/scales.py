@@ -44,9 +44,8 @@ def decode_e4m3(codes: Bytes) -> Floats:
     return np.where(codes >= 128, -magnitude, magnitude).astype(np.float32)
 
 
-def encode_e4m3(x: Any) -> Bytes:
+def encode_e4m3(x: Floats) -> Bytes:
     """The nearest E4M3, ties to even; beyond 464, the middle between 448 and the missing 480, it is NaN."""
-    x = np.asarray(x, np.float32)
     magnitude = np.abs(x)
     with np.errstate(invalid="ignore", over="ignore"):
         # Three mantissa bits mean steps of 2^(e-3), and no smaller than the subnormals' 2^-9. The same anchor

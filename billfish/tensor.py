@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +14,37 @@ from numpy.typing import NDArray
 
 from billfish.errors import BillfishError, CheckpointError, DataError, ShapeError, complaint
 from billfish.format import Format, Planes, get_format
-from billfish.storage import Array, Storage, check_array
+from billfish.storage import Array, ArraySpec, Storage, check_array
 from billfish.typing import FormatLike
 
 Made = TypeVar("Made")
+
+
+class LaterStorage(Mapping[str, Array]):
+    """Storage arrays that are made when somebody asks for one of them, and kept then.
+
+    specs: what the arrays will be.
+    """
+
+    def __init__(self, specs: dict[str, ArraySpec], make: Callable[[], Storage]) -> None:
+        self.specs, self._make = specs, make
+        self._arrays: Storage | None = None
+
+    def __getitem__(self, name: str) -> Array:
+        arrays = self._arrays
+        if arrays is None:
+            arrays = self._make()
+            for array in arrays.values():
+                for owner in owners(array):
+                    owner.setflags(write=False)
+            self._arrays = arrays
+        return arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +53,7 @@ class QuantizedTensor:
 
     It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
     somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
+    Weights that were quantized on a GPU are there, packed, and their storage is made when it is asked for.
 
     format, shape, group_size: how to read `storage`, the arrays of the format by name; shape is (N, K).
     permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
@@ -48,9 +76,10 @@ class QuantizedTensor:
             raise ShapeError(complaint("QuantizedTensor", "shape", self.shape, f"{(n, k)}, as the storage has"))
         self._hold({name: read_only(self.storage[name]) for name in self.format.storage_names}, self.permutation)
 
-    def _hold(self, storage: dict[str, Array], permutation: Any) -> None:
+    def _hold(self, storage: dict[str, Array] | LaterStorage, permutation: Any) -> None:
         order = None if permutation is None else check_permutation("QuantizedTensor", permutation, self.shape[1])
-        object.__setattr__(self, "storage", MappingProxyType(storage))
+        held = MappingProxyType(storage) if isinstance(storage, dict) else storage
+        object.__setattr__(self, "storage", held)
         object.__setattr__(self, "permutation", order)
 
     @classmethod
@@ -99,14 +128,22 @@ class QuantizedTensor:
 
     @classmethod
     def packed_only(
-        cls, format: Format, shape: tuple[int, int], group_size: int, made: dict[Any, Any]
+        cls,
+        format: Format,
+        shape: tuple[int, int],
+        group_size: int,
+        made: dict[Any, Any],
+        storage: LaterStorage | None = None,
     ) -> QuantizedTensor:
-        """Of weights whose storage is gone: what `made` has is all there is, by the keys of :meth:`made`."""
+        """Of weights that `made` has in packed form, by the keys of :meth:`made`, and nobody has in another.
+
+        storage: the way back to it. Without one the tensor has none, and what `made` has is all there is.
+        """
         tensor = cls.__new__(cls)
         fields = {"format": format, "shape": shape, "group_size": group_size, "_made": made}
         for name, value in fields.items():
             object.__setattr__(tensor, name, value)
-        tensor._hold({}, None)
+        tensor._hold({} if storage is None else storage, None)
         return tensor
 
     @classmethod
@@ -172,7 +209,8 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of storage."""
-        return sum(array.nbytes for array in self.storage.values())
+        arrays = self.storage.specs if isinstance(self.storage, LaterStorage) else self.storage
+        return sum(array.nbytes for array in arrays.values())
 
     @property
     def bits_per_weight(self) -> float:

@@ -29,7 +29,7 @@ class Names:
 class FakeDriver:
     """As much of cuda.bindings.driver as weights need, on memory of the CPU. pack.cu and unpack.cu run in NumPy.
 
-    Kernels that multiply or decode write nothing. `live`: allocations that were not freed.
+    Kernels that multiply or decode write nothing. `live`: allocations that were not freed. `foreign`: memory of others.
     """
 
     CUdevice_attribute = CUlaunchAttributeID = Names()
@@ -42,6 +42,7 @@ class FakeDriver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.live: dict[int, np.ndarray] = {}
+        self.foreign: dict[int, np.ndarray] = {}
         self.stack: list[int] = []
         self.launches: list[str] = []
         self.products: list[tuple[int, ...]] = []  # stream, x, stride of x, bias, y
@@ -112,8 +113,11 @@ class FakeDriver:
         ctypes.memmove(to, source, nbytes)
         return (0,)
 
+    def at(self, pointer: int) -> np.ndarray:
+        return self.live[pointer] if pointer in self.live else self.foreign[pointer]
+
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
-        assert nbytes <= self.live[source].nbytes
+        assert nbytes <= self.at(source).nbytes
         ctypes.memmove(to, source, nbytes)
         return (0,)
 
@@ -136,8 +140,8 @@ class FakeDriver:
             n, k = values[3:5] if source == "pack.cu" else values[2:4]
             assert grid[0] == np.prod(brick_shape(n, k))
             if source == "pack.cu":
-                groups, bricks = (self.live[pointer] for pointer in others[:2])
-                codes = pack_codes(kind, read_codes(self.live[first], macros, n, k))
+                groups, bricks = map(self.at, others[:2])
+                codes = pack_codes(kind, read_codes(self.at(first), macros, n, k))
                 parts = np.concatenate([codes, groups.reshape(*codes.shape[:2], -1)], axis=2)
                 blocks = [parts[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(parts), 8)]
                 bricks[:] = np.concatenate(blocks)
@@ -145,27 +149,6 @@ class FakeDriver:
                 parts = split(kind, self.live[first], n, k)[..., : kind.code_bytes]
                 codes = unpack_codes(kind, parts, n, k) - np.uint8(values[4])
                 self.live[others[0]][: n * k] = codes.ravel()
-
-
-class TorchMemory:
-    """A room of tensors, as torch would have it on a GPU: in memory of the CPU, whose number is torch's for it, -1."""
-
-    ordinal, stream = -1, 0
-
-    def __init__(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.fake = fake
-        for name in ("room_for", "room_of"):
-            monkeypatch.setattr(weights, name, lambda _: self)
-
-    def current(self) -> AbstractContextManager[None]:
-        return driver.current(self.ordinal)
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        pointer = memory.data_ptr()
-        self.fake.live[pointer] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), np.uint8)
-        weakref.finalize(memory.untyped_storage(), self.fake.live.pop, pointer)
-        return memory
 
 
 def read_codes(data: np.ndarray, macros: dict[str, str], n: int, k: int) -> np.ndarray:
@@ -188,6 +171,27 @@ def read_codes(data: np.ndarray, macros: dict[str, str], n: int, k: int) -> np.n
     else:
         return data[: n * k].reshape(n, k)
     return (codes + int(macros["SHIFT"]) & 255).astype(np.uint8)
+
+
+class TorchMemory:
+    """A room of tensors, as torch would have it on a GPU: in memory of the CPU, whose number is torch's for it, -1."""
+
+    ordinal, stream = -1, 0
+
+    def __init__(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fake = fake
+        for name in ("room_for", "room_of"):
+            monkeypatch.setattr(weights, name, lambda _: self)
+
+    def current(self) -> AbstractContextManager[None]:
+        return driver.current(self.ordinal)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        pointer = memory.data_ptr()
+        self.fake.live[pointer] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(pointer), np.uint8)
+        weakref.finalize(memory.untyped_storage(), self.fake.live.pop, pointer)
+        return memory
 
 
 class NativeLaunch:

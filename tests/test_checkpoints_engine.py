@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 import billfish as bf
 from billfish.checkpoints.writers import engine
 from billfish.checkpoints.writers.engine import Output, OutputFile, Piece, write
+from billfish.checkpoints.writers.partial import plan_text
 
 
 def output(made: list[str], folder: bool = True, settings: str = "s", alignment: int = 8) -> Output:
@@ -36,6 +40,16 @@ def output(made: list[str], folder: bool = True, settings: str = "s", alignment:
 
 def contents(path: Path) -> dict[str, bytes] | bytes:
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+
+def leave(partial: Path, plan: Output, files: dict[str, bytes], whole: dict[str, bytes]) -> None:
+    """The folder of a run that was stopped: these files so far, and the digests of the pieces of whole ones."""
+    (partial / "output").mkdir(parents=True)
+    (partial / "plan.json").write_text(plan.plan())
+    for name, content in files.items():
+        (partial / "output" / name).write_bytes(content)
+    pieces = [whole[f.name][a:b] for f in plan.files if f.name in whole for a, b in pairwise(f.ends())]
+    (partial / "digests").write_bytes(b"".join(hashlib.sha256(piece).digest() for piece in pieces))
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -61,13 +75,8 @@ def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
     partial = tmp_path / "out.partial"
     for file in output([], folder).files:
         for length in range(len(files[file.name]) + 1):
-            (partial / "output").mkdir(parents=True)
-            (partial / "plan.json").write_text(output([], folder).plan())
-            for other in output([], folder).files:
-                if other.name == file.name:
-                    (partial / "output" / file.name).write_bytes(files[file.name][:length])
-                    break
-                (partial / "output" / other.name).write_bytes(files[other.name])
+            before = {} if file.name == "x" else {"x": files["x"]}
+            leave(partial, output([], folder), before | {file.name: files[file.name][:length]}, files)
             made: list[str] = []
             write("convert", tmp_path / "out", output(made, folder))
             assert contents(tmp_path / "out") == expected
@@ -82,15 +91,41 @@ def test_stopped_at_every_byte_it_goes_on(tmp_path, folder):
             shutil.rmtree(tmp_path / "out") if folder else (tmp_path / "out").unlink()
 
 
+@pytest.mark.parametrize("damage", ["zeros", "flipped", "cut in the middle", "header", "digests", "no digests"])
+def test_bytes_that_were_lost_are_written_again(tmp_path, damage):
+    """After a power cut a file may be as long as it was, with zeros where nothing had reached the disk."""
+    write("convert", tmp_path / "whole", output([]))
+    whole = contents(tmp_path / "whole")
+    leave(tmp_path / "out.partial", output([]), whole, whole)
+    file, digests = tmp_path / "out.partial" / "output" / "x", tmp_path / "out.partial" / "digests"
+    content = bytearray(whole["x"])
+    if damage == "zeros":
+        content[16:] = bytes(len(content) - 16)  # all behind the first piece
+    elif damage == "flipped":
+        content[16] ^= 1
+    elif damage == "cut in the middle":
+        content = content[:20]
+    elif damage == "header":
+        content[0] ^= 1
+    file.write_bytes(content)
+    if damage == "digests":
+        digests.write_bytes(digests.read_bytes()[:40])
+    elif damage == "no digests":
+        digests.unlink()
+    made: list[str] = []
+    write("convert", tmp_path / "out", output(made))
+    assert made == list("abcdef" if damage in ("header", "no digests") else "bcdef")
+    assert contents(tmp_path / "out") == whole
+
+
 def test_another_plan_starts_over(tmp_path):
-    partial = tmp_path / "out.partial"
-    (partial / "output").mkdir(parents=True)
-    (partial / "plan.json").write_text(output([], settings="other").plan())
-    (partial / "output" / "x").write_bytes(b"header xzzz")
+    write("convert", tmp_path / "whole", output([]))
+    whole = contents(tmp_path / "whole")
+    leave(tmp_path / "out.partial", output([], settings="other"), whole, whole)
     made: list[str] = []
     write("convert", tmp_path / "out", output(made))
     assert made == list("abcdef")
-    assert (tmp_path / "out" / "x").read_bytes().startswith(b"header xaaa")
+    assert contents(tmp_path / "out") == whole
 
 
 def test_an_existing_output_is_not_touched(tmp_path):
@@ -148,10 +183,11 @@ def fill_up(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     original = engine._write_piece
 
     def write_piece(file, output, piece):
-        original(file, output, piece)
+        digest = original(file, output, piece)
         if file.tell() > room:
             file.truncate(room)
             raise OSError(errno.ENOSPC, "No space left on device")
+        return digest
 
     monkeypatch.setattr(engine, "_write_piece", write_piece)
 
@@ -162,9 +198,7 @@ def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
     """The same command continues when there is room; what was whole is not made again."""
     write("convert", tmp_path / "whole", output([]))
     if earlier and room >= 16:  # a run that was killed after its first tensor
-        (tmp_path / "out.partial" / "output").mkdir(parents=True)
-        (tmp_path / "out.partial" / "plan.json").write_text(output([]).plan())
-        (tmp_path / "out.partial" / "output" / "x").write_bytes(b"header xaaa\0\0\0\0\0")
+        leave(tmp_path / "out.partial", output([]), {"x": b"header xaaa\0\0\0\0\0"}, contents(tmp_path / "whole"))
     ends = output([]).files[0].ends()[1:]
     whole = sum(end <= room for end in ends)
     with monkeypatch.context() as patch:
@@ -185,17 +219,17 @@ def test_a_full_disk_leaves_what_is_whole(tmp_path, monkeypatch, room, earlier):
 def test_what_did_not_reach_the_disk_is_not_kept(tmp_path, monkeypatch, at):
     """NFS and quotas may tell of a full disk only when the file is synced: its length says nothing then."""
     write("convert", tmp_path / "whole", output([]))
-    ours(tmp_path / "out.partial")
-    (tmp_path / "out.partial" / "output" / "x").write_bytes(b"header xaaa\0\0\0\0\0")
+    leave(tmp_path / "out.partial", output([]), {"x": b"header xaaa\0\0\0\0\0"}, contents(tmp_path / "whole"))
     original = engine._write_piece
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def write_piece(file, output, piece):
-        original(file, output, piece)
+        digest = original(file, output, piece)
         if piece.label == at:  # what is buffered now must not be written behind a gap when the file is closed
             full(file)
+        return digest
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
@@ -263,7 +297,9 @@ def test_an_input_that_changed_is_not_written(tmp_path, earlier):
 def test_an_output_that_somebody_made_meanwhile_is_not_replaced(tmp_path, folder):
     """Renaming would replace a file, or an empty folder."""
     out = tmp_path / "out"
-    plan = replace(output([], folder), is_current=lambda: (out.mkdir() if folder else out.write_text("mine"), True)[1])
+    plan = replace(
+        output([], folder), is_current=lambda: (out.mkdir(exist_ok=True) if folder else out.write_text("mine"), True)[1]
+    )
     with pytest.raises(bf.CheckpointError, match=r"File exists .* tensors are kept"):
         write("convert", out, plan)
     assert contents(out) == ({} if folder else b"mine")
@@ -299,6 +335,36 @@ def foreign_plan(path: Path) -> None:
 def edited_plan(path: Path) -> None:
     path.mkdir()
     (path / "plan.json").write_text(json.dumps(json.loads(output([]).plan()), indent=1))
+
+
+# Each could be a plan of ours, down to the last space, if nobody looked at what is in it.
+ODD_PLANS = {
+    "no text": b"\xff\xfe",
+    "no JSON": b"{",
+    "a list": b"[]",
+    "deep": b"[" * 100_000,
+    "a long number": b"9" * 10_000,
+    "files are a text": plan_text("xyz", {}, {}).encode(),
+    "files are an object": plan_text({"x": 1}, {}, {}).encode(),
+    "files are numbers": plan_text([[1, "d", 2]], {}, {}).encode(),
+    "files are pairs": plan_text([["x", "d"]], {}, {}).encode(),
+    "a name is a list": plan_text([[["x"], "d", 2]], {}, {}).encode(),
+    "a name is nothing": plan_text([[None, "d", 2]], {}, {}).encode(),
+    "settings are NaN": plan_text([], {}, {"a": float("nan")}).encode().replace(b"NaN", b"nan"),
+}
+
+
+def odd_plan(content: bytes) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        (path / "plan.json").write_bytes(content)
+
+    return make
+
+
+def a_pipe_for_digests(path: Path) -> None:
+    ours(path)
+    os.mkfifo(path / "digests")
 
 
 def linked_plan(path: Path) -> None:
@@ -355,6 +421,8 @@ def a_linked_output(path: Path) -> None:
         something_in_the_output,
         a_link_in_the_output,
         a_linked_output,
+        *(pytest.param(odd_plan(content), id=name) for name, content in ODD_PLANS.items()),
+        pytest.param(a_pipe_for_digests, marks=pytest.mark.skipif(sys.platform == "win32", reason="no pipes")),
     ],
 )
 @pytest.mark.parametrize("settings", ["s", "other"])
@@ -378,7 +446,15 @@ def test_a_finished_output_of_somebody_else_is_not_taken_for_ours(tmp_path):
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "out.partial")
     write("convert", tmp_path / "out", output([]))
-    ours(tmp_path / "out.partial")
+    whole = contents(tmp_path / "out")
+    for file in whole:  # one byte of it is not
+        leave(tmp_path / "out.partial", output([]), {}, whole)
+        (tmp_path / "out" / file).write_bytes(whole[file][:-1] + b"?")
+        with pytest.raises(bf.CheckpointError, match="a path that exists"):
+            write("convert", tmp_path / "out", output([]))
+        (tmp_path / "out" / file).write_bytes(whole[file])
+        shutil.rmtree(tmp_path / "out.partial")
+    leave(tmp_path / "out.partial", output([]), {}, whole)
     write("convert", tmp_path / "out", output([]))
     assert os.listdir(tmp_path) == ["out"]
 

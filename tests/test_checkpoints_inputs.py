@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import checkpoint_samples as samples
@@ -82,7 +85,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> None:
         calls.append(arguments)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        original(*arguments)
+        return original(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "_write_piece", stop)
@@ -146,9 +149,51 @@ def test_an_input_that_changes_while_it_is_read_is_not_written(tmp_path, monkeyp
             os.utime(source, ns=(0, 0))
         elif len(calls) == 2:
             source.unlink()
-        original(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(engine, "_write_piece", changing)
     with pytest.raises(bf.CheckpointError, match="files that changed while they were read"):
         bf.convert(source, out, "billfish")
     assert os.listdir(tmp_path) == ([] if change == "removed" else ["m.safetensors"])
+
+
+CUT = """
+import os, sys
+import billfish as bf
+
+def cut(done, total, label):
+    if done > total // 4:
+        os.truncate("in.safetensors", 4096)
+
+try:
+    if sys.argv[1] == "copied":
+        bf.convert("in.safetensors", "out", "billfish", progress=cut)
+    else:
+        bf.quantize_checkpoint("in.safetensors", "out", "q4_0", progress=cut)
+except bf.CheckpointError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a mapped page of a file that was cut does")
+@pytest.mark.parametrize("way", ["copied", "computed"])
+def test_an_input_that_is_cut_while_it_is_read_makes_no_output(tmp_path, way):
+    """The system refuses to copy what is no longer there. To whoever computes with it, it sends SIGBUS, which a library
+    cannot turn into an error. The same command starts anew with what is whole again."""
+    source = tmp_path / "in.safetensors"
+    save_file({f"layers.{i}.weight": np.full((256, 1024), i, np.float32) for i in range(4)}, source)
+    content = source.read_bytes()
+    done = subprocess.run([sys.executable, "-c", CUT, way], cwd=tmp_path, capture_output=True, text=True)
+    if way == "copied":
+        assert (done.returncode, "files that changed while they were read" in done.stdout) == (3, True)
+        assert os.listdir(tmp_path) == ["in.safetensors"]
+    else:
+        assert done.returncode == -signal.SIGBUS
+        assert not (tmp_path / "out").exists()
+    source.write_bytes(content)
+    for out in ("out", "undisturbed"):
+        bf.quantize_checkpoint(source, tmp_path / out, "q4_0")
+    assert sorted(os.listdir(tmp_path)) == ["in.safetensors", "out", "undisturbed"]
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "undisturbed" / path.name).read_bytes()

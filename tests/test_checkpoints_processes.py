@@ -9,13 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-import checkpoint_samples as samples
 import pytest
-from safetensors.numpy import save_file
-from support import gaussian
-from writer_worker import contents, output
+from attack.kills import kills
+from attack.races import races
+from writer_worker import ask, contents, output
 
 import billfish as bf
 from billfish.checkpoints.writers import lock
@@ -24,34 +22,13 @@ from billfish.checkpoints.writers.lock import Busy, only_writer
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks and signals as POSIX has them")
 
-WORKER = Path(__file__).parent / "writer_worker.py"
 
-
-def worker(*arguments: object) -> list[tuple[list[int], dict[str, str]]]:
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(WORKER), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert "Traceback" not in done.stderr
-    return json.loads(done.stdout)
-
-
-def test_one_of_two_wins_and_the_other_says_why(tmp_path):
-    """50 rounds of two processes that start together. Every second round they want different outputs."""
-    source = tmp_path / "in"
-    samples.write_config(source)
-    save_file({f"layers.{i}.weight": gaussian((16, 128), i) for i in range(4)}, source / "model.safetensors")
-    expected = {}
-    for format in ("u4b8", "u8b128"):
-        (tmp_path / format).mkdir()
-        bf.quantize_checkpoint(source, tmp_path / format / "out", format, method="rtn")
-        expected[format] = contents(tmp_path / format)
-    (tmp_path / "race").mkdir()
-    rounds = worker("race", source, tmp_path / "race", 50)
-    assert len(rounds) == 50
-    for i, (statuses, found) in enumerate(rounds):
-        assert sorted(statuses) == [0, 3]  # one succeeded, one had an error of ours
-        other = "u4b8" if i % 2 else "u8b128"
-        assert found == expected["u4b8" if statuses[0] == 0 else other]
+def test_one_of_several_wins_and_the_others_say_who():
+    """`make attack` has 500 rounds."""
+    row = races(12, seed=1)
+    assert row.failures == []
+    assert (row.cases, row.accepted) == (12, 12)
+    assert row.refused > 12  # in some rounds there are three
 
 
 @pytest.mark.parametrize("earlier", ["", "s", "other"])
@@ -61,7 +38,7 @@ def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, ea
     write("convert", tmp_path / "whole" / "out", output())
     expected = contents(tmp_path / "whole")
     (tmp_path / "killed").mkdir()
-    rounds = worker("kill-at-every-call", tmp_path / "killed", earlier)
+    rounds = ask("kill-at-every-call", tmp_path / "killed", earlier)
     assert all(found == expected for _, found in rounds)
     statuses = [status for status, _ in rounds]
     assert statuses.pop() == [0, 0]  # it was not killed any more
@@ -71,17 +48,12 @@ def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, ea
     assert len(statuses) > 8
 
 
-def test_killed_at_random_the_last_run_ends_with_the_same_bytes(tmp_path):
-    (tmp_path / "whole").mkdir()
-    write("convert", tmp_path / "whole" / "out", output())
-    expected = contents(tmp_path / "whole")
-    (tmp_path / "killed").mkdir()
-    rounds = worker("kill-at-random", tmp_path / "killed", 10, 1)
-    assert sum(len(statuses) - 1 for statuses, _ in rounds) > 10  # so often it was killed
-    for statuses, found in rounds:
-        assert statuses == [-signal.SIGKILL] * (len(statuses) - 1) + statuses[-1:]
-        assert statuses[-1] in (0, 3)  # 3: killed when all was done, and then OUT exists
-        assert found == expected
+def test_ended_at_random_the_last_run_ends_with_the_same_bytes():
+    """`make attack` has 200 signals."""
+    row = kills(12, seed=1)
+    assert row.failures == []
+    assert row.cases >= 12
+    assert row.accepted > 0
 
 
 # ---- the lock -----------------------------------------------------------------------------------------------------
@@ -96,6 +68,22 @@ def test_the_second_is_told_who_has_it(tmp_path):
         write("convert", tmp_path / "elsewhere", output())
     write("convert", tmp_path / "out", output())
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out"]
+
+
+@pytest.mark.parametrize("earlier", ["", "killed"])
+def test_the_second_waits_until_the_first_says_who_it_is(tmp_path, monkeypatch, earlier):
+    """Between taking the lock and writing who has it there is a moment. A killed holder's record may be there then."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    record = {"billfish": "lock", "pid": ended.pid, "call": "convert", "scratch": ""}
+    path = lock.lock_path(tmp_path / "out")
+    path.write_text(json.dumps(record) if earlier else "")
+    reads = iter([None, None, lambda: path.write_text(json.dumps(record | {"pid": os.getpid(), "call": "save"}))])
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: (next(reads, None) or (lambda: None))())
+    with path.open("r+b") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(Busy, match=rf"process {os.getpid()} \(save\) is writing"):
+            write("convert", tmp_path / "out", output())
 
 
 def test_a_lock_file_that_is_removed_before_it_is_locked_is_not_enough(tmp_path, monkeypatch):
@@ -118,7 +106,16 @@ def test_a_lock_file_that_is_removed_before_it_is_locked_is_not_enough(tmp_path,
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("content", ["mine", "{}", '{"billfish": "lock"}', "[1]"])
+RECORD = {"billfish": "lock", "pid": 1, "call": "convert", "scratch": "s"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("mine", "{}", '{"billfish": "lock"}', "[1]", "[" * 9000, '"' + "x" * 20_000, "9" * 9000),
+        *(json.dumps(RECORD | change) for change in ({"pid": "1"}, {"pid": -1}, {"call": []}, {"scratch": None})),
+    ],
+)
 def test_a_lock_file_of_somebody_else_is_left_alone(tmp_path, content):
     path = lock.lock_path(tmp_path / "out")
     path.write_text(content)
@@ -143,6 +140,17 @@ def test_a_lock_file_cannot_make_us_remove_another_folder(tmp_path):
     lock.lock_path(tmp_path / "out").write_text(json.dumps(record))
     write("convert", tmp_path / "out", output())
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_the_scratch_folder_of_a_killed_holder_is_removed(tmp_path):
+    scratch = f".out.billfish-{'0' * 32}"
+    (tmp_path / scratch).mkdir()
+    (tmp_path / scratch / "plan.json").touch()
+    lock.lock_path(tmp_path / "out").write_text(
+        json.dumps(RECORD | {"scratch": scratch}) + "\nthe rest of a longer one"
+    )
+    write("convert", tmp_path / "out", output())
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch):

@@ -145,7 +145,7 @@ def test_nothing_is_left_of_a_save_that_failed(tmp_path, monkeypatch, error):
         calls.append(arguments)
         if len(calls) == 2:
             raise error
-        original(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(engine, "_write_piece", failing)
     with pytest.raises(bf.CheckpointError if error is OSError else error):

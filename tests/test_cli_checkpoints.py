@@ -235,7 +235,7 @@ def test_ctrl_c_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        original(*arguments)
+        return original(*arguments)
 
     monkeypatch.setattr(engine, "_write_piece", interrupted)
     command = ["quantize", str(model), str(tmp_path / "out"), "--format", "u4b8"]

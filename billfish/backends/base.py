@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from billfish.activations import IntegerActivations
 from billfish.arrays import Input
 from billfish.errors import BackendUnavailable
-from billfish.format import Format
+from billfish.format import Format, Planes
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
@@ -81,6 +81,10 @@ class Backend(ABC):
         A backend that has `to_tensors` reads `tensor.made((self.name, out.place), ...)` alone: a layer that holds its
         weights in packed form asks with a tensor whose storage is empty.
         """
+
+    def pack_planes(self, format: Format, planes: Planes, group_size: int, place: str) -> Any:
+        """As `pack`, of planes that are in that place already (billfish.device_array). Optional, with `to_tensors`."""
+        raise BackendUnavailable(f"[{self.name}] weights are not packed from planes on {place}")
 
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 

@@ -20,8 +20,8 @@ from billfish.checkpoints.writers.base import Target
 from billfish.checkpoints.writers.plan import Quantization, Rule, Settings
 from billfish.errors import FormatError, complaint
 from billfish.format import Format, get_format
-from billfish.ops import check_method
 from billfish.progress import OnProgress
+from billfish.quantizing import check_method
 from billfish.typing import FormatLike, Layout, Method
 
 

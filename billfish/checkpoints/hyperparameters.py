@@ -72,7 +72,7 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
     name = Path(str(config.get("_name_or_path") or path)).name
     return {
         "general.architecture": architecture,
-        "general.name": name,
+        "general.name": name.encode(errors="replace").decode(),  # of a path, which may be no UTF-8
         **{f"{architecture}.{field}": value for field, value in about.items()},
     }
 

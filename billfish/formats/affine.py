@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from billfish.arrays import bfloat16
 from billfish.elements import U4, U4B8, U8, U8B128
 from billfish.format import Format, GroupValues, Planes, register
-from billfish.formats.search import float16_scale, reciprocal, search_scale_and_minimum
+from billfish.formats.search import extremes, float16_scale, reciprocal, search_scale_and_minimum
 from billfish.formats.words import ScaledWordFormat, WordFormat
 from billfish.storage import Array, Part, Storage
 
@@ -50,10 +50,10 @@ class ZeroPointFormat(WordFormat):
 
     def _range(self, w: Floats, zero_point: str) -> tuple[Floats, Floats]:
         """(scale, minimum) at which nothing clips. An integer zero point keeps 0 in the range, and so exact."""
-        low, high = w.min(axis=1), w.max(axis=1)
+        low, high = extremes(w)
         steps = np.float32(self.element.high)
         if zero_point == "integer":
-            low, high = np.minimum(low, 0), np.maximum(high, 0)
+            low, high = np.where(low < 0, low, np.float32(0)), np.where(high > 0, high, np.float32(0))
             return (high - low) / steps, low
         # Weights that are all nearly equal would need a zero point beyond float16: keep it below 2^15.
         largest = np.maximum(np.abs(low), np.abs(high))
@@ -152,8 +152,8 @@ class AffineFormat(Format):
         return self._planes(w, scale, minimum)
 
     def _range(self, w: Floats) -> tuple[Floats, Floats]:
-        low = w.min(axis=1)
-        return (w.max(axis=1) - low) / np.float32(self.element.high), low
+        low, high = extremes(w)
+        return (high - low) / np.float32(self.element.high), low
 
     def _planes(self, w: Floats, scale: Floats, minimum: Floats) -> Planes:
         stored, least = scale.astype(np.float16)[:, None], minimum.astype(np.float16)[:, None]

@@ -81,15 +81,16 @@ class Mxfp4(MicroscaledFp4):
         # rule, which the next scale up would not do; the next one down clips more and rounds finer.
         start = self._floor_code(w)
         candidates = [np.clip(start + step, 0, 254) for step in (0, 1, -1)]
-        errors = [self._squared_error(w, code) for code in candidates]
-        return self._planes(w, np.choose(np.argmin(errors, axis=0), candidates))
+        best = np.stack([self._squared_error(w, code) for code in candidates]).argmin(axis=0)
+        return self._planes(w, np.take_along_axis(np.stack(candidates), best[None], axis=0)[0])
 
     @staticmethod
     def _floor_code(w: Floats) -> NDArray[np.int32]:
         """The rule of OCP MX and of ggml: the largest power of two in the group, over E2M1's largest, 4."""
         largest = np.abs(w).max(axis=1)
-        # float32 log2, as ggml takes it: an ulp below a power of two it already gives that power.
-        exponent = np.floor(np.log2(largest)) - 2
+        # log2 rounded to float32, as ggml takes it: an ulp below a power of two it already gives that power. By way of
+        # float64 it is the same on every machine.
+        exponent = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32)) - 2
         return np.where(largest > 0, np.clip(exponent + 127, 0, 254), 0).astype(np.int32)
 
     def _planes(self, w: Floats, code: NDArray[np.int32]) -> Planes:
@@ -104,7 +105,7 @@ class Mxfp4(MicroscaledFp4):
 def nearest_e2m1(x: Floats) -> NDArray[np.uint8]:
     """Codes of the nearest E2M1 by ggml's rule: ties toward zero, and no negative zero."""
     magnitude = np.abs(x)
-    codes = np.zeros(x.shape, np.uint8)
+    codes = np.zeros_like(x, np.uint8)
     for middle in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):
         codes += magnitude > np.float32(middle)
     return np.where((x < 0) & (codes > 0), codes | np.uint8(8), codes)

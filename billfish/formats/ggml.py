@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16, Element, Integer
 from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
-from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
+from billfish.formats.search import (
+    extremes,
+    float16_scale,
+    reciprocal,
+    search_scale,
+    search_scale_and_minimum,
+    signed_extreme,
+)
 from billfish.scales import decode_e8m0_half, decode_ue4m3_half
 from billfish.storage import Array, Part, Storage
 
@@ -159,8 +166,8 @@ class MinimumBlock(BlockFormat):
         return GroupValues(planes["scale"].astype(np.float32), minimum=planes["minimum"].astype(np.float32))
 
     def _range(self, w: Floats) -> tuple[Floats, Floats]:
-        low = w.min(axis=1)
-        return (w.max(axis=1) - low) / np.float32(self.element.high), low
+        low, high = extremes(w)
+        return (high - low) / np.float32(self.element.high), low
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         scale, minimum = (x[:, None] for x in self._range(w))

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from billfish.elements import U2, U3B4, U4, U5, U6B32
 from billfish.format import GroupValues, Planes, register
 from billfish.formats.ggml import BlockFormat, fold, unfold
-from billfish.formats.search import float16_scale, reciprocal, search_scale, search_scale_and_minimum, signed_extreme
+from billfish.formats.search import (
+    extremes,
+    float16_scale,
+    reciprocal,
+    search_scale,
+    search_scale_and_minimum,
+    signed_extreme,
+)
 from billfish.storage import Array
 
 Floats = NDArray[np.float32]
@@ -31,6 +38,11 @@ def share_upper(per_block: Floats, integer: int) -> Floats:
     """d for each group of blocks [R, groups], equal within a block, at which the largest of it takes `integer`."""
     upper = float16_scale(signed_extreme(per_block) / np.float32(integer))
     return np.repeat(upper, per_block.shape[1])
+
+
+def _at_most_zero(x: Floats) -> Floats:
+    """The lesser of x and +0. Of -0 and +0, machines call one or the other the lesser."""
+    return np.where(x < 0, x, np.float32(0))
 
 
 class TwoLevelMinimum(BlockFormat):
@@ -54,7 +66,7 @@ class TwoLevelMinimum(BlockFormat):
         groups = w.reshape(-1, self.group_sizes[0])
 
         def negative(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-            return scale, np.minimum(minimum, 0)
+            return scale, _at_most_zero(minimum)
 
         # First what each group wants, free of the others; then again, among what the block's d and dmin can give.
         wanted = search_scale_and_minimum(groups, self.element, *self._range(groups), negative)
@@ -83,7 +95,7 @@ class TwoLevelMinimum(BlockFormat):
         wm = np.einsum("rgk,rg->r", groups, sub_minimum)
         determinant = ss * mm - sm * sm
         inverse = reciprocal(determinant)
-        fitted = (ws * mm - wm * sm) * inverse, np.minimum((wm * ss - ws * sm) * inverse, 0)
+        fitted = (ws * mm - wm * sm) * inverse, _at_most_zero((wm * ss - ws * sm) * inverse)
         solvable = np.repeat(determinant > 0, groups.shape[1])  # not where a block has no minimums at all
         return [
             np.where(solvable, float16_scale(np.repeat(new, groups.shape[1])), old)
@@ -92,8 +104,9 @@ class TwoLevelMinimum(BlockFormat):
 
     def _range(self, groups: Floats) -> tuple[Floats, Floats]:
         """(scale, minimum) of each group at which nothing clips."""
-        low = np.minimum(groups.min(axis=1), 0)
-        return (groups.max(axis=1) - low) / np.float32(self.element.high), low
+        low, high = extremes(groups)
+        low = _at_most_zero(low)
+        return (high - low) / np.float32(self.element.high), low
 
     def _upper(self, w: Floats, wanted: Floats) -> Floats:
         """d for each group, equal within a block: the largest magnitude wanted there takes the largest integer."""

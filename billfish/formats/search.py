@@ -35,6 +35,15 @@ def signed_extreme(w: Floats) -> Floats:
     return np.take_along_axis(w, np.abs(w).argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
+def extremes(w: Floats) -> tuple[Floats, Floats]:
+    """Of each row the least and the greatest number; of equal ones the first.
+
+    -0 and +0 are equal: of both, `min` gives whichever comes first on one machine, or the last on another.
+    """
+    least, greatest = (np.take_along_axis(w, at[:, None], axis=1)[:, 0] for at in (w.argmin(axis=1), w.argmax(axis=1)))
+    return least, greatest
+
+
 def float16_scale(scale: Floats) -> Floats:
     """Rounded to float16, which is what most formats store."""
     return scale.astype(np.float16).astype(np.float32)

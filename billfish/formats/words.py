@@ -92,7 +92,8 @@ class ScaledWordFormat(WordFormat):
 
     def _smallest_scale(self, w: Floats) -> Floats:
         """The smallest scale at which nothing clips: amax/6 for E2M1; integers reach one step further below zero."""
-        return np.maximum(w.max(axis=1) / np.float32(self.element.high), w.min(axis=1) / np.float32(self.element.low))
+        low, high = np.float32(self.element.low), np.float32(self.element.high)
+        return np.abs(np.maximum(w.max(axis=1) / high, w.min(axis=1) / low))  # a group of zeros has +0, never -0
 
     def _planes(self, w: Floats, scale: Floats) -> Planes:
         stored = scale.astype(np.float16)[:, None]

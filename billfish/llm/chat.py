@@ -2,53 +2,141 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from billfish.errors import ModelError, complaint
-from billfish.extras import require
+from billfish.extras import folder_of
+from billfish.llm import template_process
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 
 
+class TemplateFailed(Exception):
+    """What a template raised, or why its process ended."""
+
+
 class ChatTemplate:
-    """A template as model files carry it. It is a program from a stranger, so it runs in jinja2's sandbox."""
+    """A template as model files carry it. It is a program from a stranger, so it runs in a process of its own, whose
+    time, memory and output are limited (template_process.py). The process lives as long as the template; threads take
+    turns, and a fork starts its own."""
 
     def __init__(self, source: str, **tokens: str) -> None:
         """tokens: what the template may want to write, such as bos_token="<s>"."""
-        sandbox = require("jinja2.sandbox", "llm")
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-        self._error = require("jinja2.exceptions", "llm").TemplateError
-        self._tokens = tokens
+        self._source, self._tokens = source, tokens
+        self._process: TemplateProcess | None = None
         try:
-            self._template = environment.from_string(source)
-        except (self._error, TypeError) as error:  # TypeError: a field that is no string
-            raise ModelError(
-                complaint("llm.load", "tokenizer.chat_template", f"{error}", "a jinja2 template")
-            ) from None
+            if not isinstance(source, str):
+                raise TemplateFailed(f"a {type(source).__name__}")
+            self._running()
+        except TemplateFailed as error:
+            raise ModelError(complaint("llm.load", "tokenizer.chat_template", error, "a jinja2 template")) from None
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to where the model's next answer begins."""
+        names = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **self._tokens}
         try:
-            text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except (self._error, TypeError, KeyError, AttributeError) as error:
+            while True:
+                process = self._running()
+                with process.turn:
+                    if process.is_ours():  # else another thread's text has ended it
+                        return process.ask(names)
+        except TemplateFailed as error:
             roles = [message.get("role") for message in messages]
             got = f"messages of {roles} ({error})"
             raise ModelError(complaint("llm.chat", "messages", got, "what the model's template accepts")) from None
-        return str(text)
+
+    def _running(self) -> TemplateProcess:
+        """A process of this one that has compiled the template."""
+        if self._process is None or not self._process.is_ours():
+            process = _started.pop() if _started and _started[-1].is_ours() else TemplateProcess()
+            process.ask(self._source)
+            self._process = process
+        return self._process
 
 
-def _raise(message: str) -> None:
-    raise require("jinja2.exceptions", "llm").TemplateError(message)
+class TemplateProcess:
+    """A process for one template. It answers one request at a time: whoever asks holds `turn`."""
+
+    def __init__(self) -> None:
+        folders = [str(folder_of(package, "llm").parent) for package in ("jinja2", "markupsafe")]
+        # Isolated from settings, folders and packages of the user: it starts faster, and nothing else is imported.
+        command = [sys.executable or "", "-I", "-S", template_process.__file__, *folders]
+        self.turn, self._owner = threading.Lock(), os.getpid()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C at the terminal is for us alone
+            )
+        except OSError as error:
+            raise TemplateFailed(f"no process to run it in ({error})") from None
+        self._end = weakref.finalize(self, _end, self._process, self._owner)
+
+    def is_ours(self) -> bool:
+        """Whether it runs, and was not started before a fork."""
+        return self._owner == os.getpid() and self._end.alive
+
+    def ask(self, request: Any) -> str:
+        """The text that the process answers; raises TemplateFailed for anything else."""
+        try:
+            line = json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TemplateFailed(f"what is no JSON: {error}") from None
+        answer = b""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            with contextlib.suppress(OSError):  # it has ended
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+                line = self._process.stdout.readline()
+                answer = line if line.endswith(b"\n") else b""
+        finally:
+            if not answer:  # it has ended, or we were interrupted and nobody will wait for its answer
+                self._end()
+        if not answer:
+            raise TemplateFailed(self._why_ended())
+        found = json.loads(answer)
+        if "error" in found:
+            raise TemplateFailed(found["error"])
+        return str(found["text"])
+
+    def _why_ended(self) -> str:
+        status = self._process.returncode
+        if sys.platform != "win32" and status == -signal.SIGPROF:
+            return f"more than {template_process.SECONDS} s of processor time"
+        return f"its process ended with status {status}"
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own escapes characters of HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Nothing is left of it. A fork leaves it to the one that started it."""
+    if os.getpid() == owner:
+        process.kill()
+        process.wait()
+    else:
+        process.returncode = 0  # so that Popen does not look for it
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not sent
+                pipe.close()
+
+
+_started: list[TemplateProcess] = []
+
+
+def start_process() -> None:
+    """Start the process of the next template. Its imports take longer than anything else, and a model can load
+    meanwhile."""
+    with contextlib.suppress(TemplateFailed):  # which the template will tell
+        _started[:] = [TemplateProcess()]

@@ -15,7 +15,7 @@ from typing import TextIO
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.cache import Cache
-from billfish.llm.chat import Message
+from billfish.llm.chat import Message, start_process
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
@@ -44,6 +44,10 @@ def run(arguments: argparse.Namespace) -> None:
     chat = arguments.prompt is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
+    for option in ("prompt", "system"):
+        _check_text(f"--{option}", getattr(arguments, option) or "")
+    if not arguments.raw:
+        start_process()
     model = _load(arguments.model, arguments.device, arguments.quantize)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
@@ -52,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
         Chat(model, arguments).talk()
         return
     # The newline at the end is `echo`'s, or the editor's: a model would take it for a part of the question.
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    prompt = _read_input().removesuffix("\n") if arguments.prompt is None else arguments.prompt
     conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
     answer = _generate(model, arguments, conversation)
     pieces, first_token = [], 0.0
@@ -72,6 +76,24 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         print()
         print_rates(answer, model, sys.stderr, first_token)
+
+
+def _read_input() -> str:
+    """All of standard input."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(complaint("run", "standard input", error, "a text in UTF-8")) from None
+    return _check_text("standard input", text)
+
+
+def _check_text(argument: str, text: str) -> str:
+    """Raises for what has bytes that are no UTF-8: Python makes lone surrogates of them, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(complaint("run", argument, error, "a text in UTF-8")) from None
+    return text
 
 
 def _system(arguments: argparse.Namespace) -> list[Message]:
@@ -144,7 +166,10 @@ class Chat:
         print(f"{self._model.config.name}. Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.")
         while True:
             try:
-                said = input("> ").strip()
+                said = _check_text("what was typed", input("> ").strip())
+            except (DataError, UnicodeDecodeError) as error:
+                print(f"billfish: {error}", file=sys.stderr)
+                continue
             except EOFError:
                 print()
                 return

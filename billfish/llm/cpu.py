@@ -41,7 +41,7 @@ class CpuDecoder(Decoder):
         backend = BACKENDS["cpu"]
         assert isinstance(backend, CpuBackend)
         self._backend = backend
-        self._embedding = tensors.embedding()
+        self._embedding = _in_memory(tensors.embedding())
 
     def pack(self, under_way: Callable[[], object]) -> None:
         c, tensors, family = self.config, self.tensors, self.config.family
@@ -55,8 +55,8 @@ class CpuDecoder(Decoder):
 
         for places in self._batches():
             packed |= dict(zip(places, self._backend.pack_all(matrices(places)), strict=True))
-            tensors.source.tensors.release()  # rows of the embedding, which are still needed, are read when they are
-        self.nbytes = sum(weights.nbytes for weights in packed.values())
+            tensors.source.tensors.release()
+        self.nbytes = self._embedding.nbytes + sum(weights.nbytes for weights in packed.values())
         self._native = _cpu.Decoder(
             self._backend.level,
             c.hidden,
@@ -241,3 +241,11 @@ class CpuCache(Cache):
             other._keys_and_values = self.keys.copy(), self.values.copy()
             other.tokens = list(self.tokens)
         return other
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """A copy. The original may be a view of a mapped file, which somebody may overwrite while the model runs."""
+    if not isinstance(tensor, QuantizedTensor):
+        return np.array(tensor)
+    storage = {name: np.array(array) for name, array in tensor.storage.items()}
+    return QuantizedTensor.owning(tensor.format, tensor.shape, tensor.group_size, storage, tensor.permutation)

@@ -27,7 +27,7 @@ class Decoder(ABC):
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config
         self.last_norm = tensors.vector("output_norm.weight", self.config.hidden)
-        self.nbytes = 0  # of packed weights
+        self.nbytes = 0  # of weights, as they are held in memory
 
     @abstractmethod
     def pack(self, under_way: Callable[[], object]) -> None:

@@ -17,7 +17,7 @@ from billfish.checkpoints.writers.plan import Quantization, Rule
 from billfish.errors import FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.llm.tensors import Tensor
-from billfish.ops import quantize_matrix
+from billfish.quantizing import quantize_matrix
 
 CALL = "llm.load"
 

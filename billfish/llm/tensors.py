@@ -75,9 +75,10 @@ class ModelTensors:
         return self._matrix(EMBEDDING, (self.config.vocabulary, self.config.hidden))
 
     def vector(self, name: str, size: int) -> Floats:
+        """Numbers in memory of their own: a decoder keeps them, and somebody may overwrite the file."""
         tensor = self._tensor(name, (size,))
         assert isinstance(tensor, np.ndarray)  # only matrices are quantized
-        return np.ascontiguousarray(tensor, np.float32)
+        return np.array(tensor, np.float32, order="C")
 
     def bias(self, place: str) -> Floats | None:
         """What a product of a layer adds, where the model has it."""

@@ -11,8 +11,8 @@ from billfish.activations import check_activations
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import get_format
 from billfish.nn.base import Walk, layer_class
-from billfish.ops import check_method
 from billfish.progress import Progress
+from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatLike, Method
 
 Predicate = Callable[[str, Any], "bool | dict[str, Any]"]

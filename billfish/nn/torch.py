@@ -127,7 +127,9 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         if not isinstance(linear, torch.nn.Linear):
             raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "a torch.nn.Linear"))
         weight = linear.weight.detach()
-        tensor = quantize(weight.cpu(), format, group_size=group_size, method=method, **options)
+        tensor = quantize(
+            weight if weight.is_cuda else weight.cpu(), format, group_size=group_size, method=method, **options
+        )
         layer = cls.from_quantized(tensor, linear.bias, activations=activations, device=weight.device)
         return layer.train(linear.training)
 

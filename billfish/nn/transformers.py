@@ -27,7 +27,7 @@ from billfish.errors import BackendUnavailable, FormatError, ShapeError, complai
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
-from billfish.ops import check_method
+from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatName, Method
 
 try:

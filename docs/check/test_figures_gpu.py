@@ -6,6 +6,8 @@ import re
 
 from pages import page, recorded
 
+PEERS = ("llama.cpp", "transformers fp16")
+
 
 def microseconds(seconds: float) -> str:
     us = 1e6 * seconds
@@ -52,3 +54,16 @@ def test_operations_and_bytes_of_metal():
         read, least = (sum(launch[name].values()) for name in ("read", "least"))
         assert f"| {launch['m']} | `{launch['kernel']}` | {read / 1024:.1f} | {read / least:.2f} |" in text
     assert len(re.findall(r"^\| \d+ \| `", text, re.MULTILINE)) == len(launches)
+
+
+def test_models_on_the_h200():
+    text = page("docs/cuda.md")
+    records = recorded("llm_cuda_h200.json")["records"]
+    assert len(records) == 10
+    for record in records:
+        ours, peers = record["tok_per_s"], record["peers"]
+        cells = [f"{peers[name]:,.0f} ({ours / peers[name]:.2f})" if name in peers else "" for name in PEERS]
+        assert f"| {record['shape']} | `{record['case']}` | {ours:,.0f} | {' | '.join(cells)} |" in text
+    eights = [record for record in records if record["shape"] == "8b"]
+    ratios = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in eights]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times llama.cpp" in page("README.md")

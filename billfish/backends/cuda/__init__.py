@@ -23,7 +23,7 @@ from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.weights import DeviceWeights, read_about
 from billfish.errors import BackendUnavailable
-from billfish.format import Format
+from billfish.format import Format, Planes
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
@@ -60,6 +60,9 @@ class CudaBackend(Backend):
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> DeviceWeights:
         return DeviceWeights.pack(tensor, place)
+
+    def pack_planes(self, format: Format, planes: Planes, group_size: int, place: str) -> DeviceWeights:
+        return DeviceWeights.pack_planes(format, planes, group_size, place)
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
         return [self._linear(product) for product in products]

@@ -49,7 +49,8 @@ class Description:
     @cached_property
     def codes(self) -> Codes:
         """As bricks hold them, uint8 [N, K]: where they are not read from the tensor's storage."""
-        return self.unpack() + np.uint8(self.shift)
+        codes = self.unpack()
+        return codes + np.uint8(self.shift) if self.shift else codes
 
 
 class CodeAxis(NamedTuple):
@@ -119,29 +120,42 @@ DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table wi
 
 def describe(tensor: QuantizedTensor) -> Description:
     """Which kernel axes a tensor is made of. `dequantize` gives the same bits from these."""
-    format, k = tensor.format, tensor.shape[1]
-    reason = why_not(format, tensor.group_size, k)
+    format, unpack = tensor.format, partial(tensor.format.unpack_codes, tensor.storage)
+    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack)
+
+
+def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:
+    """The same of planes. Those of a device (billfish.device_array) give a description whose arrays are there."""
+    codes = planes["codes"]
+    return _describe(format, (codes.shape[0], codes.shape[1]), group_size, planes, lambda: codes)
+
+
+def _describe(
+    format: Format, shape: tuple[int, int], group_size: int, planes: Planes, unpack: Callable[[], Codes]
+) -> Description:
+    """planes: all but the codes, which `unpack` gives."""
+    k = shape[1]
+    reason = why_not(format, group_size, k)
     if reason:
         raise FormatError(f"[cuda] {reason}")
-    planes, unpack = tensor.scale_planes, partial(format.unpack_codes, tensor.storage)
     with np.errstate(invalid="ignore", over="ignore"):  # scales of a file may be NaN or infinite
         scale, zero, minimum = format.group_values(planes)
     offset = "ZERO" if zero is not None else "MINIMUM" if minimum is not None else "NONE"
     axis = code_axis(format.element, offset != "NONE")
     assert axis is not None
-    groups = GROUPS.get(tensor.group_size, 1)
+    groups = GROUPS.get(group_size, 1)
     bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" else None
     if bytewise is not None:
         name, stored, row_scale = bytewise
         kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")
-        return Description(kind, tensor.shape, unpack, stored, None, row_scale)
+        return Description(kind, shape, unpack, stored, None, row_scale)
     added = zero if zero is not None else minimum
-    if tensor.group_size not in GROUPS:  # a scale for several bricks: once for each
-        index = np.arange(-(-k // BRICK)) * BRICK // tensor.group_size
+    if group_size not in GROUPS:  # a scale for several bricks: once for each
+        index = np.arange(-(-k // BRICK)) * BRICK // group_size
         scale, added = scale[:, index], None if added is None else added[:, index]
     name, stored, offsets, row_scale = _float_scales(scale, added, offset)
     kind = Kind(axis.element, name, offset, groups, axis.middle, axis.table)
-    return Description(kind, tensor.shape, unpack, stored, offsets, row_scale, axis.shift)
+    return Description(kind, shape, unpack, stored, offsets, row_scale, axis.shift)
 
 
 def _byte_scales(
@@ -161,8 +175,7 @@ def _byte_scales(
         if codes.max() == 255:
             return None
         # Groups of zeros often have the smallest scale there is. Theirs may be any.
-        elements = unpack() & 7
-        empty = np.maximum.reduceat(elements, np.arange(0, elements.shape[1], BRICK // groups), axis=1) == 0
+        empty = _empty_groups(unpack(), BRICK // groups)
         largest = np.where(empty, 0, codes).max(axis=1, keepdims=True).astype(np.int32)
         exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:
@@ -173,16 +186,24 @@ def _byte_scales(
     elif means in E4M3 and groups == 8:
         if codes.max() >= 0x7F:
             return None
-        scale, row_scale = decode_e4m3(codes), np.full(len(codes), planes["global_scale"], np.float32)
+        scale, row_scale = decode_e4m3(codes), np.full_like(codes[:, 0], planes["global_scale"], np.float32)
         name, dropped = "ScaleE5M3", 7
     else:
         return None
     raised = scale * np.float32(BYTE_SCALE_RAW)
     half = raised.astype(np.float16)
     bits = half.view(np.uint16)
-    if (half != raised).any() or (bits % (1 << dropped)).any():
+    if (half != raised).any() or (bits & np.uint16((1 << dropped) - 1)).any():
         return None
-    return name, (bits >> dropped).astype(np.uint8), row_scale
+    return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale
+
+
+def _empty_groups(codes: Codes, group_size: int) -> NDArray[np.bool_]:
+    """Which groups of E2M1 have zeros alone, of either sign: bool [N, groups]. The last group may be partial."""
+    (n, k), groups = codes.shape, -(-codes.shape[1] // group_size)
+    padded = np.zeros_like(codes, shape=(n, groups * group_size))
+    padded[:, :k] = codes
+    return (padded & np.uint8(7)).reshape(n, groups, group_size).max(axis=2) == 0
 
 
 def _float_scales(
@@ -194,7 +215,7 @@ def _float_scales(
     of the weights.
     """
     finite = np.isfinite(scale).all() and (added is None or np.isfinite(added).all())
-    row_scale = np.ones(len(scale), np.float32)
+    row_scale = np.ones_like(scale[:, 0])
     with np.errstate(over="ignore", invalid="ignore"):
         if finite:
             largest = np.abs(scale).max(axis=1)

@@ -88,10 +88,10 @@ def pack_groups(kind: Kind, values: NDArray[Any], k: int) -> NDArray[np.uint8]:
     """Scales or offsets [N, groups] to their part of every brick: uint8 [courses, bricks, group_bytes]."""
     n, groups = values.shape
     down, along = brick_shape(n, k)
-    padded = np.zeros((down * COURSE, along * kind.groups), kind.scale_dtype)
+    padded = np.zeros_like(values, kind.scale_dtype, shape=(down * COURSE, along * kind.groups))
     padded[:n, :groups] = values
     axes = padded.reshape(down, 2, 8, along, kind.groups)  # course, upper, g, brick, group
-    ordered = np.ascontiguousarray(axes.transpose(0, 3, 2, 4, 1))
+    ordered = axes.transpose(0, 3, 2, 4, 1).copy()
     if kind.scale == "ScaleE5M3":
         ordered = interleave_e5m3(ordered)
     return ordered.view(np.uint8).reshape(down, along, kind.group_bytes)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.driver import Buffer, adopt, copy_in, copy_out, current
+from billfish.device_array import DeviceArray
 
 Memory = Any  # a torch tensor uint8 [nbytes], or a Buffer; both have `nbytes`
 
@@ -78,8 +79,10 @@ def address(memory: Memory) -> int:
     return memory.pointer if isinstance(memory, Buffer) else int(memory.data_ptr())
 
 
-def send(array: NDArray[Any], room: Room) -> Memory:
-    """A copy of a NumPy array's bytes. The device is current."""
+def send(array: NDArray[Any] | DeviceArray, room: Room) -> Memory:
+    """A copy of a NumPy array's bytes, or those of an array that is in the room already. The device is current."""
+    if isinstance(array, DeviceArray):
+        return array.bytes()
     memory = room.empty(array.nbytes)
     copy_in(address(memory), array, room.stream)
     return memory

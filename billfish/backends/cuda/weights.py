@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.describe import describe
+from billfish.backends.cuda.describe import Description, describe, describe_planes
 from billfish.backends.cuda.driver import KernelLaunch, copy_in, device, launcher, native, synchronize
 from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
@@ -73,12 +73,26 @@ class DeviceWeights:
     @classmethod
     def pack(cls, tensor: QuantizedTensor, place: str) -> DeviceWeights:
         """Beside x in that place. Done when this returns, so that any stream may use the weights."""
-        description, room = describe(tensor), room_for(place)
-        planes = tensor.scale_planes
-        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
-        about = About(description.kind, tensor.shape, description.shift, specs)
+        description = describe(tensor)
         stored = stored_codes(tensor, description.shift)
         codes, macros = (description.codes, {}) if stored is None else stored
+        return cls._pack(description, codes, tensor.scale_planes, place, **macros)
+
+    @classmethod
+    def pack_planes(cls, format: Format, planes: Planes, group_size: int, place: str) -> DeviceWeights:
+        """The same of planes, in CPU memory or (billfish.device_array) in that very place, which they do not leave."""
+        description = describe_planes(format, planes, group_size)
+        scales = {name: plane for name, plane in planes.items() if name != "codes"}
+        return cls._pack(description, description.codes, scales, place)
+
+    @classmethod
+    def _pack(
+        cls, description: Description, codes: NDArray[Any], planes: Planes, place: str, **macros: str
+    ) -> DeviceWeights:
+        """codes: as pack.cu finds them by these macros. planes: all the others."""
+        room = room_for(place)
+        specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
+        about = About(description.kind, description.shape, description.shift, specs)
         with room.current():
             bricks = pack_bricks(about, send(codes, room), group_parts(description), room, **macros)
             row_scale = send(description.row_scale, room)
@@ -118,13 +132,13 @@ class DeviceWeights:
             bricks, row_scale = send(packed.bricks, room), send(packed.row_scale, room)
         return cls(About(packed.kind, packed.shape), bricks, row_scale)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceWeights:
-        """In other memory, so without the products, which know addresses."""
-        return DeviceWeights(self.about, *(deepcopy(part, memo) for part in (self.bricks, self.row_scale, self.planes)))
-
     def without_planes(self) -> DeviceWeights:
         """The same bricks, which then cannot be unpacked: what beside them is only for that is let go."""
         return DeviceWeights(About(self.kind, self.shape), self.bricks, self.row_scale)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceWeights:
+        """In other memory, so without the products, which know addresses."""
+        return DeviceWeights(self.about, *(deepcopy(part, memo) for part in (self.bricks, self.row_scale, self.planes)))
 
     @property
     def kind(self) -> Kind:

@@ -226,4 +226,5 @@ def model_type(config: Mapping[str, Any]) -> str:
 
 
 def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    # A lone surrogate, which JSON can hold and UTF-8 cannot, is written as JSON writes it: \ud800.
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -2,9 +2,10 @@
 
 Everything goes to a folder beside the output, `OUT.partial`. When all of it is there, that folder's `output`, or the
 one file in it, is renamed to OUT. A file is its header and then its pieces in order, and nothing is ever written but at
-the end, so the length of an unfinished file says which pieces are whole. They are kept if `plan.json` in the folder
-tells the same plan as ours: the same input by content, the same settings, the same headers to the byte. One process at
-a time has the output (lock.py), and a folder that is not ours is left alone (partial.py).
+the end. When a piece is written, its digest is noted. A later run keeps the pieces that have their digests, up to the
+first that has not, if `plan.json` in the folder tells the same plan as ours: the same input by content, the same
+settings, the same headers to the byte. One process at a time has the output (lock.py), and a folder that is not ours is
+left alone (partial.py).
 
 What an error leaves behind is what the same command can continue, and nothing else:
 
@@ -28,19 +29,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from billfish.checkpoints.writers.lock import lock_path, only_writer
-from billfish.checkpoints.writers.partial import Partial, partial_path, plan_text, write_small
+from billfish.checkpoints.writers.partial import Note, Partial, partial_path, plan_text, sync_folder, write_small
 from billfish.errors import CheckpointError, complaint
 from billfish.files import sync
 from billfish.progress import Advance, OnProgress, follow
 from billfish.storage import Array
 
 Made = Sequence[Array]
+READ_BYTES = 1 << 20  # of a piece that is read again, at a time
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,13 @@ class OutputFile:
     def padded(self, size: int) -> int:
         return -(-size // self.alignment) * self.alignment
 
+    def length(self, piece: Piece) -> int:
+        """Bytes of a piece in the file."""
+        return sum(map(self.padded, piece.sizes))
+
     def ends(self) -> list[int]:
         """Where the header ends, and where each piece does."""
-        at = [len(self.header)]
-        for piece in self.pieces:
-            at.append(at[-1] + sum(map(self.padded, piece.sizes)))
-        return at
+        return list(accumulate(map(self.length, self.pieces), initial=len(self.header)))
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
     plan = output.plan()
     known = partial.known_plan()
     if os.path.lexists(out):
-        if known == plan and _is_written(out, output):  # killed between the renaming and the end
+        if known == plan and _is_written(out, output, partial.digests()):  # killed between the renaming and the end
             partial.discard()
             return
         raise _exists(call, out)
@@ -121,8 +125,7 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
     with _errors(call, out, output, partial, resumes=known == plan):
         _fill(call, output, progress, partial)
         if not output.is_current():
-            takes = "files that stay as they are until the end; start again"
-            raise SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+            raise _changed(call)
         if os.path.lexists(out):  # somebody made it since; renaming would put ours in its place
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
         finished = partial.output if output.folder else partial.output / output.files[0].name
@@ -136,7 +139,11 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
     try:
         yield
     except OSError as error:
-        whole = sum(_kept(partial.output / file.name, file)[1] for file in output.files) if output.continues else 0
+        if not output.is_current():  # such as a bad address, where a mapped file has become shorter
+            _discard(partial)
+            raise _changed(call) from None
+        present = sum(_present(partial.output / file.name, file) for file in output.files)
+        whole = min(present, len(partial.digests())) if output.continues else 0
         takes = "a place with room that can be written to"
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
@@ -164,35 +171,71 @@ def _refused(call: str, out: Path, error: OSError, takes: str) -> CheckpointErro
     return CheckpointError(complaint(call, str(out), f"{error.strerror or error} ({error.filename or out})", takes))
 
 
+def _changed(call: str) -> SourceChanged:
+    takes = "files that stay as they are until the end; start again"
+    return SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+
+
 def _exists(call: str, out: Path) -> CheckpointError:
     return CheckpointError(complaint(call, str(out), "a path that exists", "one to create"))
 
 
-def _is_written(out: Path, output: Output) -> bool:
-    """Whether `out` is this output: every file with its header and its length, and the small ones to the byte."""
+def _is_written(out: Path, output: Output, digests: Sequence[bytes]) -> bool:
+    """Whether `out` is this output, to the byte."""
+    large = {out / file.name if output.folder else out: file for file in output.files}
+    small = {out / name: content for name, content in output.small.items()}
+    sizes = {path: file.ends()[-1] for path, file in large.items()}
+    sizes |= {path: len(content) for path, content in small.items()}
+    return (
+        all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        and all(path.read_bytes() == content for path, content in small.items())
+        and _whole_pieces(output, list(large), digests) == sum(len(file.pieces) for file in output.files)
+    )
 
-    def is_file(path: Path, size: int, beginning: bytes) -> bool:
-        if not path.is_file() or path.stat().st_size != size:
-            return False
-        with path.open("rb") as file:
-            return file.read(len(beginning)) == beginning
 
-    large = ((out / file.name if output.folder else out, file.ends()[-1], file.header) for file in output.files)
-    small = ((out / name, len(content), content) for name, content in output.small.items())
-    return all(is_file(*about) for about in (*large, *small))
+def _whole_pieces(output: Output, paths: Sequence[Path], digests: Sequence[bytes]) -> int:
+    """How many pieces of all files are there to the byte. Pieces behind the first that is not are not counted."""
+    left, whole = list(reversed(digests)), 0
+    for path, file in zip(paths, output.files, strict=True):
+        if not path.is_file():
+            return whole
+        with path.open("rb") as content:
+            if content.read(len(file.header)) != file.header:
+                return whole
+            for piece in file.pieces:
+                if not left or _digest_of_next(content, file.length(piece)) != left.pop():
+                    return whole
+                whole += 1
+    return whole
+
+
+def _digest_of_next(file: BinaryIO, size: int) -> bytes:
+    """Of so many bytes, or of those that are there."""
+    digest = hashlib.sha256()
+    while size > 0 and (content := file.read(min(size, READ_BYTES))):
+        digest.update(content)
+        size -= len(content)
+    return digest.digest()
 
 
 def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
     """All files of the output, in the partial folder."""
     partial.output.mkdir(exist_ok=True)
-    left = output.nbytes - sum(_kept(partial.output / file.name, file)[0] for file in output.files)
+    paths = [partial.output / file.name for file in output.files]
+    whole = _whole_pieces(output, paths, partial.digests())
+    kept: list[int] = []  # pieces of each file
+    for file in output.files:
+        kept.append(min(len(file.pieces), whole - sum(kept)))
+    starts = [file.ends()[count] if count else 0 for file, count in zip(output.files, kept, strict=True)]
+    left = output.nbytes - sum(starts)
     _check_space(call, partial.path, left)
-    with follow(progress, left) as advance:
-        for file in output.files:
-            _write_file(partial.output / file.name, file, advance)
+    with follow(progress, left) as advance, partial.noting_digests(whole) as note:
+        for path, file, count, start in zip(paths, output.files, kept, starts, strict=True):
+            _write_file(path, file, count, start, note, advance)
         for name, content in output.small.items():
             write_small(partial.output / name, content)
             advance(len(content), name)
+    sync_folder(partial.output)
 
 
 def _check_space(call: str, partial: Path, needed: int) -> None:
@@ -202,27 +245,29 @@ def _check_space(call: str, partial: Path, needed: int) -> None:
         raise CheckpointError(complaint(call, str(partial.parent), got, f"room for {needed / 1e9:.2f} GB"))
 
 
-def _kept(path: Path, output: OutputFile) -> tuple[int, int]:
-    """How many bytes of an unfinished file are whole, and how many of its pieces."""
-    ends, size = output.ends(), path.stat().st_size if path.exists() else 0
-    whole = sum(1 for end in ends if end <= size)  # the header, and so many pieces less one
-    return (ends[whole - 1], whole - 1) if whole else (0, 0)
+def _present(path: Path, output: OutputFile) -> int:
+    """How many pieces an unfinished file is long enough for."""
+    size = path.stat().st_size if path.exists() else 0
+    return sum(1 for end in output.ends()[1:] if end <= size)
 
 
-def _write_file(path: Path, output: OutputFile, advance: Advance) -> None:
-    kept, pieces = _kept(path, output)
-    on_disk = (
-        kept  # so many bytes for sure: some file systems tell late, and once, that they had no room for the others
-    )
+def _write_file(path: Path, output: OutputFile, kept: int, start: int, note: Note, advance: Advance) -> None:
+    """Write a file from byte `start` on, behind the pieces that are kept."""
+    on_disk = start  # so many bytes for sure: some file systems tell late, and once, that they had no room for others
     try:
         with path.open("r+b" if path.exists() else "w+b") as file:
-            file.truncate(kept)
-            file.seek(kept)
+            file.truncate(start)
+            file.seek(start)
             try:
-                if kept == 0:
+                if start == 0:
                     file.write(output.header)
                     advance(len(output.header), "")
-                _write_pieces(file, output, pieces, advance)
+                for piece in output.pieces[kept:]:
+                    advance(0, piece.label)
+                    digest = _write_piece(file, output, piece)
+                    file.flush()
+                    note(digest)
+                    advance(output.length(piece), piece.label)
             except OSError:
                 os.fsync(file.fileno())
                 on_disk = os.fstat(file.fileno()).st_size
@@ -234,19 +279,16 @@ def _write_file(path: Path, output: OutputFile, advance: Advance) -> None:
         raise
 
 
-def _write_pieces(file: BinaryIO, output: OutputFile, first: int, advance: Advance) -> None:
-    for piece in output.pieces[first:]:
-        advance(0, piece.label)
-        _write_piece(file, output, piece)
-        file.flush()
-        advance(sum(map(output.padded, piece.sizes)), piece.label)
-
-
-def _write_piece(file: BinaryIO, output: OutputFile, piece: Piece) -> None:
+def _write_piece(file: BinaryIO, output: OutputFile, piece: Piece) -> bytes:
+    """Returns the digest of what is written."""
     made = piece.make()
     sizes = tuple(array.nbytes for array in made)
     if sizes != piece.sizes:
         raise AssertionError(f"{piece.label}: made {sizes} bytes, planned {piece.sizes}")
+    digest = hashlib.sha256()
     for array in made:
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.write(b"\0" * (output.padded(array.nbytes) - array.nbytes))
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        for part in (content, b"\0" * (output.padded(array.nbytes) - array.nbytes)):
+            file.write(part)
+            digest.update(part)
+    return digest.digest()

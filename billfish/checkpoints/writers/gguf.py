@@ -19,6 +19,7 @@ from billfish.checkpoints.mixes import FILE_TYPES, Mix
 from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.checkpoints.writers.engine import OutputFile
+from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
 from billfish.format import Format, Planes, get_format
 from billfish.storage import Array
@@ -116,6 +117,8 @@ def gguf_file(
         path = Path(folder) / "header"
         writer = gguf.GGUFWriter(path, str(metadata["general.architecture"][0]))
         for key, (value, kind, item_kind) in metadata.items():
+            if isinstance(value, str) and not _is_utf8(value):
+                raise CheckpointError(complaint("convert", key, repr(value), "a text that UTF-8 can hold"))
             if key != "general.architecture":
                 types = gguf.GGUFValueType(kind), None if item_kind is None else gguf.GGUFValueType(item_kind)
                 writer.add_key_value(key, value, *types)
@@ -129,6 +132,11 @@ def gguf_file(
         header = path.read_bytes()
     header += b"\0" * (-len(header) % ALIGNMENT)
     return OutputFile(name, header, tuple(target.piece(item, release) for item in items), ALIGNMENT)
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether there is no lone surrogate in a text, which the JSON of a configuration may have."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _add_tensor(gguf: Any, writer: Any, item: Item, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:

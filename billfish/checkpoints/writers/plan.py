@@ -21,7 +21,8 @@ from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
 from billfish.errors import CheckpointError, complaint
 from billfish.format import Format, get_format
-from billfish.ops import dequantize, quantize_matrix
+from billfish.ops import dequantize
+from billfish.quantizing import quantize_matrix
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
