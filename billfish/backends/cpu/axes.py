@@ -24,7 +24,7 @@ from billfish.tensor import QuantizedTensor
 
 CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
 # The largest byte e, a scale of 2^(e - 127), that kernels get as it is, and the sizes of factors. With these, sums of
-# x, codes and scales are finite (power_of_row of activations/quantize.h). Others go as float32, and are multiplied last.
+# x, codes and scales are finite (power_of_row of activations/quantize.h). Others go as float32, multiplied last.
 LARGEST_E8M0 = 127 + 32
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-64, 2.0**32
 
