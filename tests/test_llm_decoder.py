@@ -125,6 +125,20 @@ def check_batch(model: Model, texts: list[list[int]], activations: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_a_text_that_is_not_finite_spoils_no_other(path_of, activations, monkeypatch):
+    model = load(path_of(MODELS["llama"]))
+    embed = model.decoder.embed
+
+    def with_infinities(tokens: list[int]) -> np.ndarray:
+        return np.where(np.array(tokens)[:, None] == 9, np.float32(np.inf), embed(tokens))
+
+    monkeypatch.setattr(model.decoder, "embed", with_infinities)
+    spoilt, other = model.decoder.run([(Cache(model.config), [token]) for token in (9, 7)], activations)
+    assert np.isnan(spoilt).all()
+    assert_same_bits(other, model.decoder.run([(Cache(model.config), [7])], activations)[0])
+
+
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
 def test_any_number_of_threads_gives_the_same_bits(path_of, activations):
     model = load(path_of(MODELS["gemma"]))
     before = _cpu.threads()

@@ -128,6 +128,7 @@ int main() {
       for (const int64_t m : {1, 2, 3, 4, 7, 8, 9, 12, 16, 17, 33}) {
         std::vector<float> x(size_t(m * k));
         for (auto& value : x) value = float(random_below(200001) - 100000) / 50000;
+        for (size_t i = 0; i < x.size(); i += 97) x[i] = 1e-9f;  // a third of the blocks are wide
         for (const int digits : {0, 1, 2}) {
           const std::vector<float> expected = matrix.multiply(portable::level, x, digits), got = matrix.multiply(avx512_vnni::level, x, digits);
           float largest = 0, off = 0;

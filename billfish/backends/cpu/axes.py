@@ -23,9 +23,10 @@ from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
-# The largest byte e, a scale of 2^(e - 127), that kernels get as it is. Sums are offset by 1.5 * 2^23 times the scale
-# (SUM_OFFSET of simd/neon.h), which float32 holds up to e = 231; 224, a scale of 2^97, leaves a factor of 2^7.
-LARGEST_E8M0 = 224
+# The largest byte e, a scale of 2^(e - 127), that kernels get as it is, and the sizes of factors. With these, sums of
+# x, codes and scales are finite (power_of_row of activations/quantize.h). Others go as float32, multiplied last.
+LARGEST_E8M0 = 127 + 32
+LEAST_FACTOR, LARGEST_FACTOR = 2.0**-64, 2.0**32
 
 
 @dataclass
@@ -118,11 +119,15 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
     elif means in E8M0 and not ((scale == 0) | (scale > LARGEST_E8M0)).any():  # 0 would be a zero and not 2^-127
         layout.scales, layout.group_fields = "e8m0", [scale]
         layout.factor *= 0.5 if means in HALVED else 1
-    elif means in E4M3 and not (scale >= 0x7F).any():
+    elif means in E4M3 and not (scale >= 0x7F).any() and _moderate(float(planes["global_scale"])):
         layout.scales, layout.group_fields = "e4m3", [scale]  # the kernels' are 256 times too small
         layout.factor *= (128 if means in HALVED else 256) * float(planes["global_scale"])
     else:
         _add_floats(layout, format, planes, np.float32(shift))
+
+
+def _moderate(factor: float) -> bool:
+    return LEAST_FACTOR <= abs(factor) <= LARGEST_FACTOR
 
 
 def _add_halves(layout: Layout, planes: Planes) -> None:

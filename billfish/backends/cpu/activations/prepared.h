@@ -1,7 +1,6 @@
 // Rows of x as the kernels of a level want them for one kind of weights, and room for them.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "layout/problem.h"
@@ -9,24 +8,23 @@
 
 namespace billfish {
 
-// Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory, which would cost
-// more to get afresh than to fill.
+// Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory.
 class Prepared {
  public:
-  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. as_it_is: exact ones are not to be made of digits; plain weights want none anyway.
-  void begin(const Level& level, const Weights& w, int64_t m, int digits, bool as_it_is = false) {
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Plain weights want none.
+  void begin(const Level& level, const Weights& w, int64_t m, int digits) {
     level_ = &level, kind_ = w;
-    digits_ = is_plain(w) ? 0 : digits > 0 ? digits : !as_it_is && level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
+    digits_ = is_plain(w) ? 0 : digits > 0 ? digits : level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
     if (digits_ > 0) {
-      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_)};
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_), nullptr, nullptr};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
-      codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4);
+      codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
       sums_.resize(rows * 3 * size_t(integers.parts()) + 4), starts_.resize(all * size_t(integers.start_stride) + 128);
       integers.codes = codes_.data(), integers.scale = scale_.data(), integers.totals = totals_.data();
-      integers.sums = sums_.data(), integers.starts = starts_.data();
-      if (digits_ == EXACT_DIGITS) values_.resize(size_t(m)), integers.power = values_.data();
+      integers.sums = sums_.data(), integers.starts = starts_.data(), integers.power = power_.data();
+      if (digits_ == EXACT_DIGITS) wide_.resize(rows), integers.wide = wide_.data(), values_.resize(rows * BLOCK), integers.rest = values_.data();
     } else {
       // Groups a multiple of 16 KiB apart would share the same few sets of a first-level cache, so then they are a chunk further apart.
       exact = {nullptr, m, blocks % 32 == 0 ? blocks + 8 : blocks, lanes_of_floats(w, m)};
@@ -39,22 +37,20 @@ class Prepared {
     int64_t first_row, rows, first_block, last_block;
   };
 
-  // x [rows, k] of a part, in the order of the weights' columns. False: these must stay as they are, because they are not finite.
-  bool put(const float* x, const Part& part) {
+  // x [rows, k] of a part, in the order of the weights' columns.
+  void put(const float* x, const Part& part) {
     const int64_t k = kind_.k;
     std::vector<float> ordered(kind_.order ? size_t(k) : 0);
-    bool good = true;
     for (int64_t i = 0; i < part.rows; i++) {
       const float* row = x + i * k;
       if (kind_.order) {
         for (int64_t j = 0; j < k; j++) ordered[size_t(j)] = row[kind_.order[j]];
         row = ordered.data();
       }
-      if (digits_ > 0) good = level_->quantize_row(row, k, integers, part.first_row + i, part.first_block, part.last_block) && good;
+      if (digits_ > 0) level_->quantize_row(row, k, integers, part.first_row + i, part.first_block, part.last_block);
       else level_->lay_out_row(row, k, exact, part.first_row + i, part.first_block, part.last_block);
     }
     if (digits_ > 0) finish(part);
-    return good;
   }
 
   // Where rows have been put into `integers` by somebody else.
@@ -74,32 +70,34 @@ class Prepared {
     if (kind_.order != w.order || is_plain(kind_) != is_plain(w)) return false;
     return is_plain(w) || (kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias);
   }
-  const Weights& kind() const { return kind_; }
+
+  size_t bytes() const { return bytes_of(codes_, scale_, totals_, power_, values_, sums_, starts_, wide_); }
 
   Activations8 integers{};
   ActivationsExact exact{};
 
  private:
+  template <class... Vectors> static size_t bytes_of(const Vectors&... all) { return (... + (all.capacity() * sizeof(all[0]))); }
+
   const Level* level_ = nullptr;
   Weights kind_{};
   int digits_ = 0;
   std::vector<int8_t> codes_;
-  std::vector<float> scale_, totals_, values_;
+  std::vector<float> scale_, totals_, power_, values_;
   std::vector<int32_t> sums_, starts_;
+  std::vector<uint8_t> wide_;
 };
 
-// f(part) for m rows eight by eight, on several threads; whether it was true for all. Where there are fewer eights than threads,
-// each thread gets some of the blocks, if `cut`.
-template <class F> bool for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
-  std::atomic<bool> good{true};
+// f(part) for m rows eight by eight, on several threads. Where there are fewer eights than threads, each thread gets some of the
+// blocks, if `cut`.
+template <class F> void for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
   const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
   parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t row = i / cuts * 8, nth = i % cuts;
-      if (!f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts})) good = false;
+      f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts});
     }
   });
-  return good;
 }
 
 }  // namespace billfish

@@ -22,11 +22,12 @@ inline void add_halves(const int16_t* codes, int32_t (&halves)[2]) {
   }
 }
 
-// Up to BATCH blocks of 32 values of x, from block b of a row on. The codes are those that billfish.activations computes.
+// Up to BATCH blocks of 32 values of x, from block b of a row on. The codes are those that billfish.activations computes, and so are
+// the scales, times `divide`, a power of two.
 // First the largest of each, then the divisions, then the codes, so that no block waits for the one before. Loops that become
 // eight vectors or fewer are unrolled, which the compiler does not do by itself and which spares a tenth of the time.
 constexpr int BATCH = 8;
-template <int DIGITS> inline void quantize_blocks(const float* x, const RowOfX& out, int64_t b, int count) {
+template <int DIGITS> inline void quantize_blocks(const float* x, float divide, const RowOfX& out, int64_t b, int count) {
   constexpr float top = DIGITS == 2 ? 32639.0f : 127.0f;
   // Magnitudes compare as their bits do, and integers are something a compiler takes the largest of in vectors.
   uint32_t bits[BATCH] = {};
@@ -44,7 +45,7 @@ template <int DIGITS> inline void quantize_blocks(const float* x, const RowOfX& 
     int16_t whole[32];
 #pragma GCC unroll 8
     for (int i = 0; i < 32; i++) whole[i] = int16_t(float_to_bits(x[i] * inverse[block] + 12582912.0f));
-    float factor = scale[block];
+    float factor = scale[block] * divide;
     if (!(inverse[block] <= 3.4e38f) || bits[block] >= 0x7f800000) {  // zeros, or so small that 1/x overflows, or not finite
       std::fill(whole, whole + 32, int16_t(0));
       factor = bits[block] < 0x7f800000 ? 0.0f : std::nanf("");
@@ -73,21 +74,51 @@ inline float power_of_two(int exponent) {
   return bits_to_float(exponent >= -126 ? uint32_t(exponent + 127) << 23 : 1u << (exponent + 149));
 }
 
-// The exponent of the largest magnitude of x [count]: 2^exponent <= largest < 2^(exponent + 1), or 128 where one is not finite.
-inline int largest_exponent(const float* x, int64_t count) {
+// The exponent of a magnitude, given as its bits: 2^exponent <= magnitude < 2^(exponent + 1). 128 where it is not finite, and less than
+// all others for 0.
+inline int exponent_of(uint32_t bits) { return bits >= 1 << 23 ? int(bits >> 23) - 127 : std::ilogb(bits_to_float(bits)); }
+
+// Rows are divided by a power of two that brings the largest value of a row between 2^-64 and 2^65: the exponent of it, 0 for most rows.
+// So the product of 32 values with codes and scales of up to 2^32 is finite, and no scale of x is subnormal.
+inline int power_of_row(const float* x, int64_t k) {
   uint32_t largest = 0;
-  for (int64_t i = 0; i < count; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7fffffff);
-  return largest >= 0x7f800000 ? 128 : largest >= 1 << 23 ? int(largest >> 23) - 127 : largest ? std::ilogb(bits_to_float(largest)) : -149;
+  for (int64_t i = 0; i < k; i++) largest = std::max(largest, float_to_bits(x[i]) & 0x7fffffff);
+  const int exponent = largest ? std::min(exponent_of(largest), 127) : 0;
+  return exponent - std::clamp(exponent, -64, 64);
 }
 
-// A block of 32 values of x, which `once` and `again` bring below 2 in magnitude, in four digits to the base of 256, 30 bits
-// of fixed point below the largest of them. Values of at least 1/64 of it are exact, and what others lose is 1/256 of what a
-// float32 sum with the largest among its terms loses; the sums of products with codes are exact.
-inline void quantize_exactly(const float* x, float once, float again, const RowOfX& out, int64_t b) {
+// Four digits hold 30 bits below the largest value of a block, so values of at least 2^-6 of it are exact, and what is 2^-spread of it
+// is off by up to 2^(spread - 30) of itself. A float32 sum of k products may be off by k * 2^-24 of the sum of their magnitudes, and so
+// may each value of x be here, 2^-12 of itself at most.
+constexpr int EXACT_SPREAD = 6, LARGEST_SPREAD = 18;
+inline int spread_of(int64_t k) { return std::min(EXACT_SPREAD + 63 - __builtin_clzll(uint64_t(k)), LARGEST_SPREAD); }
+// Where values differ by more, none goes in digits: next to the largest of them, minimums and zero points would drown the others.
+constexpr int DROWNING_SPREAD = 20;
+
+// A block of 32 values of x / 2^power, in four digits to the base of 256. The sums of products with codes are exact. A block is wide
+// where digits do not hold all of its values well enough: then those that they do not hold exactly, or all 32, stay float32.
+inline void quantize_exactly(const float* x, int power, int spread, const RowOfX& out, int64_t b) {
+  uint32_t largest = 0, smallest = ~0u;  // of values that are not 0: 0 is more than all others when 1 is taken off
+#pragma GCC unroll 8
+  for (int i = 0; i < 32; i++) {
+    const uint32_t magnitude = float_to_bits(x[i]) & 0x7fffffff;
+    largest = std::max(largest, magnitude), smallest = std::min(smallest, magnitude - 1);
+  }
+  const int top = largest ? exponent_of(largest) : power, bottom = largest ? exponent_of(smallest + 1) : power;
+  const bool drowning = top == 128 || top < power - 96 || bottom < top - DROWNING_SPREAD, wide = drowning || bottom < top - spread;
+  const float divide = power_of_two(-power);
   float divided[32];
 #pragma GCC unroll 8
-  for (int i = 0; i < 32; i++) divided[i] = x[i] * once * again;
-  const int exponent = std::max(-96, largest_exponent(divided, 32));
+  for (int i = 0; i < 32; i++) divided[i] = x[i] * divide;
+  if (__builtin_expect(wide, 0)) {
+    float* rest = out.rest(b);
+    for (int i = 0; i < 32; i++) {
+      const bool stays = drowning || exponent_of(float_to_bits(x[i]) & 0x7fffffff) < top - EXACT_SPREAD;
+      rest[i] = stays ? x[i] : 0.0f, divided[i] = stays ? 0.0f : divided[i];
+    }
+  }
+  out.set_wide(b, wide);
+  const int exponent = drowning ? 0 : top - power;
   const float inverse = power_of_two(29 - exponent), scale = power_of_two(exponent - 29);
   // Digits from -128 to 127 are the bytes of the integer plus 0x80808080, less 128 each.
   uint32_t whole[32];
@@ -118,23 +149,18 @@ template <class F> inline void each_batch(const float* x, int64_t k, int64_t fir
   }
 }
 
-// Blocks [first, last) of row `row`. False: it was to be exact, and is not finite.
-inline bool quantize_row(const float* x, int64_t k, const Activations8& all, int64_t row, int64_t first, int64_t last) {
+// Blocks [first, last) of row `row`.
+inline void quantize_row(const float* x, int64_t k, const Activations8& all, int64_t row, int64_t first, int64_t last) {
   const RowOfX out(all, row);
-  if (all.digits == billfish::EXACT_DIGITS) {
-    const int exponent = largest_exponent(x, k);
-    if (exponent == 128) return false;
-    if (first == 0) all.power[row] = power_of_two(exponent);
-    const float once = power_of_two(-exponent / 2), again = power_of_two(-exponent + exponent / 2);  // 2^149 is no float
-    each_batch(x, k, first, last, [&](const float* blocks, int64_t b, int count) {
-      for (int i = 0; i < count; i++) quantize_exactly(blocks + i * 32, once, again, out, b + i);
-    });
-  } else {
-    each_batch(x, k, first, last, [&](const float* blocks, int64_t b, int count) {
-      all.digits == 2 ? quantize_blocks<2>(blocks, out, b, count) : quantize_blocks<1>(blocks, out, b, count);
-    });
-  }
-  return true;
+  const int power = power_of_row(x, k), spread = spread_of(k);
+  const float divide = power_of_two(-power);
+  if (first == 0) out.set_power(power_of_two(power));
+  each_batch(x, k, first, last, [&](const float* blocks, int64_t b, int count) {
+    if (all.digits == 1) quantize_blocks<1>(blocks, divide, out, b, count);
+    else if (all.digits == 2) quantize_blocks<2>(blocks, divide, out, b, count);
+    else
+      for (int i = 0; i < count; i++) quantize_exactly(blocks + i * 32, power, spread, out, b + i);
+  });
 }
 
 // Blocks [first, last) of a row of x [k] as it is, padded with zeros to whole blocks.

@@ -15,7 +15,7 @@ struct LinearInto {
   float* y;           // [m, n]
 };
 
-// Whoever keeps one of these keeps its memory, too: begin() starts over.
+// Whoever keeps one of these keeps its memory, which would cost more to get afresh than to fill; begin() starts over.
 class Rows {
  public:
   Rows() = default;
@@ -29,13 +29,13 @@ class Rows {
     fill_parts(weights, false, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) {
       std::vector<float> made(size_t(k_ * part.rows));
       for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
-      return put(wanted, made.data(), part);
+      put(wanted, made.data(), part);
     });
   }
 
   // The same with x [m, k] that is there already.
   void take(const std::vector<const Weights*>& weights, const float* x) {
-    fill_parts(weights, true, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) { return put(wanted, x + part.first_row * k_, part); });
+    fill_parts(weights, true, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) { put(wanted, x + part.first_row * k_, part); });
   }
 
   // y = x W^T + bias for several W, whose tiles are shared out among the threads together.
@@ -49,6 +49,12 @@ class Rows {
         first -= count, last -= count;
       }
     });
+  }
+
+  size_t bytes() const {
+    size_t all = 0;
+    for (const Prepared& p : prepared_) all += p.bytes();
+    return all;
   }
 
  private:
@@ -65,10 +71,7 @@ class Rows {
       Prepared* prepared = &prepared_for(*w);
       if (std::find(wanted.begin(), wanted.end(), prepared) == wanted.end()) wanted.push_back(prepared);
     }
-    auto fill = [&](const Prepared::Part& part) { return fill_part(wanted, part); };
-    if (for_each_part(m_, blocks_of(k_), cut, fill)) return;
-    for (Prepared* prepared : wanted) prepared->begin(*level_, prepared->kind(), m_, digits_, true);
-    for_each_part(m_, blocks_of(k_), cut, fill);
+    for_each_part(m_, blocks_of(k_), cut, [&](const Prepared::Part& part) { fill_part(wanted, part); });
   }
 
   Prepared& prepared_for(const Weights& w) {
@@ -79,10 +82,8 @@ class Rows {
     return p;
   }
 
-  static bool put(const std::vector<Prepared*>& wanted, const float* x, const Prepared::Part& part) {
-    bool good = true;
-    for (Prepared* prepared : wanted) good = prepared->put(x, part) && good;
-    return good;
+  static void put(const std::vector<Prepared*>& wanted, const float* x, const Prepared::Part& part) {
+    for (Prepared* prepared : wanted) prepared->put(x, part);
   }
 
   int64_t tiles_of(const Weights& w) const { return (w.n + level_->tile_rows - 1) / level_->tile_rows; }

@@ -197,13 +197,13 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   const Level& level = find_level(name);
   const Weights w = d.weights(level, stream.data());
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
-  static thread_local Prepared kept;  // room for x
-  Prepared& x = kept;
   const Computing computing;
+  Prepared x;
   x.begin(level, w, m, 1);
   for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
       const RowOfX out(x.integers, row);
+      if (part.first_block == 0) out.set_power(1);
       for (int64_t b = part.first_block; b < part.last_block; b++) {
         const int8_t* from = codes.data() + row * d.k + b * 32;
         std::copy_n(from, 32, out.codes(b, 0));
@@ -212,7 +212,6 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
       }
     }
     x.finish(part);
-    return true;
   });
   parallel_for((w.n + level.tile_rows - 1) / level.tile_rows, [&](int64_t first, int64_t last) { x.multiply(w, nullptr, y.data(), first, last); });
 }
@@ -221,10 +220,24 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
 using Bias = std::optional<Contiguous<const float>>;
 using ProductArrays = std::tuple<std::string, const Description*, Contiguous<const uint8_t>, Contiguous<const float>, int, Bias, Contiguous<float>>;
 
+// Room for x that this thread keeps.
+Rows& kept_rows() {
+  static thread_local Rows rows;
+  return rows;
+}
+
+// Lends it, and sees to it that it is not too large afterwards.
+struct LentRows {
+  Rows& rows = kept_rows();
+  ~LentRows() {
+    if (rows.bytes() > KEPT_BYTES) rows = Rows();
+  }
+};
+
 // Those that begin a list and have one x, made together; how many these are.
 size_t multiply_one_x(const ProductArrays* all, size_t count) {
-  static thread_local Rows kept;  // room for x
-  Rows& rows = kept;
+  const LentRows lent;
+  Rows& rows = lent.rows;
   const auto& [name, description, stream, x, digits, bias, y] = all[0];
   const Level& level = find_level(name);
   std::vector<Weights> weights;
@@ -359,6 +372,7 @@ NB_MODULE(_cpu, module) {
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_all", &multiply_all);
   module.def("multiply_codes", &multiply_codes);
+  module.def("kept_bytes", [] { return kept_rows().bytes(); }, "What this thread keeps of the room for x that calls took.");
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");

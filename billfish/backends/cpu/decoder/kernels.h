@@ -130,6 +130,7 @@ void attend_rows(const float* q, int64_t stride, const float* keys, const float*
   }
   for (int t = 0; t < T; t++)
     for (int64_t i = 0; i < head_size; i++) out[t * stride + i] /= sums[t];
+  room.keep_at_most(billfish::KEPT_BYTES);
 }
 
 inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,

@@ -5,6 +5,8 @@
 // Packed, several vectors share the bytes of one, lane by lane: nibbles of 2i and 2i+1, 2-bit fields of 4i..4i+3, and codes of
 // 3, 5 and 6 bits as below, so that most come by a mask alone. Decoding is shifts and masks, no shuffles.
 #pragma once
+#include <algorithm>
+
 #include "layout/problem.h"
 #include "simd/unroll.h"
 
@@ -142,6 +144,12 @@ template <Operand KIND> struct Unpacked {
 };
 
 using Whole = Unpacked<Operand::bytes>;
+
+// A copy of the table: for all the compiler knows, what is written between two looks at the weights' own is a part of it.
+struct Table {
+  explicit Table(const billfish::Weights& w) { std::copy_n(w.table, 16, values); }
+  alignas(16) uint8_t values[16];
+};
 
 // Calls f with the decoder for these codes; plain weights have none.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {

@@ -4,7 +4,7 @@
 // Many rows: a part of a tile is decoded once into a buffer that stays in the first-level cache, then multiplied with all
 // rows, four at a time. It is the same kernel, and reads the buffer as if the stream were packed in whole bytes.
 #pragma once
-#include "gemm/tiles.h"
+#include "gemm/wide.h"
 
 namespace BILLFISH_ISA {
 
@@ -121,13 +121,16 @@ __attribute__((flatten, noinline)) void add_blocks8(const Weights& w, Blocks run
           if constexpr (DIGITS == 1) return last;
           else return multiply_add(last, value(t, std::integral_constant<int, DIGITS / 2 - 1>{}), splat(DIGITS == 2 ? 256 : 65536));
         };
-        if constexpr (T == 1) {  // the x scale first: a product of two scales might be too small for a float
-          Floats& to = by_level ? chunk_total[r] : total[0][r];
-          to = multiply_add(to, multiply_x<0>(whole(0), x_scales[in_place]), scale[half][r]);
+        // The x scale first: a product of two scales might be too small for a float, and one with any float32 scale too large.
+        if constexpr (T == 1 || DIGITS > 1 || !MAGIC) {
+          unroll<T>([&](auto t) INLINED {
+            Floats& to = by_level ? chunk_total[r] : total[t][r];
+            to = multiply_add(to, multiply_x<decltype(t)::value>(whole(t), x_scales[in_place]), scale[half][r]);
+          });
         } else {
           Floats scaled[T];
           unroll<T>([&](auto t) INLINED {
-            if constexpr (direct || DIGITS > 1) scaled[t] = multiply(whole(t), scale[half][r]);
+            if constexpr (direct) scaled[t] = multiply(whole(t), scale[half][r]);
             else scaled[t] = scale_sum<MAGIC>(sum[t][0][r], scale[half][r], source.group[half].offset + row_at);
           });
           unroll<T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[in_place]); });
@@ -306,6 +309,7 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
       std::fill(sums, sums + x.m * TILE_ROWS, 0.0f);
       add(tile, 0, shape.blocks, sums);
       write_tile(sums, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
+      if (x.wide) add_wide_blocks(w, shape, x, tile, y);
     }
     return;
   }
@@ -317,14 +321,8 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
   each_slice(shape, [&](int64_t chunk, int64_t blocks) {
     for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums + (tile - first) * each);
   });
-  for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
 }
-
-// A copy of the table: for all the compiler knows, what is written between two looks at the weights' own is a part of it.
-struct Table {
-  explicit Table(const Weights& w) { std::copy_n(w.table, 16, values); }
-  alignas(16) uint8_t values[16];
-};
 
 // What a buffer has: values, but where dot() does not take any byte, what it takes gladly.
 template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;

@@ -86,19 +86,22 @@ void multiply_codes(const Weights& w, const ActivationsExact& x, const float* bi
   const int64_t x_stride = x.blocks * BLOCK * X_ROWS;
   alignas(64) uint8_t codes[8 * VECTORS * VECTOR_BYTES];
   GroupScales scales[16];
+  // Of the factor, scales get the power of two, which leaves them exact, and sums the rest, 1 to 2: so these are of the size of y.
+  int exponent;
+  const float rest = 2 * __builtin_frexpf(w.factor, &exponent), power = __builtin_ldexpf(1, exponent - 1);
   for (int64_t tile = first; tile < last; tile++) {
     alignas(64) float sums[REGISTER_ROWS * TILE_ROWS] = {};
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
       const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
       decode_codes<Decoder>(w, run, codes);
-      read_scales<true>(w, shape, run.stream, run.count, scales, -BYTE_START - float(Decoder::code_bias(w.bias)), 1);
+      read_scales<true>(w, shape, run.stream, run.count, scales, -BYTE_START - float(Decoder::code_bias(w.bias)), power);
       const uint8_t* ahead = run.stream + shape.full_chunk_bytes;  // what is multiplied next is asked for meanwhile
       for (int r = 0; r < ROW_VECTORS; r++) {
         for (const uint8_t* end = ahead + shape.full_chunk_bytes / ROW_VECTORS; ahead < end; ahead += 64) __builtin_prefetch(ahead);
         kernel(codes, scales, run, w.group == 16, r, x.x + chunk * CHUNK * X_ROWS, x_stride, sums);
       }
     }
-    write_tile(sums, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
+    write_tile(sums, rest, nullptr, bias, w.n, tile, 0, x.m, y);
   }
 }
 

@@ -131,8 +131,9 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
         unroll<X_PAIRS>([&](auto t) INLINED {
           Ints whole = sum[t][DIGITS - 1][r];
           if constexpr (DIGITS == 2) whole = add(whole, shift_left<8>(sum[t][0][r]));
-          const Floats scaled = scale_sum<MAGIC>(whole, scale, group.offset + at);
-          total[t][r] = multiply_add(total[t][r], scaled, load_floats(x_scale + t * X_ROWS));
+          const Floats x_scales = load_floats(x_scale + t * X_ROWS);
+          if constexpr (MAGIC) total[t][r] = multiply_add(total[t][r], scale_sum<true>(whole, scale, group.offset + at), x_scales);
+          else total[t][r] = multiply_add(total[t][r], multiply(to_floats(whole), x_scales), scale);
           if constexpr (MINIMUMS) {
             const Floats minimum = load_floats(group.minimum + at);
             total[t][r] = multiply_add(total[t][r], minimum, two_twice(x_totals + (HALVES == 2 ? half : 2) * X_ROWS + t * 2));

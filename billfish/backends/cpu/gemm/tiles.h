@@ -29,7 +29,7 @@ struct Blocks {
 // exact and finite for all others. Sums of two digits together are too large.
 inline bool magic_sums(const Weights& w, int digits) { return digits == 2 || (digits == 1 && w.scales != Scales::f32 && w.scales != Scales::f32_minimum); }
 
-// power: what rows of x were divided by, or null.
+// power: what rows of x were divided by, or null. The factor comes first: it is below 1 where sums are larger than y.
 inline void write_tile(const float* sums, float factor, const float* power, const float* bias, int64_t n, int64_t tile, int64_t first_row, int64_t last_row, float* y) {
   const int64_t column = tile * TILE_ROWS;
   const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
@@ -73,7 +73,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
         for (int64_t row = first_row; row < last_row; row += X_ROWS) add(run, row, sums + (row - first_row) * TILE_ROWS);
       });
-      write_tile(sums, w.factor, nullptr, bias, w.n, tile, first_row, last_row, y);
+      write_tile(sums, w.factor, x.power, bias, w.n, tile, first_row, last_row, y);
     }
   }
 }

@@ -9,6 +9,9 @@ constexpr int CHUNK = 256;  // k of the stream, with the upper scales of all row
 constexpr int BLOCK = 32;   // k of x that share a scale, and k of the stream
 constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
+// A thread keeps room for x, and for the scores of attention, from call to call: so much of each at most. More is given back at once.
+constexpr size_t KEPT_BYTES = 8 << 20;
+
 // How the bits of a code are stored; see gemm/decode.h. The last three are plain weights: no codes but the numbers themselves.
 enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, f32, f16, bf16 };
 
@@ -43,10 +46,13 @@ struct Activations8 {
   float* scale;     // [bundles, blocks, 2, lanes]: the scale, and a sixteenth of it
   int32_t* sums;    // [bundles, blocks, parts, 3, lanes]: of the codes of each half of a block, and of all 32
   float* totals;    // [bundles, blocks, 3, lanes]: the same times the scale
-  float* power;     // [m], for exact products: what each row was divided by beforehand, a power of two
+  float* power;     // [m]: what each row was divided by beforehand, a power of two; see power_of_row
   int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
   int64_t start_stride, m, blocks;
   int32_t digits, lanes;
+  // For exact products: whether a block is wide, [m, blocks], and then what of it is not in digits but stays float32, [m, blocks, 32].
+  uint8_t* wide;
+  float* rest;
 
   int parts() const { return digits == 1 ? 1 : 2; }
   int64_t bundles() const { return (m + lanes - 1) / lanes; }
@@ -56,8 +62,11 @@ struct Activations8 {
 // Where the blocks of one row go.
 class RowOfX {
  public:
-  RowOfX(const Activations8& x, int64_t row) : x_(x), first_(x.block_of(row, 0)), lane_(row % x.lanes) {}
+  RowOfX(const Activations8& x, int64_t row) : x_(x), row_(row), first_(x.block_of(row, 0)), lane_(row % x.lanes) {}
 
+  void set_power(float power) const { x_.power[row_] = power; }
+  void set_wide(int64_t block, bool wide) const { x_.wide[row_ * x_.blocks + block] = wide; }
+  float* rest(int64_t block) const { return x_.rest + (row_ * x_.blocks + block) * 32; }
   int8_t* codes(int64_t block, int digit) const { return x_.codes + (((first_ + block) * x_.digits + digit) * x_.lanes + lane_) * 32; }
 
   // The scale of a block, and what its codes, part[0] or part[0] * base + part[1], add up to in each half of it.
@@ -80,7 +89,7 @@ class RowOfX {
 
  private:
   const Activations8& x_;
-  int64_t first_, lane_;
+  int64_t row_, first_, lane_;
 };
 
 // x as it is, for products in float32. Rows go side by side in bundles of four, or one by one: see lanes_of_floats.
@@ -133,8 +142,8 @@ struct Storage {
 struct Level {
   const char* name;
   int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
-  // Blocks [first, last) of a row of x. False: it was to be exact, and is not finite.
-  bool (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
+  // Blocks [first, last) of a row of x.
+  void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
   // Of x for these weights, with so many rows and digits: how many rows go together, and the stride of the starts.
   int32_t (*lanes)(const Weights&, int64_t m, int32_t digits);
   int64_t (*start_stride)(const Weights&, const Activations8&);

@@ -16,7 +16,7 @@ class Room {
   Room(const Room&) = delete;
   Room& operator=(const Room&) = delete;
 
-  // For `count` floats, with anything in them. It stays where it is until more is asked for.
+  // For `count` floats, with anything in them. It stays where it is until more is asked for, or less is to be kept.
   float* take(int64_t count) {
     if (count > count_) {
       delete[] floats_;
@@ -25,6 +25,12 @@ class Room {
       count_ = count;
     }
     return floats_;
+  }
+
+  void keep_at_most(size_t bytes) {
+    if (size_t(count_) * sizeof(float) <= bytes) return;
+    delete[] floats_;
+    floats_ = nullptr, count_ = 0;
   }
 
  private:

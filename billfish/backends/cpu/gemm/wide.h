@@ -1,0 +1,53 @@
+// Wide blocks of x, of which four digits do not hold every value (activations/quantize.h): what stays float32 is multiplied here.
+#pragma once
+#include <cstring>
+
+#include "gemm/tiles.h"
+
+namespace BILLFISH_ISA {
+
+// sums [TILE_ROWS] += x [32] times a block of a tile, in float32. Most x of most wide blocks are 0, and four of them are left out together.
+template <class Decoder>
+__attribute__((flatten, noinline)) void add_wide_block(const Weights& w, const TileShape& shape, int64_t tile, int64_t block, const float* x, float* sums) {
+  const Table table(w);
+  const Blocks run = blocks_in_stream(w, shape, tile, block / 8, block % 8 + 1);  // the last of these
+  GroupScales scales[16];
+  read_scales<false>(w, shape, run.stream, run.count, scales, 0, w.factor);
+  const int64_t before = run.count - 1, span = before / run.span;
+  const uint8_t* codes = run.stream + run.chunk_header + size_t(span + 1) * run.span_header + size_t(before) * Decoder::block_bytes;
+  const Floats offset = byte_offset(Decoder::code_bias(w.bias));
+  Floats total[ROW_VECTORS];
+  unroll<ROW_VECTORS>([&](auto r) INLINED { total[r] = load_floats(sums + r * LANES); });
+  unroll<8>([&](auto quad) INLINED {
+    const float* four = x + quad * 4;
+    if (four[0] == 0 && four[1] == 0 && four[2] == 0 && four[3] == 0) return;
+    const GroupScales& group = scales[span * shape.groups_in_span() + (w.group == 16 ? quad / 4 : 0)];
+    unroll<ROW_VECTORS>([&](auto r) INLINED {
+      const Bytes bytes = Decoder::template code<decltype(quad)::value * ROW_VECTORS + decltype(r)::value>(codes, table.values);
+      const Floats scale = load_floats(group.scale + r * LANES);
+      unroll<4>([&](auto k) INLINED {
+        Floats value = multiply(byte_to_floats<decltype(k)::value>(bytes, offset), scale);
+        if (has_minimum(w.scales)) value = add(value, load_floats(group.minimum + r * LANES));
+        total[r] = multiply_add(total[r], value, splat(four[k]));
+      });
+    });
+  });
+  unroll<ROW_VECTORS>([&](auto r) INLINED { store_floats(sums + r * LANES, total[r]); });
+}
+
+// Adds the products of a tile with what is not in digits to y [m, n], which has all others.
+inline void add_wide_blocks(const Weights& w, const TileShape& shape, const Activations8& x, int64_t tile, float* y) {
+  const int count = int(std::min<int64_t>(TILE_ROWS, w.n - tile * TILE_ROWS));
+  for (int64_t row = 0; row < x.m; row++) {
+    const uint8_t *first = x.wide + row * x.blocks, *end = first + x.blocks;
+    const auto next = [&](const uint8_t* from) { return static_cast<const uint8_t*>(std::memchr(from, 1, size_t(end - from))); };
+    const uint8_t* at = next(first);
+    if (!at) continue;
+    alignas(64) float sums[TILE_ROWS] = {};
+    for (; at; at = next(at + 1))
+      with_decoder(w.codes, [&](auto decoder) { add_wide_block<decltype(decoder)>(w, shape, tile, at - first, x.rest + (row * x.blocks + (at - first)) * 32, sums); });
+    for (int i = 0; i < count; i++) y[row * w.n + tile * TILE_ROWS + i] += sums[i];
+  }
+}
+
+}  // namespace BILLFISH_ISA
