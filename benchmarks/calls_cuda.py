@@ -75,8 +75,8 @@ def model_with(merge: bool | None) -> Any:
 
 
 @torch.no_grad()
-def token_milliseconds(model: Any) -> dict[str, float]:
-    """Of a token, by eager mode and in a CUDA graph: medians."""
+def token_steps(model: Any) -> dict[str, Callable[[], object]]:
+    """A token, by eager mode and in a CUDA graph."""
     token = torch.tensor([[1]], device="cuda")
 
     def step() -> Any:
@@ -91,30 +91,29 @@ def token_milliseconds(model: Any) -> dict[str, float]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return {"eager": milliseconds(step), "graph": milliseconds(graph.replay)}
+    return {"eager": step, "graph": graph.replay}
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Of one run, with the time until the GPU is done: the median of several turns."""
-    turns = []
-    for _ in range(TURNS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(TOKENS):
-            run()
-        torch.cuda.synchronize()
-        turns.append((time.perf_counter() - started) / TOKENS)
-    return 1e3 * statistics.median(turns[TURNS // 5 :])
-
-
+@torch.no_grad()
 def tokens() -> dict[str, dict[str, float]]:
-    """Milliseconds of a token, for the model in float16, quantized, and quantized with joint products."""
-    found = {}
-    for name, merge in (("float16", None), ("quantized", False), ("quantized, merged", True)):
-        model = model_with(merge)
-        found[name] = token_milliseconds(model)
-        del model
-        torch.cuda.empty_cache()
+    """Milliseconds of a token until the GPU is done, for the model in float16, quantized, and quantized with joint
+    products. All take turns, and the median turn counts."""
+    models = {"float16": None, "quantized": False, "quantized, merged": True}
+    steps = {name: token_steps(model_with(merge)) for name, merge in models.items()}
+    turns: dict[str, dict[str, list[float]]] = {name: {"eager": [], "graph": []} for name in steps}
+    for _ in range(TURNS):
+        for name, ways in steps.items():
+            for way, run in ways.items():
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                for _ in range(TOKENS):
+                    run()
+                torch.cuda.synchronize()
+                turns[name][way].append((time.perf_counter() - started) / TOKENS)
+    found = {
+        name: {way: 1e3 * statistics.median(times[TURNS // 5 :]) for way, times in ways.items()}
+        for name, ways in turns.items()
+    }
     for name in list(found)[1:]:
         found[f"float16 / {name}"] = {way: found["float16"][way] / found[name][way] for way in found[name]}
     return found
