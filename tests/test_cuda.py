@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import re
 from dataclasses import replace
@@ -47,9 +49,9 @@ def test_bricks_are_saved_and_loaded(name, tmp_path):
 def test_other_files_are_not_bricks(tmp_path):
     (tmp_path / "text").write_text("no")
     np.savez(tmp_path / "other.npz", bricks=np.zeros(3))
-    q = make("u4b8", 128, {}, 0)
-    packed = PackedBricks.of(q)
-    PackedBricks(packed.kind, (999, 128), packed.bricks, packed.row_scale).save(tmp_path / "short.npz")
+    packed = PackedBricks.of(make("u4b8", 128, {}, 0))
+    about = json.dumps({**dataclasses.asdict(packed.kind), "shape": (999, 128), "layout": saved.LAYOUT})
+    np.savez(tmp_path / "short.npz", about=np.asarray(about), bricks=packed.bricks, row_scale=packed.row_scale)
     for name in ("text", "other.npz", "short.npz"):
         with pytest.raises(bf.DataError, match=r"\[load\] path"):
             PackedBricks.load(tmp_path / name)
