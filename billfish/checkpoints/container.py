@@ -25,6 +25,7 @@ from billfish.storage import Array
 CALL = "load"
 # Bytes of memory that JSON costs at most, by its punctuation: a list or an object with what is in it, and a value.
 CONTAINER_COST, VALUE_COST = 240, 64
+TENSOR_COST = 1000  # bytes of memory for all that is known about one tensor
 
 # safetensors' names of types: bits, and the NumPy type where there is one.
 TYPES: dict[str, tuple[int, Any]] = {
@@ -52,6 +53,12 @@ TYPES: dict[str, tuple[int, Any]] = {
     "F6_E3M2": (6, None),
 }
 KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
+
+
+def check_count(tensors: int, size: int) -> None:
+    """Raises ValueError if a file of `size` bytes has more tensors than may be listed for its sake."""
+    if not is_affordable(tensors * TENSOR_COST, size):
+        raise ValueError(f"{tensors} tensors in {size} bytes")
 
 
 def damaged(path: Path, got: object, takes: str) -> CheckpointError:
@@ -119,7 +126,9 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
         with safetensors.safe_open(path, framework="np") as opened:
             metadata = dict(opened.metadata() or {})
             offset = 8 + int(file.view(0, 8, "<u8", ())[()])
-            for name in opened.offset_keys():
+            names = opened.offset_keys()
+            check_count(len(names), file.size)
+            for name in names:
                 about = opened.get_slice(name)
                 kind, shape = about.get_dtype(), tuple(about.get_shape())
                 if kind not in TYPES:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.checkpoints.container import MappedFile, damaged
+from billfish.checkpoints.container import MappedFile, check_count, damaged
 from billfish.checkpoints.ggml_types import GGML_TYPES
 
 VERSIONS = (2, 3)
@@ -106,6 +106,7 @@ class Cursor:
             if name in metadata:
                 raise ValueError(f"the field {name} a second time")
             metadata[name] = self.field()
+        check_count(min(tensors, len(self.data) // self.EXTENTS[0].size), len(self.data))  # a count may lie
         infos = [self.info() for _ in range(tensors)]
         alignment = alignment_of(metadata)
         odd = next((info for info in infos if info.offset % alignment), None)

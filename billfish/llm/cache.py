@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
+from billfish.errors import DataError, complaint
 from billfish.llm.config import Config
 
 Floats = NDArray[np.float32]
+MOST_POSITIONS = 1 << 30
 
 
 class Cache:
@@ -29,6 +31,8 @@ class Cache:
         self._keys_and_values = self._room(capacity)
 
     def _room(self, capacity: int) -> tuple[Floats, Floats]:
+        if not isinstance(capacity, int) or not 0 <= capacity <= MOST_POSITIONS:
+            raise DataError(complaint("llm.Cache", "capacity", repr(capacity), f"a number from 0 to {MOST_POSITIONS}"))
         c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
         keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
         return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)

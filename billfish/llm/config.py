@@ -102,6 +102,7 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
         rope_size=int(number("rope.dimension_count", head_size)),
         rope_scale=float(number("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
     )
+    _refuse(config.layers < 1, "block_count", config.layers, "at least one layer, whose tensors tell all sizes")
     _refuse(config.kv_heads < 1 or heads % config.kv_heads != 0, "attention.head_count_kv", config.kv_heads,
             f"a divisor of {heads} heads")  # fmt: skip
     _refuse(head_size < 1 or head_size % 16 != 0, "attention.key_length", head_size, "a multiple of 16")

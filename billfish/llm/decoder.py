@@ -57,12 +57,12 @@ class Decoder:
         self._matrices: dict[str, tuple[str, tuple[int, int]]] = {}  # what the file has for them: name and shape
         for i in range(c.layers):
             for name, shape in zip(MATRICES, sizes, strict=True):
+                self._check(f"blk.{i}.{name}.weight", shape)  # at once: a count of layers may be any
                 self._matrices[f"blk.{i}.{name}"] = f"blk.{i}.{name}.weight", shape
         # Many models use the embedding as the last matrix too.
         head = HEAD if HEAD in source.tensors else EMBEDDING
+        self._check(head, (c.vocabulary, c.hidden))
         self._matrices["head"] = head, (c.vocabulary, c.hidden)
-        for name, shape in self._matrices.values():
-            self._check(name, shape)
         self._embedding = self._tensor(EMBEDDING, (c.vocabulary, c.hidden))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
         self._formats: set[str] = set()

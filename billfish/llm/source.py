@@ -12,8 +12,9 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.names import EMBEDDING, HEAD, by_gguf_names, model_name
 from billfish.errors import ModelError, complaint
+from billfish.files import is_affordable
 from billfish.llm.config import ARCHITECTURES
-from billfish.tokenizer import Tokenizer, folder, gguf
+from billfish.tokenizer import TOKEN_COST, Tokenizer, folder, gguf
 
 CALL = "llm.load"
 
@@ -46,6 +47,7 @@ def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
     if fields.get("general.architecture") in ARCHITECTURES:
         gguf.check_fields(fields)
     vocabulary = fields.length("tokenizer.ggml.tokens")
+    _check_vocabulary(checkpoint, vocabulary)
     template = partial(fields.get, "tokenizer.chat_template")
     return Source(checkpoint, fields, vocabulary, partial(gguf.read_metadata, fields), template)
 
@@ -57,6 +59,16 @@ def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
         if name not in tensors:
             raise ModelError(complaint(CALL, model_name(name) or name, "no such tensor", "a folder that has it"))
-    vocabulary = tensors.describe(EMBEDDING).shape[0]
+    shape = tensors.describe(EMBEDDING).shape
+    vocabulary = shape[0] if shape else 0
+    _check_vocabulary(checkpoint, vocabulary)
     tokenizer = partial(folder.read_folder, path, vocabulary)
     return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(folder.chat_template, path))
+
+
+def _check_vocabulary(checkpoint: Checkpoint, tokens: int) -> None:
+    """Raises if there are more tokens than may be read for the sake of files of this size."""
+    size = sum(file.size for file in checkpoint.files)
+    if not is_affordable(tokens * TOKEN_COST, size):
+        got = f"{tokens} tokens in {size} bytes"
+        raise ModelError(complaint(CALL, str(checkpoint.path), got, "a vocabulary that fits its model"))
