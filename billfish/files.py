@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
+import re
 import stat
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
+NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n", re.DOTALL
+)
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -71,13 +74,18 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
 
 
 def _array(content: bytes) -> NDArray[Any]:
-    """What an .npy file holds."""
-    file = io.BytesIO(content)
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError("an array of another version")
-    shape, columns_first, dtype = np.lib.format.read_array_header_1_0(file)
-    data = content[file.tell() :]
-    if dtype.hasobject or columns_first or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+    """What an .npy file of version 1 holds, as NumPy writes it: its header has one form."""
+    header = NPY.match(content)
+    if header is None:
+        raise ValueError("an array of another kind")
+    kind, sizes = (part.decode() for part in header.groups())
+    shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+    try:
+        dtype = np.dtype(kind)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    data = content[header.end() :]
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes for {dtype} of shape {shape}")
     return np.ndarray(shape, dtype, data)
 

@@ -96,7 +96,7 @@ PACKED_PARTS = (
 
 
 class Settings:
-    """What configuration and metadata say about weights. Each part is looked up once, however many modules there are."""
+    """What configuration and metadata say about weights. Each part is looked up once for all modules."""
 
     def __init__(self, config: dict[str, Any], metadata: Mapping[str, str]) -> None:
         self._metadata = metadata

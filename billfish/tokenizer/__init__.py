@@ -24,8 +24,8 @@ ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of
 
 @contextmanager
 def library_errors(argument: str, got: str, takes: str) -> Iterator[None]:
-    """What the library `tokenizers` raises becomes a ModelError. It has no class of its own for its errors, and where it
-    panics not even an Exception."""
+    """What the library `tokenizers` raises becomes a ModelError. The library has no class of its own for errors, and a
+    panic inside it is not even an Exception."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BillfishError):

@@ -80,8 +80,10 @@ class PackedWeights:
         if self.level not in levels:
             takes = f"one of this machine: {', '.join(levels)}"
             raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
-        if not isinstance(self.format, Format) or len(self.shape) != 2 or any(type(size) is not int for size in self.shape):
-            raise ShapeError(complaint(call, "shape", f"{self.shape}", "two whole numbers, and a Format"))
+        whole = len(self.shape) == 2 and all(type(size) is int for size in (*self.shape, self.group_size))
+        if not whole or not isinstance(self.format, Format):
+            got = f"{self.format}, {self.shape} in groups of {self.group_size!r}"
+            raise ShapeError(complaint(call, "shape", got, "a Format and whole numbers"))
         check_stream(call, self.level, self.shape, self.data, self.axes.group, lambda: self.description)
         if self.permutation is not None:
             object.__setattr__(self, "permutation", check_permutation(call, self.permutation, self.shape[1]))
