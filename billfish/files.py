@@ -16,11 +16,20 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.errors import DTypeError, complaint
+
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
 NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n", re.DOTALL
 )
+
+
+def path_of(call: str, path: object) -> Path:
+    """What a user gave for a path; raises unless it is one."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise DTypeError(complaint(call, "path", f"a {type(path).__name__}", "a string or a path"))
+    return Path(path)
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:

@@ -17,7 +17,7 @@ from billfish.backends.cpu.source import codes_of
 from billfish.backends.cpu.structure import structure_of
 from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import EMBEDDING, HEAD, ROTARY_FACTORS
-from billfish.errors import ModelError, complaint
+from billfish.errors import ModelError, ShapeError, complaint
 from billfish.llm.cache import Cache, Floats
 from billfish.llm.config import Config, embedding_scale
 from billfish.llm.source import Source
@@ -237,6 +237,9 @@ class Decoder:
 
         The head is the largest matrix and waits for memory, so that x in 16 bits instead of 8 costs nothing there.
         """
+        if not isinstance(hidden, np.ndarray) or hidden.dtype != np.float32 or hidden.shape[1:] != (self.config.hidden,):
+            got = f"{getattr(hidden, 'dtype', type(hidden).__name__)} of shape {getattr(hidden, 'shape', '?')}"
+            raise ShapeError(complaint("llm.logits", "hidden", got, f"float32 [m, {self.config.hidden}]"))
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         digits = DIGITS["q16" if check_activations("llm.logits", activations) == "q8" else activations]
         self._native.finish(np.ascontiguousarray(hidden), digits, out)

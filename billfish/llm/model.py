@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from billfish.activations import check_activations
 from billfish.errors import DataError, ModelError, complaint
+from billfish.files import path_of
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
@@ -175,7 +176,7 @@ def load(
     returns what to use.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
-    model = default_model() if path is None else Path(path)
+    model = default_model() if path is None else path_of("llm.load", path)
     if quantize is None:
         return Model(model, convert, progress)
     if convert is not None:

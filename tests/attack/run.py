@@ -239,6 +239,7 @@ def main() -> None:
         for failure, command in list(row.failures.items())[:20]:
             print(f"{command}: {failure}")
     if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return sys.exit(any(row.failed for row in rows))
 

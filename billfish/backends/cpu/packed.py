@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.errors import BackendUnavailable, CheckpointError, ShapeError, complaint
-from billfish.files import read_arrays, replacing
+from billfish.files import path_of, read_arrays, replacing
 from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
@@ -128,8 +128,9 @@ class PackedWeights:
     def load(cls, path: str | os.PathLike[str]) -> PackedWeights:
         """What `save` wrote, for the best ISA level here that reads it; for others, prepack the tensor again."""
         call = "PackedWeights.load"
+        file = path_of(call, path)
         try:
-            arrays = read_arrays(path)
+            arrays = read_arrays(file)
             about = json.loads(str(arrays["about"]))
             if about.get("layout") != LAYOUT:
                 takes = "prepack(q) again"
@@ -142,7 +143,7 @@ class PackedWeights:
         except BackendUnavailable:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-            got, takes = f"{os.fspath(path)!r} ({error})", "a file that PackedWeights.save wrote"
+            got, takes = f"{str(file)!r} ({error})", "a file that PackedWeights.save wrote"
             raise CheckpointError(complaint(call, "path", got, takes)) from None
 
 

@@ -13,7 +13,7 @@ from billfish.backends.cuda.describe import Floats, describe
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack
 from billfish.errors import DataError, ShapeError, complaint
-from billfish.files import read_arrays, replacing
+from billfish.files import path_of, read_arrays, replacing
 from billfish.tensor import QuantizedTensor
 
 LAYOUT = 4  # of saved bricks; changes with the meaning of their bytes
@@ -55,13 +55,14 @@ class PackedBricks:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedBricks:
+        file = path_of("load", path)
         try:
-            arrays = read_arrays(path)
+            arrays = read_arrays(file)
             about = json.loads(str(arrays["about"]))
             if about.pop("layout", 1) != LAYOUT:
                 raise ValueError("of another version: pack the tensor again")
             shape, table = tuple(about.pop("shape")), tuple(about.pop("table"))
             return cls(Kind(**about, table=table), shape, arrays["bricks"], arrays["row_scale"])
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            got = f"{os.fspath(path)!r} ({error})"
+            got = f"{str(file)!r} ({error})"
             raise DataError(complaint("load", "path", got, "a file that PackedBricks.save wrote")) from None
