@@ -21,7 +21,8 @@ from billfish.errors import DTypeError, complaint
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
 NPY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n", re.DOTALL
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n",
+    re.DOTALL,
 )
 
 

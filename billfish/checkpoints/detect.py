@@ -145,10 +145,9 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
 
     if suffix == "qweight":
         found = parts(GPTQ_PARTS)
-        if "scales" not in found or "qzeros" not in found or len(found["scales"].shape) != 2:
-            raise CheckpointError(
-                complaint(CALL, name, f"arrays {sorted(found)}", "scales [G, N] and qzeros beside it")
-            )
+        shapes = {part: stored.shape for part, stored in found.items()}
+        if "qzeros" not in found or any(len(shapes.get(part, ())) != 2 for part in ("qweight", "scales")):
+            raise CheckpointError(complaint(CALL, name, f"arrays {shapes}", "a matrix, scales [G, N] and qzeros"))
         awq_words = found["qweight"].shape[1:] != found["scales"].shape[1:]
         return (awq if awq_words else gptq).recognise(module, found, settings.about)
     if suffix == "weight_packed":

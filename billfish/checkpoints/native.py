@@ -82,7 +82,8 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
         raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
     first = format.parts({})[0]
     main = parts.get(first.name)
-    if main is None:
+    odd = parts.keys() - {*format.storage_names, "permutation", ABOUT}
+    if main is None or odd:
         got = f"arrays {sorted(parts)} for {module}"
         raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
     if len(main.shape) != 2 or 0 in main.shape:

@@ -237,7 +237,11 @@ class Decoder:
 
         The head is the largest matrix and waits for memory, so that x in 16 bits instead of 8 costs nothing there.
         """
-        if not isinstance(hidden, np.ndarray) or hidden.dtype != np.float32 or hidden.shape[1:] != (self.config.hidden,):
+        if (
+            not isinstance(hidden, np.ndarray)
+            or hidden.dtype != np.float32
+            or hidden.shape[1:] != (self.config.hidden,)
+        ):
             got = f"{getattr(hidden, 'dtype', type(hidden).__name__)} of shape {getattr(hidden, 'shape', '?')}"
             raise ShapeError(complaint("llm.logits", "hidden", got, f"float32 [m, {self.config.hidden}]"))
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)

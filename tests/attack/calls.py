@@ -19,7 +19,27 @@ from billfish.llm.cache import Cache
 
 SIZES = (0, 1, 2, 3, 7, 16, 31, 32, 33, 64, 100, 128, 256)
 TYPES = ("f4", "f2", "f8", "i4", "u4", "u1", "i1", "i8", "?", ">f4", "c8", "U3", "O")
-ODD = (None, True, -1, 0, 1, 0.5, 2**31, 2**63, 10**30, float("nan"), "", "x", "q4_0", "\0", b"x", [], {}, [[1.0]], object)
+ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    0.5,
+    2**31,
+    2**63,
+    10**30,
+    float("nan"),
+    "",
+    "x",
+    "q4_0",
+    "\0",
+    b"x",
+    [],
+    {},
+    [[1.0]],
+    object,
+)
 
 
 @functools.cache
@@ -54,7 +74,11 @@ def array(rng: random.Random, *near: int) -> Any:
     if layout < 0.35:
         return np.broadcast_to(made[:1], made.shape) if made.ndim and len(made) else made
     if layout < 0.4:
-        return np.frombuffer(b"\0" + made.tobytes(), np.uint8)[1:].view(made.dtype).reshape(made.shape) if made.dtype != object else made
+        return (
+            np.frombuffer(b"\0" + made.tobytes(), np.uint8)[1:].view(made.dtype).reshape(made.shape)
+            if made.dtype != object
+            else made
+        )
     return made
 
 
@@ -77,7 +101,9 @@ def odd_storage(rng: random.Random, q: bf.QuantizedTensor) -> dict[str, Any]:
     held = storage[name]
     if not held.ndim:
         return {**storage, name: array(rng)}
-    storage[name] = rng.choice([held.T, held[:1], held[..., ::2], held.astype("f8"), held.reshape(-1), array(rng), None])
+    storage[name] = rng.choice(
+        [held.T, held[:1], held[..., ::2], held.astype("f8"), held.reshape(-1), array(rng), None]
+    )
     if rng.random() < 0.1:
         del storage[name]
     return storage
@@ -91,7 +117,12 @@ def activations(rng: random.Random) -> Any:
 
 
 def quantize(rng: random.Random) -> Any:
-    return bf.quantize(array(rng, 256), format_of(rng), group_size=number(rng, None, 32, 128), method=rng.choice(["rtn", "mse", "x", None]))
+    return bf.quantize(
+        array(rng, 256),
+        format_of(rng),
+        group_size=number(rng, None, 32, 128),
+        method=rng.choice(["rtn", "mse", "x", None]),
+    )
 
 
 def linear(rng: random.Random) -> Any:
@@ -106,11 +137,15 @@ def linears(rng: random.Random) -> Any:
     many = [tensor(rng) for _ in range(3)]
     x = rng.choice([array(rng, 256), [array(rng, q.shape[1]) for q in many], array(rng, 512)])
     biases = rng.choice([None, [None] * 3, [array(rng, q.shape[0]) for q in many], [None]])
-    return bf.quantized_linears(x, rng.choice([many, tuple(many), many[:1] * 3, [], None]), biases=biases, activations=activations(rng))
+    return bf.quantized_linears(
+        x, rng.choice([many, tuple(many), many[:1] * 3, [], None]), biases=biases, activations=activations(rng)
+    )
 
 
 def dequantize(rng: random.Random) -> Any:
-    return bf.dequantize(rng.choice([tensor(rng), array(rng)]), dtype=rng.choice([None, "float16", "float32", "int8", 3]))
+    return bf.dequantize(
+        rng.choice([tensor(rng), array(rng)]), dtype=rng.choice([None, "float16", "float32", "int8", 3])
+    )
 
 
 def from_storage(rng: random.Random) -> Any:
@@ -139,9 +174,13 @@ def made_packed(rng: random.Random) -> Any:
     held = bf.prepack(tensor(rng))
     n, k = held.shape
     changes: dict[str, Any] = {
-        "shape": rng.choice([(n + 64, k), (n, 2 * k), (-1, k), (n, 2**62), (2**40, 2**40), (n,), (n, float(k)), (k, n)]),
+        "shape": rng.choice(
+            [(n + 64, k), (n, 2 * k), (-1, k), (n, 2**62), (2**40, 2**40), (n,), (n, float(k)), (k, n)]
+        ),
         "data": rng.choice([held.data[:-1], held.data[::2], held.data.view(np.int8), held.data.reshape(1, -1), None]),
-        "axes": dataclasses.replace(held.axes, group=rng.choice([0, 7, -32, 2**31, 512]), codes=rng.choice(["u4", "x", "s8"])),
+        "axes": dataclasses.replace(
+            held.axes, group=rng.choice([0, 7, -32, 2**31, 512]), codes=rng.choice(["u4", "x", "s8"])
+        ),
         "permutation": rng.choice([np.arange(k) + 1, np.arange(2 * k), np.full(k, 2**31 - 1)]),
         "level": rng.choice(["abacus", None, held.level]),
         "group_size": rng.choice([None, "x", 32]),
@@ -153,7 +192,12 @@ def made_packed(rng: random.Random) -> Any:
 
 def made_plain(rng: random.Random) -> Any:
     held = small_model().decoder._backend.level
-    return PlainWeights(rng.choice(["float32", "int8", None]), rng.choice([(4, 32), (2**40, 2**40), (-1, 1)]), held, rng.choice([np.zeros(9, np.uint8), None, np.zeros((2, 2), np.uint8)]))
+    return PlainWeights(
+        rng.choice(["float32", "int8", None]),
+        rng.choice([(4, 32), (2**40, 2**40), (-1, 1)]),
+        held,
+        rng.choice([np.zeros(9, np.uint8), None, np.zeros((2, 2), np.uint8)]),
+    )
 
 
 def packing(rng: random.Random) -> Any:
@@ -172,17 +216,28 @@ def blocks(rng: random.Random) -> Any:
 def w4a8(rng: random.Random) -> Any:
     q = bf.quantize(np.ones((8, 128), np.float32), rng.choice(["u4", "u4b8", "q4_0"]))
     x = bf.quantize(np.ones((3, 128), np.float32), rng.choice(["q8_0", "q8_1", "q4_0"]))
-    return bf.gemm_w4a8(rng.choice([x, x.storage["blocks"], array(rng, 136, 144)]), rng.choice([q, array(rng, 72)]), format=rng.choice([None, "q4_0", 3]))
+    return bf.gemm_w4a8(
+        rng.choice([x, x.storage["blocks"], array(rng, 136, 144)]),
+        rng.choice([q, array(rng, 72)]),
+        format=rng.choice([None, "q4_0", 3]),
+    )
 
 
 def load(rng: random.Random) -> Any:
-    path = rng.choice(["", "\0", "x" * 5000, "/", "/dev/null", "/dev/zero", "/proc/self/mem", "\udcff", "~", "a\nb", *ODD])
-    return rng.choice([bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load, bf.QuantizedTensor.load])(path)
+    path = rng.choice(
+        ["", "\0", "x" * 5000, "/", "/dev/null", "/dev/zero", "/proc/self/mem", "\udcff", "~", "a\nb", *ODD]
+    )
+    return rng.choice(
+        [bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load, bf.QuantizedTensor.load]
+    )(path)
 
 
 def tokens(rng: random.Random) -> list[Any]:
     good = range(small_model().config.vocabulary)
-    return [rng.choice([rng.choice(good), rng.choice(good), edge(rng, len(good)), -1]) for _ in range(rng.choice([0, 1, 3, 70]))]
+    return [
+        rng.choice([rng.choice(good), rng.choice(good), edge(rng, len(good)), -1])
+        for _ in range(rng.choice([0, 1, 3, 70]))
+    ]
 
 
 def embed(rng: random.Random) -> Any:
@@ -200,17 +255,25 @@ def scores(rng: random.Random) -> Any:
 
 def generate(rng: random.Random) -> Any:
     settings = {"max_tokens": rng.choice([0, 1, 3, -1]), "temperature": rng.choice([0.0, 1.0, -1.0, float("nan")])}
-    settings |= {"top_k": rng.choice([0, 5, -1]), "top_p": rng.choice([1.0, 0.5, 0.0, 2.0]), "seed": rng.choice([0, -1])}
+    settings |= {
+        "top_k": rng.choice([0, 5, -1]),
+        "top_p": rng.choice([1.0, 0.5, 0.0, 2.0]),
+        "seed": rng.choice([0, -1]),
+    }
     name = rng.choice(list(settings))
     prompt = rng.choice([tokens(rng), "ab", "", [1, 2], [{"role": "user"}], [1, "a"]])
-    return "".join(small_model().generate(prompt, raw=True, **{name: settings[name], "max_tokens": 2} | {name: settings[name]}))
+    return "".join(
+        small_model().generate(prompt, raw=True, **{name: settings[name], "max_tokens": 2} | {name: settings[name]})
+    )
 
 
 def foreign_cache(rng: random.Random) -> Any:
     """A cache of sizes that are not the model's, or of another capacity."""
     model = small_model()
     c = model.config
-    wrong = dataclasses.replace(c, **{rng.choice(["layers", "kv_heads", "head_size", "context"]): rng.choice([1, 2, 16])})
+    wrong = dataclasses.replace(
+        c, **{rng.choice(["layers", "kv_heads", "head_size", "context"]): rng.choice([1, 2, 16])}
+    )
     cache = Cache(rng.choice([c, wrong]), rng.choice([0, 1, 16, 100, -1, 2**40, 0.5]))
     return "".join(model.generate([1, 2, 3], max_tokens=3, cache=cache))
 

@@ -91,7 +91,13 @@ MODELS = [
     {"type": "Unigram", "unk_id": 9, "vocab": [["a", -1.0]], "byte_fallback": False},
     {"type": "Unigram", "unk_id": None, "vocab": [], "byte_fallback": False},
     {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"},
-    {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "x", "continuing_subword_prefix": "#", "max_input_chars_per_word": 0},
+    {
+        "type": "WordPiece",
+        "vocab": {"a": 0},
+        "unk_token": "x",
+        "continuing_subword_prefix": "#",
+        "max_input_chars_per_word": 0,
+    },
     {"type": "BPE", "vocab": {}, "merges": []},
 ]
 PROCESSORS = [
@@ -102,7 +108,12 @@ PROCESSORS = [
         "pair": [],
         "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
     },
-    {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "?", "type_id": 0}}], "pair": [], "special_tokens": {}},
+    {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "?", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    },
     {"type": "BertProcessing", "sep": ["", 10**9], "cls": ["", 0]},
     None,
 ]
@@ -115,8 +126,13 @@ def weights() -> bytes:
     layer = "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (259, 32), "model.norm.weight": (32,)}
     shapes |= {f"{layer}{n}.weight": (32,) for n in ("input_layernorm", "post_attention_layernorm")}
-    shapes |= {f"{layer}self_attn.{n}_proj.weight": s for n, s in zip("qkvo", [(32, 32), (16, 32), (16, 32), (32, 32)], strict=True)}
-    shapes |= {f"{layer}mlp.{n}_proj.weight": s for n, s in {"gate": (64, 32), "up": (64, 32), "down": (32, 64)}.items()}
+    shapes |= {
+        f"{layer}self_attn.{n}_proj.weight": s
+        for n, s in zip("qkvo", [(32, 32), (16, 32), (16, 32), (32, 32)], strict=True)
+    }
+    shapes |= {
+        f"{layer}mlp.{n}_proj.weight": s for n, s in {"gate": (64, 32), "up": (64, 32), "down": (32, 64)}.items()
+    }
     for name, shape in shapes.items():
         content = rng.standard_normal(shape).astype("<f4").tobytes()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [len(data), len(data) + len(content)]}
@@ -150,7 +166,13 @@ def tokenizer() -> dict[str, Any]:
 def odd_tokenizer(rng: random.Random) -> tuple[str, bytes]:
     """One part replaced by another that the library has, or by anything."""
     known: dict[str, Any] = tokenizer()
-    pools = {"pre_tokenizer": PRE, "normalizer": NORMALIZERS, "decoder": DECODERS, "model": MODELS, "post_processor": PROCESSORS}
+    pools = {
+        "pre_tokenizer": PRE,
+        "normalizer": NORMALIZERS,
+        "decoder": DECODERS,
+        "model": MODELS,
+        "post_processor": PROCESSORS,
+    }
     rule = rng.choice([*pools, *pools, "added_tokens", "vocab", "any", "text", "settings"])
     if rule in pools:
         known[rule] = rng.choice(pools[rule])
@@ -164,9 +186,13 @@ def odd_tokenizer(rng: random.Random) -> tuple[str, bytes]:
         known["added_tokens"] = rng.choice([[token], [*known["added_tokens"], token], [token] * 3, []])
     elif rule == "vocab":
         model = known["model"]
-        model["vocab"][rng.choice(["new", "", "ab", "a" * 20_000])] = rng.choice([0, 259, 500, 10**6, 2**32 - 1, 2**32, -1])
+        model["vocab"][rng.choice(["new", "", "ab", "a" * 20_000])] = rng.choice(
+            [0, 259, 500, 10**6, 2**32 - 1, 2**32, -1]
+        )
         model["merges"] = rng.choice([[["a", "b"]], ["a b"], [["a"]], [["x", "y"]], ["a"], [["a", "b", "c"]], 3])
-        model[rng.choice(["unk_token", "continuing_subword_prefix", "end_of_word_suffix"])] = rng.choice(["", "ab", "##", None])
+        model[rng.choice(["unk_token", "continuing_subword_prefix", "end_of_word_suffix"])] = rng.choice(
+            ["", "ab", "##", None]
+        )
         model[rng.choice(["byte_fallback", "ignore_merges", "fuse_unk"])] = True
         model["dropout"] = rng.choice([None, None, 0.0, 1.0, 2.0, -1.0])
     elif rule == "any":
@@ -174,7 +200,9 @@ def odd_tokenizer(rng: random.Random) -> tuple[str, bytes]:
             changed = odd_json(known, rng)
             known = changed if isinstance(changed, dict) else known
     elif rule == "settings":
-        known["truncation"] = rng.choice([None, {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 9}])
+        known["truncation"] = rng.choice(
+            [None, {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 9}]
+        )
         known["padding"] = rng.choice([{"strategy": {"Fixed": 10**9}, "direction": "Left", "pad_to_multiple_of": 0,
                                         "pad_id": 0, "pad_type_id": 0, "pad_token": ""}, None])  # fmt: skip
     text = as_json(known)
@@ -186,7 +214,9 @@ def use_tokenizer(folder: Path) -> None:
     tokenizer = read_folder(folder, len(pieces()))
     for text in ("ab <s> ü", "", "\0\n 12345", "x" * 300):
         for special in (True, False):
-            tokenizer.decode(token for token in tokenizer.encode(text, special=special) if token < len(tokenizer.pieces))
+            tokenizer.decode(
+                token for token in tokenizer.encode(text, special=special) if token < len(tokenizer.pieces)
+            )
     chat_template(folder)
 
 

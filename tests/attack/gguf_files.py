@@ -130,7 +130,10 @@ def model(rng: random.Random) -> Gguf:
     more = [["tokenizer.ggml.pre", STRING, "default"], ["tokenizer.ggml.merges", LIST, (STRING, ["a b"])]]
     if architecture == "gemma":
         words = ["▁", "a", "b", "▁a", "ab", "▁ab"]
-        pieces, kinds = [*control, *(f"<0x{b:02X}>" for b in range(256)), *words], [CONTROL] * 2 + [BYTE] * 256 + [1] * 6
+        pieces, kinds = (
+            [*control, *(f"<0x{b:02X}>" for b in range(256)), *words],
+            [CONTROL] * 2 + [BYTE] * 256 + [1] * 6,
+        )
         more = [["tokenizer.ggml.scores", LIST, (F32, [-float(i) for i in range(len(pieces))])]]
     file.fields = [["general.architecture", STRING, architecture], ["general.name", STRING, "small"]]
     file.fields += [[f"{architecture}.{name}", U32, size] for name, size in sizes.items()]
@@ -254,7 +257,9 @@ def offset(file: Gguf, rng: random.Random) -> None:
     """In another tensor, at its end, beyond the file, between two multiples of the alignment."""
     one, other = rng.choice(file.tensors), rng.choice(file.tensors)
     end = len(file.data)
-    one.offset = rng.choice([other.offset, other.offset + 32, end, end - 32, end + 32, edge(rng, end), -32, one.offset + 1])
+    one.offset = rng.choice(
+        [other.offset, other.offset + 32, end, end - 32, end + 32, edge(rng, end), -32, one.offset + 1]
+    )
 
 
 def tensor_name(file: Gguf, rng: random.Random) -> None:
@@ -269,7 +274,9 @@ def all_in_one(file: Gguf, rng: random.Random) -> None:
     """Many tensors on the bytes of one."""
     one = rng.choice(file.tensors)
     for i in range(rng.choice([2, 50, 400])):
-        file.tensors.append(Tensor(f"blk.{i}.{rng.choice(['attn_q', 'ffn_up', 'x'])}.weight", one.extents, one.type, one.offset))
+        file.tensors.append(
+            Tensor(f"blk.{i}.{rng.choice(['attn_q', 'ffn_up', 'x'])}.weight", one.extents, one.type, one.offset)
+        )
 
 
 def many(file: Gguf, rng: random.Random) -> None:

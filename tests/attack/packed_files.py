@@ -39,7 +39,16 @@ def npy(array: np.ndarray, rng: random.Random, honest: bool) -> bytes:
     content = out.getvalue()
     if honest:
         return content
-    shapes = ["(1000000000000,)", "(-1,)", "()", "(0,)", f"({edge(rng, array.size)},)", "(2, 2)", "(4294967296, 4294967296)", "3"]
+    shapes = [
+        "(1000000000000,)",
+        "(-1,)",
+        "()",
+        "(0,)",
+        f"({edge(rng, array.size)},)",
+        "(2, 2)",
+        "(4294967296, 4294967296)",
+        "3",
+    ]
     types = ["'|O'", "'<U1000000000'", "'|u1'", "'<f8'", "[('a', '|u1')]", "'|V0'", "'>i4'", "None"]
     header = f"{{'descr': {rng.choice(types)}, 'fortran_order': {rng.choice(['False', 'True', '0'])}, 'shape': {rng.choice(shapes)}, }}"
     header = rng.choice([header, header, "(" * 5000, "{}", "", "__import__('os')"]).ljust(118)
@@ -82,10 +91,21 @@ def packed(rng: random.Random) -> Case:
         held = weights(rng.choice(list(bf.FORMATS)))
         axes = dataclasses.asdict(held.axes)
         if rule == "axes":  # of another kind, with a stream that is as long as such a kind's
-            axes |= {"codes": rng.choice(CODES), "scales": rng.choice(SCALES), "group": rng.choice([16, 32, 64, 128, 256])}
+            axes |= {
+                "codes": rng.choice(CODES),
+                "scales": rng.choice(SCALES),
+                "group": rng.choice([16, 32, 64, 128, 256]),
+            }
             axes |= {"bias": rng.choice([0, 8, -1, 2**31 - 1]), "table": rng.choice([[], [1] * 16, [255] * 40, [-1]])}
         shape = rng.choice([(4, 256), (1, 1), (33, 300), (0, 256), (4, 0)]) if rule == "axes" else held.shape
-        about = {"format": held.format.name, "shape": shape, "group_size": 32, "level": held.level, "axes": axes, "layout": LAYOUT}
+        about = {
+            "format": held.format.name,
+            "shape": shape,
+            "group_size": 32,
+            "level": held.level,
+            "axes": axes,
+            "layout": LAYOUT,
+        }
         data = held.data
         if rule == "axes":
             description = dataclasses.replace(held.axes, **axes | {"table": tuple(axes["table"])}).describe(shape)
@@ -95,7 +115,9 @@ def packed(rng: random.Random) -> Case:
         about = odd_json(about, rng)
     if rule == "order":
         order = np.arange(256, dtype=np.int32)
-        arrays["permutation"] = rng.choice([order[::-1].copy(), order * 2, order - 1, order[:-1].copy(), order.astype(np.float32)])
+        arrays["permutation"] = rng.choice(
+            [order[::-1].copy(), order * 2, order - 1, order[:-1].copy(), order.astype(np.float32)]
+        )
     arrays = {"about": np.array(json.dumps(about)), **arrays}
     liar = rng.choice(list(arrays)) if rule == "header" else ""
     members = {f"{name}.npy": npy(array, rng, name != liar) for name, array in arrays.items()}

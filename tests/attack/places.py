@@ -64,7 +64,12 @@ def places(rng: random.Random) -> Case:
 
 def plans(rng: random.Random) -> Case:
     """An unfinished output of somebody: it is refused and left, or it is ours and continued."""
-    plan = {"billfish": "plan of an unfinished output", "files": [["model.safetensors", 10]], "small": {"config.json": "x"}, "settings": {}}
+    plan = {
+        "billfish": "plan of an unfinished output",
+        "files": [["model.safetensors", 10]],
+        "small": {"config.json": "x"},
+        "settings": {},
+    }
     text = json.dumps(odd_json(plan, rng), sort_keys=True).encode("utf-8", "surrogatepass")
     files = {"in/model.safetensors": weights(), "in/config.json": as_json(CONFIG)}
     files["out.partial/plan.json"] = odd_text(text, rng)

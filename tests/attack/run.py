@@ -8,6 +8,7 @@ ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SE
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -32,6 +33,7 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TESTS))
 
 SECONDS = 10.0
+PATIENCE = 60.0  # for the first case, which waits for its worker to begin
 ROOM, TIMES = 64 << 20, 8  # memory that a case may take: so many bytes, and so many times its files
 ADDRESS_SPACE = 2 << 30  # beyond what a worker has: what is asked for at once and never touched fails, too
 CHUNK = 2500  # cases that one worker does
@@ -47,7 +49,8 @@ GENERATORS = {
     "places": ("places", "places", 20),
     "plans": ("places", "plans", 10),
     "packed files": ("packed_files", "packed", 40),
-    "calls": ("calls", "calls", 50),
+    "calls": ("calls", "calls", 49),
+    "findings": ("findings", "findings", 1),
 }
 # Attacks on whole processes, each a module with `attack(count: int) -> Row`, and how many rounds they have.
 PROCESSES = {"races": 500, "kills": 200}
@@ -89,12 +92,16 @@ def status(name: str) -> int:
 
 
 def one_case(generator: str, seed: int, scratch: Path) -> dict[str, Any]:
-    """Make a case, attempt it, and say what came of it."""
-    import billfish as bf
-
+    """Make a case, and say what came of it."""
     module, function, _ = GENERATORS[generator]
     make = getattr(importlib.import_module(f"attack.{module}"), function)
-    case = make(random.Random(f"{generator} {seed}"))
+    return {"seed": seed, **attempted(make(random.Random(f"{generator} {seed}")), scratch)}
+
+
+def attempted(case: Any, scratch: Path) -> dict[str, Any]:
+    """What came of a case, whose files are written below `scratch`."""
+    import billfish as bf
+
     folder = scratch / "case"
     folder.mkdir()
     for path, content in case.files.items():
@@ -119,7 +126,6 @@ def one_case(generator: str, seed: int, scratch: Path) -> dict[str, Any]:
         failure = f"{memory >> 20} MB for {size} bytes"
     shutil.rmtree(folder)
     return {
-        "seed": seed,
         "name": case.name,
         "outcome": outcome,
         "failure": failure,
@@ -129,7 +135,7 @@ def one_case(generator: str, seed: int, scratch: Path) -> dict[str, Any]:
     }
 
 
-def worker(generator: str, first: int, last: int) -> None:
+def worker(generator: str, first: int, last: int, scratch: Path) -> None:
     """Cases one after another, each a line on standard output when it is done."""
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what anybody else prints is not a result
@@ -137,12 +143,10 @@ def worker(generator: str, first: int, last: int) -> None:
         importlib.import_module(module)
     limit = status("VmSize") + ADDRESS_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="billfish-attack-", dir=base) as scratch:
-        for seed in range(first, last):
-            print(json.dumps(one_case(generator, seed, Path(scratch))), file=results)
-            if seed % 100 == 0:
-                gc.collect()
+    for seed in range(first, last):
+        print(json.dumps(one_case(generator, seed, scratch)), file=results)
+        if seed % 100 == 0:
+            gc.collect()
 
 
 # ---- in the process that watches ------------------------------------------------------------------------------------
@@ -151,13 +155,10 @@ def worker(generator: str, first: int, last: int) -> None:
 def watched(generator: str, first: int, last: int) -> Iterator[dict[str, Any]]:
     """The results of a range of cases. A case that ends its worker, or takes too long, is a result too."""
     while first < last:
-        command = [sys.executable, __file__, "--worker", generator, str(first), str(last)]
-        with tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=TESTS)
-            lines: queue.Queue[bytes] = queue.Queue()
-            threading.Thread(target=_pump, args=(process.stdout, lines), daemon=True).start()
-            patience = 60.0  # the first case waits for the worker to begin
-            while first < last:
+        failure = ""
+        with started(generator, first, last) as (process, lines, errors):
+            patience = PATIENCE
+            while first < last and not failure:
                 try:
                     line = lines.get(timeout=patience)
                 except queue.Empty:
@@ -165,27 +166,42 @@ def watched(generator: str, first: int, last: int) -> Iterator[dict[str, Any]]:
                     break
                 if not line:
                     errors.seek(0)
-                    failure = f"the worker ended with {process.wait()}: {errors.read()[-300:].decode('utf-8', 'replace')}"
+                    said = errors.read()[-300:].decode("utf-8", "replace")
+                    failure = f"the worker ended with {process.wait()}: {said}"
                     break
                 result = json.loads(line)
                 if result["seconds"] > SECONDS:
                     result["failure"] = f"{result['seconds']:.1f} s"
                 yield result
                 first, patience = result["seed"] + 1, SECONDS + 1
-            else:
-                process.wait()
-                return
-            process.kill()
-            process.wait()
-        about = {"seconds": 0.0, "memory": 0, "size": 0, "name": "", "outcome": "failed"}
-        yield {"seed": first, "failure": failure, **about}
-        first += 1
+        if failure:
+            about = {"seconds": 0.0, "memory": 0, "size": 0, "name": "", "outcome": "failed"}
+            yield {"seed": first, "failure": failure, **about}
+            first += 1
 
 
-def _pump(stream: Any, lines: queue.Queue[bytes]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(b"")
+@contextlib.contextmanager
+def started(generator: str, first: int, last: int) -> Iterator[tuple[subprocess.Popen[bytes], queue.Queue[bytes], Any]]:
+    """A worker, the lines that it prints (an empty one at the end), and what it says on standard error."""
+    lines: queue.Queue[bytes] = queue.Queue()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="attack-", dir=memory) as scratch, tempfile.TemporaryFile() as errors:
+        command = [sys.executable, __file__, "--worker", generator, str(first), str(last), scratch]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=TESTS) as process:
+
+            def pump() -> None:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    lines.put(line)
+                lines.put(b"")
+
+            reader = threading.Thread(target=pump)
+            reader.start()
+            try:
+                yield process, lines, errors
+            finally:
+                process.kill()
+                reader.join()
 
 
 def attack(cases: int, jobs: int, only: str | None = None, first: int = 0) -> list[Row]:
@@ -222,11 +238,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--json", type=Path, help="where the table goes, too")
     parser.add_argument("--processes", action="store_true", help="races and kills as well")
-    parser.add_argument("--worker", nargs=3, metavar=("GENERATOR", "FIRST", "LAST"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # generator, first and last seed, folder
     arguments = parser.parse_args()
     if arguments.worker:
-        name, first, last = arguments.worker
-        return worker(name, int(first), int(last))
+        name, first, last, scratch = arguments.worker
+        return worker(name, int(first), int(last), Path(scratch))
     if arguments.seed is not None:
         with tempfile.TemporaryDirectory() as scratch:
             print(json.dumps(one_case(arguments.only, arguments.seed, Path(scratch)), indent=1))

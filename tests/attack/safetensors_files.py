@@ -94,7 +94,12 @@ def content_of(name: str, kind: str, shape: list[int], arrays: Arrays, rng: rand
         packed = arrays.get(f"{M}.weight_packed", ("", [8, 16]))[1]
         right = [*packed[:1], packed[-1] * 8][-2:] if packed else [8, 128]
         numbers = right if rng.random() < 0.8 else [edge(rng, *right) % 2**63 for _ in right]
-        return np.resize(np.array(numbers, np.int64), count).astype("<i8" if kind == "I64" else "<i4").tobytes()[:size].ljust(size)
+        return (
+            np.resize(np.array(numbers, np.int64), count)
+            .astype("<i8" if kind == "I64" else "<i4")
+            .tobytes()[:size]
+            .ljust(size)
+        )
     if name.endswith(("g_idx", "permutation")):
         order = np.arange(count) // (1 if name.endswith("permutation") else rng.choice([32, 64, 128]))
         return rng.choice([order, order[::-1], order * 0 - 1, order * 2]).astype("<i4").tobytes()[:size].ljust(size)
@@ -127,11 +132,16 @@ def headers(rng: random.Random) -> Case:
     """Values of the header at their edges, offsets that overlap or leave gaps, keys twice, text that is no JSON."""
     _, arrays, config = layout(rng)
     header, data = file_of(arrays, rng, {"format": "pt"} if rng.random() < 0.3 else None)
-    length, rule = None, rng.choice(["value", "shape", "offsets", "key", "text", "length", "metadata", "data", "names", "many"])
+    length, rule = (
+        None,
+        rng.choice(["value", "shape", "offsets", "key", "text", "length", "metadata", "data", "names", "many"]),
+    )
     name = rng.choice(list(arrays))
     about = header[name]
     if rule == "value":
-        header[name] = odd_json(about, rng, (None, True, -1, 0, 0.5, 2**63, 2**64, 10**30, "", "F32", "F4", "f32", [], {}))
+        header[name] = odd_json(
+            about, rng, (None, True, -1, 0, 0.5, 2**63, 2**64, 10**30, "", "F32", "F4", "f32", [], {})
+        )
     elif rule == "shape":
         size = int(np.prod(about["shape"], dtype=np.int64))
         lies = [[2**32, 2**32], [2**63, 2], [size, 1], [1, size], [], [0], [size], [-1], [1] * 50, [2**64 - 1, size]]
@@ -139,12 +149,21 @@ def headers(rng: random.Random) -> Case:
     elif rule == "offsets":
         other = rng.choice(list(header.values()))
         start, end = about["data_offsets"]
-        lies = [other.get("data_offsets"), [end, start], [start, len(data) + 1], [0, len(data)], [start + 1, end + 1], [0, 0]]
+        lies = [
+            other.get("data_offsets"),
+            [end, start],
+            [start, len(data) + 1],
+            [0, len(data)],
+            [start + 1, end + 1],
+            [0, 0],
+        ]
         about["data_offsets"] = rng.choice([*lies, [edge(rng, start), edge(rng, end)], [start], [start, end, end]])
     elif rule == "names":
         header = {rng.choice([*ODD_NAMES, key]): value for key, value in header.items()}
     elif rule == "metadata":
-        header["__metadata__"] = rng.choice([None, [], {"a": 1}, {"billfish": "{"}, {"billfish": "[" * 9999}, {"": "\ud800"}])
+        header["__metadata__"] = rng.choice(
+            [None, [], {"a": 1}, {"billfish": "{"}, {"billfish": "[" * 9999}, {"": "\ud800"}]
+        )
     elif rule == "many":
         empty = {"dtype": "U8", "shape": [0], "data_offsets": [len(data)] * 2}
         header |= {f"e{i}{rng.choice(['', '.blocks', '.weight'])}": empty for i in range(3000)}
@@ -152,7 +171,9 @@ def headers(rng: random.Random) -> Case:
     if rule == "key":
         text = text.replace(b'"dtype"', rng.choice([b'"dtype": "U8", "dtype"', b'"dtypes"', b'"d\\u0074ype"']), 1)
     elif rule == "text":
-        text = rng.choice([odd_text(text, rng), text + b" " * 40, b" " + text, text[:-1], text + b"{}", b"{}", b"{" * 5000])
+        text = rng.choice(
+            [odd_text(text, rng), text + b" " * 40, b" " + text, text[:-1], text + b"{}", b"{}", b"{" * 5000]
+        )
     elif rule == "length":
         length = edge(rng, len(text), len(text) + len(data))
     elif rule == "data":
@@ -167,14 +188,25 @@ def headers(rng: random.Random) -> Case:
 def layouts(rng: random.Random) -> Case:
     """Arrays of other types and shapes, missing or too many, beside a configuration that says something else."""
     kind, arrays, config = layout(rng)
-    rules = rng.sample(["shape", "shape", "type", "missing", "more", "config", "config", "native", "index"], rng.choice([1, 1, 2]))
+    rules = rng.sample(
+        ["shape", "shape", "type", "missing", "more", "config", "config", "native", "index"], rng.choice([1, 1, 2])
+    )
     metadata = None
     for rule in rules:
         name = rng.choice(list(arrays))
         type_, shape = arrays[name]
         if rule == "shape":
             small = [0, 1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 128, 256]
-            shape = rng.choice([[*shape[:-1], rng.choice(small)], [rng.choice(small), *shape[1:]], shape[::-1], [], [1, *shape], [rng.choice(small) for _ in range(rng.choice([1, 2, 3, 4]))]])
+            shape = rng.choice(
+                [
+                    [*shape[:-1], rng.choice(small)],
+                    [rng.choice(small), *shape[1:]],
+                    shape[::-1],
+                    [],
+                    [1, *shape],
+                    [rng.choice(small) for _ in range(rng.choice([1, 2, 3, 4]))],
+                ]
+            )
             arrays[name] = type_, shape
         elif rule == "type":
             arrays[name] = rng.choice(list(TYPES)), shape
@@ -184,14 +216,41 @@ def layouts(rng: random.Random) -> Case:
             _, others, _ = layout(rng)
             arrays = arrays | others
         elif rule == "config":
-            config = odd_json(config, rng) if config else {"quantization_config": odd_json({"bits": 4, "group_size": 64}, rng)}
+            config = (
+                odd_json(config, rng)
+                if config
+                else {"quantization_config": odd_json({"bits": 4, "group_size": 64}, rng)}
+            )
         elif rule == "native":
-            metadata = {"billfish": json.dumps(odd_json({"format": "q4_0", "group_size": 32, "modules": {M: {"bare": True, "shape": [2, 4, 256]}}}, rng))}
-    arrays = {name: (type_, shape) for name, (type_, shape) in arrays.items() if np.prod(shape, dtype=float) * TYPES[type_][0] % 8 == 0}
+            metadata = {
+                "billfish": json.dumps(
+                    odd_json(
+                        {"format": "q4_0", "group_size": 32, "modules": {M: {"bare": True, "shape": [2, 4, 256]}}}, rng
+                    )
+                )
+            }
+    arrays = {
+        name: (type_, shape)
+        for name, (type_, shape) in arrays.items()
+        if np.prod(shape, dtype=float) * TYPES[type_][0] % 8 == 0
+    }
     header, data = file_of(arrays, rng, metadata)
     files = {"model.safetensors": joined(as_json(header), data), "config.json": odd_text(as_json(config), rng)}
     if "index" in rules:
-        shards = ["model.safetensors", "../model.safetensors", "/dev/zero", "x.safetensors", "", "a\0b.safetensors", 3, None]
-        index = {"weight_map": {name: rng.choice(shards[:1] * 9 + shards) for name in [*arrays, "more"][: rng.randrange(9)]}}
-        files["model.safetensors.index.json"] = odd_text(as_json(odd_json(index, rng) if rng.random() < 0.3 else index), rng)
+        shards = [
+            "model.safetensors",
+            "../model.safetensors",
+            "/dev/zero",
+            "x.safetensors",
+            "",
+            "a\0b.safetensors",
+            3,
+            None,
+        ]
+        index = {
+            "weight_map": {name: rng.choice(shards[:1] * 9 + shards) for name in [*arrays, "more"][: rng.randrange(9)]}
+        }
+        files["model.safetensors.index.json"] = odd_text(
+            as_json(odd_json(index, rng) if rng.random() < 0.3 else index), rng
+        )
     return Case(f"{kind}: {', '.join(rules)}", files, read_all)
