@@ -55,9 +55,14 @@ def readable(text: object, longest: int = LONGEST) -> str:
     if len(shown) > longest:
         half = (longest - 3) // 2
         shown = f"{shown[:half]}...{shown[-half:]}"
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return printable(shown)
+
+
+def printable(text: str) -> str:
+    """A text with its control characters escaped: names come from files, and a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

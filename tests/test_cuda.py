@@ -57,6 +57,19 @@ def test_other_files_are_not_bricks(tmp_path):
             PackedBricks.load(tmp_path / name)
 
 
+@pytest.mark.parametrize("change", [{"element": "Int4\n#include <x>"}, {"offset": "x"}, {"groups": 3}, {"table": (1,)}])
+def test_kinds_that_no_kernel_has_are_refused(change):
+    """A file may name them, and they would be compiled."""
+    with pytest.raises(bf.FormatError, match=r"\[Kind\] kind"):
+        replace(PackedBricks.of(make("u4b8", 128, {}, 0)).kind, **change)
+
+
+@pytest.mark.parametrize("change", [{"shape": (999, 128)}, {"shape": (-1, 128)}, {"row_scale": np.ones(3, np.float32)}])
+def test_bricks_that_do_not_fit_their_shape_are_refused(change):
+    with pytest.raises(bf.ShapeError, match=r"\[PackedBricks\]"):
+        replace(PackedBricks.of(make("u4b8", 128, {}, 0)), **change)
+
+
 def test_bricks_of_another_version_are_refused(tmp_path, monkeypatch):
     packed = PackedBricks.of(make("u4b8", 128, {}, 0))
     monkeypatch.setattr(saved, "LAYOUT", saved.LAYOUT - 1)

@@ -63,6 +63,7 @@ class Decoder:
         head = HEAD if HEAD in source.tensors else EMBEDDING
         self._check(head, (c.vocabulary, c.hidden))
         self._matrices["head"] = head, (c.vocabulary, c.hidden)
+        source.check_matrices(name for name, _ in self._matrices.values())
         self._embedding = self._tensor(EMBEDDING, (c.vocabulary, c.hidden))
         self.last_norm = self._vector("output_norm.weight", c.hidden)
         self._formats: set[str] = set()

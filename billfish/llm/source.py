@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from billfish.llm.config import ARCHITECTURES
 from billfish.tokenizer import TOKEN_COST, Tokenizer, folder, gguf
 
 CALL = "llm.load"
+PADDING = 32  # rows and columns of packed matrices are multiples of it, or of a divisor
+MATRIX_COST = 4096  # bytes of memory for a packed matrix, beside its weights
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,17 @@ class Source:
     vocabulary: int  # tokens, and rows of the embedding
     tokenizer: Callable[[], Tokenizer]
     template: Callable[[], str | None]
+
+    def check_matrices(self, names: Iterable[str]) -> None:
+        """Raises if these matrices, packed, would take more memory than files of this size may cost: each is padded."""
+        cost, size = 0, sum(file.size for file in self.tensors.files)
+        for name in names:
+            about = self.tensors.describe(name)
+            n, k = (-(-extent // PADDING) * PADDING for extent in about.shape)
+            cost += MATRIX_COST + n * k * math.ceil(about.bits_per_weight / 8)
+        if not is_affordable(cost, size):
+            got = f"{size} bytes of many small matrices, which would take {cost}"
+            raise ModelError(complaint(CALL, str(self.tensors.path), got, "larger ones"))
 
     def name(self, tensor: str) -> str:
         """What the file calls a tensor, or would call it: what a user looks for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from billfish.extras import require
 from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, USER_DEFINED, Tokenizer, library_errors
 from billfish.tokenizer.cuts import CUTS, pre_tokenizer
 
-MAX_MERGES = 1 << 25  # characters of all merges together; vocabularies of 256,000 pieces have a tenth of that
+MAX_MERGES = 1 << 24  # characters of all merges together
 # What a token is for: our word, and GGUF's.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
@@ -124,15 +125,15 @@ def merges_of(pieces: list[str], scores: Any) -> list[tuple[str, str]]:
     return [(pieces[left], pieces[right]) for _, _, left, right in ranked]
 
 
-def _lengths_inside(vocabulary: dict[str, int]) -> dict[int, list[int]]:
+def _lengths_inside(vocabulary: dict[str, int]) -> dict[int, array[int]]:
     """For each piece, the lengths of the other pieces that it begins with. In the order of the alphabet a piece comes
     behind all that it begins with, and `around` holds them."""
-    lengths: dict[int, list[int]] = {}
+    lengths: dict[int, array[int]] = {}
     around: list[str] = []
     for piece in sorted(vocabulary):
         while around and not piece.startswith(around[-1]):
             around.pop()
-        lengths[vocabulary[piece]] = [len(other) for other in around if other]
+        lengths[vocabulary[piece]] = array("I", (len(other) for other in around if other))
         around.append(piece)
     return lengths
 

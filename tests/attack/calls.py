@@ -113,7 +113,7 @@ def activations(rng: random.Random) -> Any:
     return rng.choice(["exact", "q8", "q16", "exact", "q8", "q16", "q4", None, 8])
 
 
-# ---- the calls, each with arguments that may be right ------------------------------------------------------------------
+# ---- the calls, each with arguments that may be right ----------------------------------------------------------------
 
 
 def quantize(rng: random.Random) -> Any:

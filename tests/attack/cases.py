@@ -146,7 +146,7 @@ def odd_text(text: bytes, rng: random.Random) -> bytes:
 
 
 def read_all(path: Path) -> None:
-    """List, describe and read a checkpoint, and decode what is quantized. A tensor that is refused leaves the others."""
+    """List, describe and read a checkpoint, and decode what is quantized. A refused tensor leaves the others."""
     checkpoint, refusal = bf.load(path), None
     for name in checkpoint:
         about = checkpoint.describe(name)

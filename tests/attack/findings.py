@@ -17,7 +17,7 @@ import numpy as np
 import billfish as bf
 from attack.cases import Case, as_json, read_all, run_model
 from attack.folders import CONFIG, tokenizer, use_tokenizer, weights
-from attack.gguf_files import U32, Gguf, Tensor, add, collection, model
+from attack.gguf_files import LIST, U32, Gguf, Tensor, add, collection, model
 from attack.packed_files import multiply, npy
 from attack.packed_files import weights as packed_weights
 from attack.safetensors_files import joined
@@ -62,6 +62,32 @@ def layers_on_one_matrix() -> Case:
     file.tensors = [tensor for tensor in file.tensors if not tensor.name.startswith("blk.")]
     for i in range(400):
         file.tensors += [Tensor(t.name.replace("blk.0.", f"blk.{i}."), t.extents, t.type, t.offset) for t in first]
+    return gguf(file)
+
+
+def tiny_layers() -> Case:
+    """Matrices of one weight are padded, and each has its objects."""
+    file = small_model()
+    for one in file.fields:
+        sizes = {"block_count": 4000, "embedding_length": 1, "feed_forward_length": 1, "head_count": 1}
+        one[2] = sizes.get(one[0].split(".")[-1], one[2])
+    rows = next(len(one[2][1]) for one in file.fields if one[0].endswith(".tokens"))
+    file.tensors, end = [Tensor("token_embd.weight", [1, rows], 0, 0), Tensor("output_norm.weight", [1], 0, 2048)], 2080
+    shapes = {"attn_q": [1, 16], "attn_k": [1, 16], "attn_v": [1, 16], "attn_output": [16, 1], "ffn_gate": [1, 1]}
+    shapes |= {"ffn_up": [1, 1], "ffn_down": [1, 1], "attn_norm": [1], "ffn_norm": [1]}
+    for i in range(4000):
+        for name, extents in shapes.items():
+            file.tensors.append(Tensor(f"blk.{i}.{name}.weight", extents, 0, end))
+            end += 64
+    file.data = bytes(end)
+    return gguf(file)
+
+
+def list_for_a_number() -> Case:
+    """Two bytes of the file, and 36 of memory."""
+    file = small_model()
+    file.fields = [one for one in file.fields if not one[0].endswith("block_count")]
+    file.fields.append(["llama.block_count", LIST, (2, np.arange(6_000_000).astype("<u2").tobytes())])
     return gguf(file)
 
 
@@ -166,7 +192,7 @@ def inflating_archive() -> Case:
     held, out = packed_weights("q4_0"), io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("data.npy", npy(held.data, RNG, True))
-        file.writestr("about.npy", npy(np.zeros(300_000_000, np.uint8), RNG, True))
+        file.writestr("about.npy", npy(np.zeros(120_000_000, np.uint8), RNG, True))
     return Case("packed", {"packed.npz": out.getvalue()}, lambda folder: multiply(folder / "packed.npz"))
 
 
@@ -183,9 +209,8 @@ def overlap(container: str) -> Case:
     """Two tensors in the same bytes."""
     if container == "gguf":
         file = collection(RNG)
-        file.tensors = file.tensors[:1] + [
-            Tensor("twin", file.tensors[0].extents, file.tensors[0].type, file.tensors[0].offset)
-        ]
+        one = file.tensors[0]
+        file.tensors = [one, Tensor("twin", one.extents, one.type, one.offset)]
         return gguf(file, read_all)
     header = {
         name: {"dtype": "U8", "shape": [4], "data_offsets": at} for name, at in {"a": [0, 4], "b": [2, 6]}.items()
@@ -236,6 +261,8 @@ FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "no layers": (no_layers, True),
     "many layers": (many_layers, True),
     "400 layers on one matrix": (layers_on_one_matrix, True),
+    "4,000 tiny layers": (tiny_layers, True),
+    "a list for a number": (list_for_a_number, True),
     "100,000 fields": (many_fields, False),
     "100,000 tensors": (many_tensors, True),
     "metadata for each module": (many_arrays, True),

@@ -50,7 +50,8 @@ def npy(array: np.ndarray, rng: random.Random, honest: bool) -> bytes:
         "3",
     ]
     types = ["'|O'", "'<U1000000000'", "'|u1'", "'<f8'", "[('a', '|u1')]", "'|V0'", "'>i4'", "None"]
-    header = f"{{'descr': {rng.choice(types)}, 'fortran_order': {rng.choice(['False', 'True', '0'])}, 'shape': {rng.choice(shapes)}, }}"
+    order = rng.choice(["False", "True", "0"])
+    header = f"{{'descr': {rng.choice(types)}, 'fortran_order': {order}, 'shape': {rng.choice(shapes)}, }}"
     header = rng.choice([header, header, "(" * 5000, "{}", "", "__import__('os')"]).ljust(118)
     magic = rng.choice([b"\x93NUMPY\1\0", b"\x93NUMPY\1\0", b"\x93NUMPY\2\0", b"\x93NUMPY\3\0", b"\x93NUMPX\1\0"])
     return magic + struct.pack("<H", rng.choice([len(header), len(header), 0, 65535])) + header.encode() + content[128:]

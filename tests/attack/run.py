@@ -187,7 +187,8 @@ def started(generator: str, first: int, last: int) -> Iterator[tuple[subprocess.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="attack-", dir=memory) as scratch, tempfile.TemporaryFile() as errors:
         command = [sys.executable, __file__, "--worker", generator, str(first), str(last), scratch]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=TESTS) as process:
+        quiet = {**os.environ, "RUST_BACKTRACE": "0"}  # to look up names for a panic would cost more than the case
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=TESTS, env=quiet) as process:
 
             def pump() -> None:
                 assert process.stdout is not None

@@ -229,11 +229,8 @@ def layouts(rng: random.Random) -> Case:
                     )
                 )
             }
-    arrays = {
-        name: (type_, shape)
-        for name, (type_, shape) in arrays.items()
-        if np.prod(shape, dtype=float) * TYPES[type_][0] % 8 == 0
-    }
+    bits = {name: np.prod(shape, dtype=float) * TYPES[type_][0] for name, (type_, shape) in arrays.items()}
+    arrays = {name: about for name, about in arrays.items() if bits[name] % 8 == 0 and bits[name] < 1e7}
     header, data = file_of(arrays, rng, metadata)
     files = {"model.safetensors": joined(as_json(header), data), "config.json": odd_text(as_json(config), rng)}
     if "index" in rules:
