@@ -213,7 +213,7 @@ def field_missing(file: Gguf, rng: random.Random) -> None:
 
 def list_items(file: Gguf, rng: random.Random) -> None:
     """Another type of items, items at an edge, or more or fewer than there should be."""
-    lists = [f for f in file.fields if f[1] == LIST]
+    lists = [f for f in file.fields if f[1] == LIST and isinstance(f[2], tuple)]
     if not lists:
         return
     one = rng.choice(lists)
