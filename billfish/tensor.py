@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError, CheckpointError, DataError, ShapeError, complaint
+from billfish.errors import BillfishError, CheckpointError, DataError, FormatError, ShapeError, complaint
 from billfish.format import Format, Planes, get_format
 from billfish.storage import Array, ArraySpec, Storage, check_array
 from billfish.typing import FormatLike
@@ -69,6 +69,8 @@ class QuantizedTensor:
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.group_size, (int, np.integer)):
+            raise FormatError(complaint("QuantizedTensor", "group_size", repr(self.group_size), "a whole number"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[1]
         group_size = -1 if whole_row else self.group_size
         n, k, _ = self.format.check_storage("QuantizedTensor", self.storage, group_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import re
 from dataclasses import replace
@@ -49,12 +51,25 @@ def test_bricks_are_saved_and_loaded(name, tmp_path):
 def test_other_files_are_not_bricks(tmp_path):
     (tmp_path / "text").write_text("no")
     np.savez(tmp_path / "other.npz", bricks=np.zeros(3))
-    q = make("u4b8", 128, {}, 0)
-    packed = PackedBricks.of(q)
-    PackedBricks(packed.kind, (999, 128), packed.bricks, packed.row_scale).save(tmp_path / "short.npz")
+    packed = PackedBricks.of(make("u4b8", 128, {}, 0))
+    about = json.dumps({**dataclasses.asdict(packed.kind), "shape": (999, 128), "layout": saved.LAYOUT})
+    np.savez(tmp_path / "short.npz", about=np.asarray(about), bricks=packed.bricks, row_scale=packed.row_scale)
     for name in ("text", "other.npz", "short.npz"):
         with pytest.raises(bf.DataError, match=r"\[load\] path"):
             PackedBricks.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("change", [{"element": "Int4\n#include <x>"}, {"offset": "x"}, {"groups": 3}, {"table": (1,)}])
+def test_kinds_that_no_kernel_has_are_refused(change):
+    """A file may name them, and they would be compiled."""
+    with pytest.raises(bf.FormatError, match=r"\[Kind\] kind"):
+        replace(PackedBricks.of(make("u4b8", 128, {}, 0)).kind, **change)
+
+
+@pytest.mark.parametrize("change", [{"shape": (999, 128)}, {"shape": (-1, 128)}, {"row_scale": np.ones(3, np.float32)}])
+def test_bricks_that_do_not_fit_their_shape_are_refused(change):
+    with pytest.raises(bf.ShapeError, match=r"\[PackedBricks\]"):
+        replace(PackedBricks.of(make("u4b8", 128, {}, 0)), **change)
 
 
 def test_bricks_of_another_version_are_refused(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from support import gaussian
 
 import billfish as bf
 from billfish import bits
+from billfish.errors import complaint
 
 W = gaussian((4, 64))
 PACKED, SCALES = bf.pack_fp4_weights(W.T)
@@ -493,3 +494,17 @@ def test_nothing_is_written_when_an_argument_is_wrong():
     with pytest.raises(bf.DTypeError):
         bf.dequantize(Q, out=out)
     assert (out == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a name, \u00fc \u2581", "a name, \u00fc \u2581"),
+        ("\x1b[2J\r\n\x00\x9b", r"\x1b[2J\r\n\x00\x9b"),
+        ("\u202egnp.exe\ud800", r"\u202egnp.exe\ud800"),
+        ("a" * 200 + "b" * 300, "a" * 198 + "..." + "b" * 198),
+    ],
+)
+def test_messages_are_readable_whatever_a_name_holds(text, shown):
+    assert complaint("call", text, text, text[:9]).startswith(f"[call] {shown}: got {shown}; takes ")
+    assert complaint("call", text, text, text[:9]).isprintable()

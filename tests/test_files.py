@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: with the permissions that the user wants, and nothing beside them."""
+"""Files: which are read, and that they are written whole or not at all, with the permissions that the user wants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from billfish.files import replacing, write_atomically
+import billfish as bf
+from billfish.files import is_affordable, open_regular, path_of, read_arrays, replacing, write_atomically
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="permissions as POSIX has them")
 
@@ -97,3 +99,68 @@ def test_a_pipe_stays_a_pipe(tmp_path):
         assert os.read(reader, 10) == b"new"
     finally:
         os.close(reader)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    """A pipe would wait for a writer, a device for its end. A link to a regular file is one."""
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"content"
+    os.mkfifo(tmp_path / "pipe")
+    for path, what in ((tmp_path / "pipe", "a pipe"), (tmp_path, "a folder"), ("/dev/zero", "a device")):
+        with pytest.raises(OSError, match=f"{what}, no regular file"):
+            open_regular(path)
+    for path in (tmp_path / "none", "\0"):
+        with pytest.raises(OSError, match=r"No such file|null byte"):
+            open_regular(path)
+
+
+def test_nothing_is_left_open(tmp_path):
+    before = os.listdir("/proc/self/fd") if sys.platform == "linux" else []
+    with pytest.raises(OSError, match="a folder"):
+        open_regular(tmp_path)
+    assert before == (os.listdir("/proc/self/fd") if before else [])
+
+
+def test_paths_are_strings_or_paths():
+    assert path_of("load", "a") == Path("a")
+    for odd in (None, 3, b"a", ["a"]):
+        with pytest.raises(bf.DTypeError, match=r"\[load\] path: got a \w+; takes a string or a path"):
+            path_of("load", odd)
+
+
+def test_memory_grows_with_the_file():
+    assert is_affordable(64 << 20, 0)
+    assert not is_affordable((64 << 20) + 1, 0)
+    assert is_affordable((64 << 20) + 800, 100)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array("text"), np.arange(6).reshape(2, 3), np.zeros((0, 4), np.float16), np.float32(2)]
+)
+def test_arrays_come_back(tmp_path, array):
+    np.savez(tmp_path / "a.npz", one=array, two=np.arange(3))
+    found = read_arrays(tmp_path / "a.npz")
+    assert list(found) == ["one", "two"]
+    assert (found["one"].dtype, found["one"].shape) == (np.asarray(array).dtype, np.shape(array))
+    assert np.array_equal(found["one"], array)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"a": np.array([None])}, {"a": np.asfortranarray(np.eye(3))}, {f"x{i}": 0 for i in range(9)}]
+)
+def test_arrays_of_other_kinds_are_refused(tmp_path, odd):
+    np.savez(tmp_path / "a.npz", **odd)
+    with pytest.raises(ValueError, match=r"of another kind|more than 8 members"):
+        read_arrays(tmp_path / "a.npz")
+
+
+def test_compressed_arrays_are_refused(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1000))
+    with pytest.raises(ValueError, match="members that inflate"):
+        read_arrays(tmp_path / "a.npz")

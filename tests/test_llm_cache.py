@@ -261,3 +261,17 @@ def test_what_a_cache_holds_is_not_fed_again(model):
     other = TOKENS[:3] + TOKENS[5:]
     assert next_token(model, cache, other) == (int(model.logits(other)[-1].argmax()), 3)
     assert holds(model, cache, other)
+
+
+@pytest.mark.parametrize(
+    "hidden", [np.ones((2, 63), np.float32), np.ones(64, np.float32), np.ones((2, 64)), [[1.0] * 64]]
+)
+def test_hidden_states_of_other_sizes_are_refused(model, hidden):
+    with pytest.raises(bf.ShapeError, match=r"\[llm\.logits\] hidden: got .*; takes float32 \[m, 64\]"):
+        model.decoder.logits(hidden, "exact")
+
+
+@pytest.mark.parametrize("capacity", [-1, 2**40, 0.5])
+def test_capacities_that_no_cache_has_are_refused(model, capacity):
+    with pytest.raises(bf.DataError, match=r"\[llm\.Cache\] capacity"):
+        Cache(model.config, capacity)

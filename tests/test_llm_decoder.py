@@ -133,9 +133,9 @@ def test_a_text_that_is_not_finite_spoils_no_other(path_of, activations, monkeyp
         return np.where(np.array(tokens)[:, None] == 9, np.float32(np.inf), embed(tokens))
 
     monkeypatch.setattr(model.decoder, "embed", with_infinities)
-    spoilt, other = model.decoder.run([(Cache(model.config), [token]) for token in (9, 7)], activations)
+    spoilt, other = model.decoder.run([(model.cache(), [token]) for token in (9, 7)], activations)
     assert np.isnan(spoilt).all()
-    assert_same_bits(other, model.decoder.run([(Cache(model.config), [7])], activations)[0])
+    assert_same_bits(other, model.decoder.run([(model.cache(), [7])], activations)[0])
 
 
 @pytest.mark.parametrize("activations", ["exact", "q8", "q16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import billfish as bf
 from billfish.llm.chat import ChatTemplate
 from billfish.tokenizer import byte_characters
 from billfish.tokenizer.cuts import CUTS
-from billfish.tokenizer.gguf import read_metadata
+from billfish.tokenizer.gguf import merges_of, read_metadata
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
@@ -154,3 +155,16 @@ def test_templates_render_as_transformers_renders_them(source):
     for conversation in (messages, messages[1:2]):
         expected = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         assert ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(conversation) == expected
+
+
+def test_merges_are_all_pairs_that_make_a_piece():
+    """As the definition says, piece by piece and cut by cut."""
+    rng = random.Random(0)
+    pieces = list({"".join(rng.choices("ab\u2581", k=rng.choice([0, 1, 2, 3, 4, 6]))): None for _ in range(200)})
+    scores = [rng.choice([0.0, -1.0, -2.0]) for _ in pieces]
+    rank = {piece: i for i, piece in enumerate(pieces)}
+    pairs = [(piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece))]
+    known = [pair for pair in pairs if pair[0] in rank and pair[1] in rank]
+    known.sort(key=lambda pair: (-scores[rank["".join(pair)]], rank["".join(pair)], rank[pair[0]], rank[pair[1]]))
+    assert len(known) > 100
+    assert merges_of(pieces, scores) == known

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span
 from billfish.errors import CheckpointError, complaint
+from billfish.files import path_of
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
@@ -25,7 +26,7 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = path_of("load", path)
         self.files, self._entries, self.metadata, self.config = open_path(self.path)
         # Where the files that belong to the model are, such as its tokenizer; None for tensors in memory.
         self.folder: Path | None = self.path if self.path.is_dir() else self.path.parent

@@ -105,8 +105,8 @@ def weights_of(config: dict[str, Any]) -> dict[str, Any]:
     return section(next((g for g in groups.values() if isinstance(g, dict)), {}), "weights")
 
 
-def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
-    """The entry for `module`, whose arrays are `parts`."""
+def recognise(module: str, parts: dict[str, Stored], weights: dict[str, Any]) -> Entry:
+    """The entry for `module`, whose arrays are `parts`; `weights` is what :func:`weights_of` says."""
     name, packed = f"{module}.weight", parts["weight_packed"]
     if len(packed.shape) != 2:
         raise CheckpointError(complaint(CALL, packed.name, f"shape {packed.shape}", "a matrix"))
@@ -122,7 +122,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     n, k = (int(size) for size in shape.array())
     scales = parts["weight_scale"]
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
-    words, weights = packed.shape[1], weights_of(config)
+    words = packed.shape[1]
     # Widths that do not divide 32 are dense across words in newer files, and padded in older ones.
     widths = [b for b in (weights.get("num_bits"), 4, 8, *range(1, 9)) if isinstance(b, int) and 0 < b <= 8]
     bits = next((b for b in widths if k > 0 and words in (-(-k * b // 32), -(-k // (32 // b)))), 0)

@@ -19,10 +19,13 @@ import numpy as np
 
 from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
+from billfish.files import is_affordable, open_regular
 from billfish.storage import Array
 
 CALL = "load"
-MAX_JSON_BYTES = 100_000_000  # as for the header of a safetensors file
+# Bytes of memory that JSON costs at most, by its punctuation: a list or an object with what is in it, and a value.
+CONTAINER_COST, VALUE_COST = 240, 64
+TENSOR_COST = 1000  # bytes of memory for all that is known about one tensor
 
 # safetensors' names of types: bits, and the NumPy type where there is one.
 TYPES: dict[str, tuple[int, Any]] = {
@@ -52,6 +55,12 @@ TYPES: dict[str, tuple[int, Any]] = {
 KINDS = {np.dtype(dtype): kind for kind, (_, dtype) in reversed(TYPES.items()) if dtype is not None}
 
 
+def check_count(tensors: int, size: int) -> None:
+    """Raises ValueError if a file of `size` bytes has more tensors than may be listed for its sake."""
+    if not is_affordable(tensors * TENSOR_COST, size):
+        raise ValueError(f"{tensors} tensors in {size} bytes")
+
+
 def damaged(path: Path, got: object, takes: str) -> CheckpointError:
     """The error for a file that is not what it should be."""
     return CheckpointError(complaint(CALL, str(path), got, takes))
@@ -63,7 +72,7 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise damaged(path, f"a file that cannot be mapped ({error})", "a readable file") from None
@@ -117,7 +126,9 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
         with safetensors.safe_open(path, framework="np") as opened:
             metadata = dict(opened.metadata() or {})
             offset = 8 + int(file.view(0, 8, "<u8", ())[()])
-            for name in opened.offset_keys():
+            names = opened.offset_keys()
+            check_count(len(names), file.size)
+            for name in names:
                 about = opened.get_slice(name)
                 kind, shape = about.get_dtype(), tuple(about.get_shape())
                 if kind not in TYPES:
@@ -138,14 +149,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise damaged(path, f"{path.stat().st_size} bytes", f"at most {MAX_JSON_BYTES}")
-        value = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            value = parse_json(file.read())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"what is no JSON ({error})", "a JSON object") from None
     if not isinstance(value, dict):
         raise damaged(path, f"a {type(value).__name__}", "a JSON object")
     return value
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON value. Raises ValueError for what is none, and for what would take far more memory than the text has."""
+    containers = text.count(b"[") + text.count(b"{")
+    cost = CONTAINER_COST * containers + VALUE_COST * (text.count(b",") + text.count(b":")) + 4 * len(text)
+    if not is_affordable(cost, len(text)):
+        raise ValueError(f"{containers} lists and objects in {len(text)} bytes")
+    return json.loads(text)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

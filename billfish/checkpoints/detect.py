@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from billfish.checkpoints.container import (
     Stored,
     damaged,
     open_shards,
+    parse_json,
     read_config,
     section,
     shards,
@@ -22,6 +23,7 @@ from billfish.checkpoints.container import (
 from billfish.checkpoints.entry import Entry, Plain, Unsupported
 from billfish.checkpoints.gguf import open_gguf
 from billfish.errors import CheckpointError, complaint
+from billfish.files import open_regular
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
 PICKLES = {b"PK\x03\x04": "a zip archive, such as PyTorch's pickles", b"\x80\x02": "a pickle"}
@@ -38,7 +40,7 @@ def open_path(path: Path) -> Found:
     try:
         if path.is_dir():
             return _open_folder(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(9)
     except OSError as error:
         raise damaged(path, f"what cannot be opened ({error.strerror})", "a file or a folder") from None
@@ -93,13 +95,35 @@ PACKED_PARTS = (
 )
 
 
+class Settings:
+    """What configuration and metadata say about weights. Each part is looked up once for all modules."""
+
+    def __init__(self, config: dict[str, Any], metadata: Mapping[str, str]) -> None:
+        self._metadata = metadata
+        self.about = section(config, "quantization_config") or section(config, "compression_config")
+        self.mlx = section(config, "quantization") or section(config, "quantization_config")
+        self.compressed = compressed_tensors.weights_of(self.about)
+
+    @cached_property
+    def native(self) -> dict[str, Any]:
+        if self.about.get("quant_method") == "billfish":
+            return self.about
+        try:
+            settings = parse_json(self._metadata.get("billfish", "{}").encode())
+        except (ValueError, RecursionError):
+            settings = None
+        if not isinstance(settings, dict):
+            raise CheckpointError(complaint(CALL, "metadata", "no JSON object under 'billfish'", "one"))
+        return settings
+
+
 def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Entry]:
     """Entries by name: each module's arrays taken together where a layout knows them, all others as they are."""
-    about = section(config, "quantization_config") or section(config, "compression_config")
-    refuse_bitsandbytes(stored, about)
+    settings = Settings(config, metadata)
+    refuse_bitsandbytes(stored, settings.about)
     entries: dict[str, Entry] = {}
     for name in stored:
-        entry = _recognise(name, stored, config, about, metadata)
+        entry = _recognise(name, stored, settings)
         if entry is not None:
             known = entry.description.name
             if known in entries or (known in stored and known not in entry.parts):
@@ -112,13 +136,7 @@ def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Ma
     return entries
 
 
-def _recognise(
-    name: str,
-    stored: Mapping[str, Stored],
-    config: dict[str, Any],
-    about: dict[str, Any],
-    metadata: Mapping[str, str],
-) -> Entry | None:
+def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> Entry | None:
     """The entry that begins with this array, if one does."""
     module, dot, suffix = name.rpartition(".")
 
@@ -127,38 +145,25 @@ def _recognise(
 
     if suffix == "qweight":
         found = parts(GPTQ_PARTS)
-        if "scales" not in found or "qzeros" not in found or len(found["scales"].shape) != 2:
-            raise CheckpointError(
-                complaint(CALL, name, f"arrays {sorted(found)}", "scales [G, N] and qzeros beside it")
-            )
+        shapes = {part: stored.shape for part, stored in found.items()}
+        if "qzeros" not in found or any(len(shapes.get(part, ())) != 2 for part in ("qweight", "scales")):
+            raise CheckpointError(complaint(CALL, name, f"arrays {shapes}", "a matrix, scales [G, N] and qzeros"))
         awq_words = found["qweight"].shape[1:] != found["scales"].shape[1:]
-        return (awq if awq_words else gptq).recognise(module, found, about)
+        return (awq if awq_words else gptq).recognise(module, found, settings.about)
     if suffix == "weight_packed":
-        return compressed_tensors.recognise(module, parts(PACKED_PARTS), about)
+        return compressed_tensors.recognise(module, parts(PACKED_PARTS), settings.compressed)
     if suffix == "weight_scale_2" and f"{module}.weight" in stored:
         found = parts(("weight", "weight_scale", "weight_scale_2"))
-        return modelopt.recognise(module, found, about) if len(found) == 3 and found["weight"].kind == "U8" else None
+        is_nvfp4 = len(found) == 3 and found["weight"].kind == "U8"
+        return modelopt.recognise(module, found, settings.about) if is_nvfp4 else None
     if suffix == "weight" and stored[name].kind == "U32" and f"{module}.scales" in stored:
-        settings = section(config, "quantization") or section(config, "quantization_config")
-        return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings)
+        return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings.mlx)
     if suffix in native.first_parts():
-        settings, found = _native_settings(about, metadata), parts(native.parts())
-        return native.recognise(module, found, settings) if settings or ABOUT in found else None
+        found = parts(native.parts())
+        return native.recognise(module, found, settings.native) if settings.native or ABOUT in found else None
     if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
         return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
     return None
-
-
-def _native_settings(about: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Any]:
-    if about.get("quant_method") == "billfish":
-        return about
-    try:
-        settings = json.loads(metadata.get("billfish", "{}"))
-    except (ValueError, RecursionError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise CheckpointError(complaint(CALL, "metadata", "no JSON object under 'billfish'", "one"))
-    return settings
 
 
 def _plain(array: Stored, stored: Mapping[str, Stored]) -> Entry:

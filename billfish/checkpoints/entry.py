@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.container import CALL, Stored
-from billfish.errors import BillfishError, CheckpointError, complaint
+from billfish.errors import BillfishError, CheckpointError, complaint, readable
 from billfish.format import Format, get_format
 from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
@@ -157,7 +157,7 @@ class Matrix(Entry):
         except CheckpointError:
             raise
         except BillfishError as error:
-            raise CheckpointError(f"[{CALL}] {self.description.name}: {error}") from None
+            raise CheckpointError(f"[{CALL}] {readable(self.description.name)}: {error}") from None
 
 
 def cut_array(array: Array, rows: Span | None, columns: Span | None) -> Array:

@@ -87,8 +87,19 @@ def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Metadata]
             if info.offset + info.nbytes > file.size:
                 raise damaged(part, f"a file of {file.size} bytes that ends before {info.name} does", "a whole file")
             infos[info.name] = info, _stored(file, info)
+        _refuse_overlaps(part, tensors)
     assert metadata is not None
     return files, _entries(infos), metadata
+
+
+def _refuse_overlaps(path: Path, tensors: list[Info]) -> None:
+    """Raises unless each byte belongs to one tensor: many tensors in the same bytes are no file of this size."""
+    end, before = 0, ""
+    for info in sorted(tensors, key=lambda info: info.offset):
+        if info.nbytes and info.offset < end:
+            raise damaged(path, f"{info.name} inside of {before}", "tensors that do not overlap")
+        if info.nbytes:
+            end, before = info.offset + info.nbytes, info.name
 
 
 def _stored(file: MappedFile, info: Info) -> Stored:
@@ -108,10 +119,11 @@ def _parts(path: Path) -> list[Path]:
     stem, number, count = match.groups()
     if not 1 <= int(number) <= int(count):
         raise damaged(path, f"part {int(number)} of {int(count)}", "a part from 1 up to their count")
-    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf") for i in range(int(count))]
-    for part in parts:
-        if not part.is_file():
-            raise damaged(path, f"{part.name} missing", f"all {int(count)} parts beside each other")
+    parts = []
+    for i in range(int(count)):
+        parts.append(path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf"))
+        if not parts[i].is_file():
+            raise damaged(path, f"{parts[i].name} missing", f"all {int(count)} parts beside each other")
     return parts
 
 

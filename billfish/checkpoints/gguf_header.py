@@ -17,14 +17,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.checkpoints.container import MappedFile, damaged
+from billfish.checkpoints.container import CALL, MappedFile, check_count, damaged
 from billfish.checkpoints.ggml_types import GGML_TYPES
+from billfish.errors import CheckpointError, complaint
+from billfish.files import is_affordable
 
 VERSIONS = (2, 3)
 # Types of fields: numbers, by the letters that `struct` and NumPy have for them; and the others.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
 MAX_AXES = 4
+NUMBER_COST = 36  # bytes of memory for a number of a list; those of one byte are shared
 ALIGNMENT = 32  # unless general.alignment says otherwise
 
 
@@ -37,7 +40,11 @@ class Items(NamedTuple):
     ends: array[int]  # of strings, where each ends
 
     def decode(self) -> list[Any]:
+        """A list of numbers or of strings. Raises CheckpointError for one that would take far more memory."""
         if self.kind != STRING:
+            if len(self.data) > self.length and not is_affordable(NUMBER_COST * self.length, len(self.data)):
+                got, takes = f"{self.length} numbers in {len(self.data)} bytes", "a shorter one, or wider numbers"
+                raise CheckpointError(complaint(CALL, "a list of the metadata", got, takes))
             return np.frombuffer(self.data, f"<{SCALARS[self.kind]}", self.length).tolist()
         data = bytes(self.data)
         try:
@@ -106,6 +113,7 @@ class Cursor:
             if name in metadata:
                 raise ValueError(f"the field {name} a second time")
             metadata[name] = self.field()
+        check_count(min(tensors, len(self.data) // self.EXTENTS[0].size), len(self.data))  # a count may lie
         infos = [self.info() for _ in range(tensors)]
         alignment = alignment_of(metadata)
         odd = next((info for info in infos if info.offset % alignment), None)

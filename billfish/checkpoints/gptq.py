@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.container import CALL, Stored
+from billfish.checkpoints.container import Stored
 from billfish.checkpoints.entry import Entry, Unsupported, check_part
 from billfish.checkpoints.words import FLOATS, WordMatrix, gather_words, group_of, unpack_bits, why_not
-from billfish.errors import CheckpointError, complaint
 from billfish.storage import Array
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}  # what is taken off zero points, by "checkpoint_format": versions 1 and 2
@@ -63,8 +62,6 @@ class GptqMatrix(WordMatrix):
 def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
     """The entry for `module`, whose arrays are `parts`."""
     name, qweight = f"{module}.weight", parts["qweight"]
-    if len(qweight.shape) != 2 or len(parts["scales"].shape) != 2:
-        raise CheckpointError(complaint(CALL, qweight.name, f"shape {qweight.shape}", "a matrix, with scales [G, N]"))
     groups, n = parts["scales"].shape
     declared = config.get("bits")
     widths = [b for b in (declared, 4, 8, 2, 3) if isinstance(b, int) and b > 0]

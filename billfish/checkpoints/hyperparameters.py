@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.rotary import ROTARY_FACTORS, llama3_rule, scaling_of, theta_of
+from billfish.checkpoints.rotary import ROTARY_FACTORS, llama3_rule, positive, scaling_of, theta_of
 from billfish.errors import CheckpointError, complaint
 from billfish.storage import Array
 
@@ -29,6 +29,7 @@ SIZES = NEEDED | {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "rope_theta": "rope.freq_base",
 }
+LARGEST_HEAD = 1 << 16  # numbers of a head, and heads
 HEAD_SIZES = {"qwen3": 128, "gemma": 256}  # where config.json does not say; the others' heads share out `hidden_size`
 # What feed-forward gates go through. Gemma's first files say "gelu" and mean its approximation.
 GATES = {"gemma": ("gelu_pytorch_tanh", "gelu")}
@@ -49,19 +50,24 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
         takes = f"a config.json whose model_type is one of {', '.join(ARCHITECTURE_OF)}"
         raise UnknownModel(complaint(CALL, str(path), got, takes))
     for name in NEEDED:
-        if not isinstance(config.get(name), int) or config[name] < 1:
+        if type(config.get(name)) is not int or not 1 <= config[name] < 1 << 31:
             raise UnknownModel(complaint(CALL, f"{path}: {name}", repr(config.get(name)), "a positive size"))
     _refuse_variants(config, architecture)
     kind, rule = scaling_of(config)
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(architecture) or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    for name, size in (("head_dim", head_size), ("num_key_value_heads", kv_heads)):
+        if type(size) is not int or not 1 <= size <= LARGEST_HEAD:
+            takes = f"a size from 1 to {LARGEST_HEAD}"
+            raise UnknownModel(complaint(CALL, f"{path}: {name}", repr(size), takes))
     known = {
         **config,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": _context(config),
         "head_dim": head_size,
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope_theta": theta_of(config),
+        "rms_norm_eps": float(positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6))),
+        "rope_theta": float(theta_of(config)),
     }
     about = {field: known[name] for name, field in SIZES.items() if known[name] is not None}
     about |= {"attention.value_length": head_size, "rope.dimension_count": head_size}

@@ -12,6 +12,8 @@ the shapes tell mxfp4 and nvfp4 apart, but not 4 affine bits from 8.
 from __future__ import annotations
 
 import math
+from collections import ChainMap
+from collections.abc import Mapping
 from typing import Any
 
 from billfish.checkpoints.compressed_tensors import Fp4Matrix
@@ -47,7 +49,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     """The entry for `module`, whose arrays are `parts`; `config` is the section "quantization"."""
     name, weight, scales = f"{module}.weight", parts["weight"], parts["scales"]
     own = config.get(module)
-    settings = {**config, **own} if isinstance(own, dict) else config
+    settings: Mapping[str, Any] = ChainMap(own, config) if isinstance(own, dict) else config
     if len(weight.shape) < 2 or weight.shape[:-1] != scales.shape[:-1]:
         raise CheckpointError(complaint(CALL, scales.name, f"shape {scales.shape}", f"rows of {weight.shape}"))
     mode = str(settings.get("mode", "affine"))

@@ -16,6 +16,7 @@ object as JSON in the metadata under "billfish". MarlinLinear's state dicts have
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from typing import Any
 
 import numpy as np
@@ -72,16 +73,17 @@ class NativeMatrix(Matrix):
 
 def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
     """The entry for `module`, whose arrays are `parts`."""
-    settings = {**config, **section(section(config, "modules"), module)}
-    if ABOUT in parts:  # which lies beside the arrays, and cannot be of other ones
-        settings |= _read_about(parts[ABOUT])
+    # What lies beside the arrays cannot be about other ones. A chain, as copies of `config` for each module add up.
+    beside = _read_about(parts[ABOUT]) if ABOUT in parts else {}
+    settings = ChainMap(beside, section(section(config, "modules"), module), config)
     format, group = FORMATS.get(str(settings.get("format"))), settings.get("group_size")
     if format is None:
         got = f"format {settings.get('format')!r} for {module}"
         raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
     first = format.parts({})[0]
     main = parts.get(first.name)
-    if main is None:
+    odd = parts.keys() - {*format.storage_names, "permutation", ABOUT}
+    if main is None or odd:
         got = f"arrays {sorted(parts)} for {module}"
         raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
     if len(main.shape) != 2 or 0 in main.shape:
@@ -104,7 +106,7 @@ def _read_about(stored: Stored) -> dict[str, Any]:
     try:
         return About.read(CALL, stored.array())._asdict()
     except FormatError as error:
-        raise CheckpointError(f"[{CALL}] {stored.name}: {error}") from None
+        raise CheckpointError(complaint(CALL, stored.name, error, "a format and its group size")) from None
 
 
 def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+from billfish.errors import printable
 from billfish.tables import shortened, table
 
 WIDTH = 80
@@ -31,7 +32,7 @@ def names_by_reason(remarks: Iterable[Remark]) -> dict[str, list[str]]:
 
 def some_of(names: Sequence[str], limit: int) -> str:
     """The first names, and the number of the others."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(map(printable, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def by_reason(remarks: Iterable[Remark], limit: int = 5) -> list[str]:
@@ -206,7 +207,8 @@ class VerificationReport:
     def text(self, width: int | None = None) -> str:
         """Each tensor with its verdict, and the summary. Lines fit `width` columns; names are shortened for that."""
         lines = []
-        for name, _, verdict, *_ in self.comparisons:
+        for raw, _, verdict, *_ in self.comparisons:
+            name = printable(raw)
             room = 0 if width is None else width - len(verdict) - 2
             if width is None or len(name) <= room:
                 lines.append(f"{name}: {verdict}")

@@ -17,6 +17,7 @@ from billfish.errors import CheckpointError, complaint
 
 ROTARY_FACTORS = "rope_freqs.weight"
 THETA = 10000.0  # where config.json does not say
+LARGEST = 1e300  # of numbers in a configuration
 SCALINGS = ("default", "linear", "llama3")
 # Every Llama from 3.1 on has these beside its factor, which the divisors do tell.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -24,7 +25,8 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def theta_of(config: Mapping[str, Any]) -> float:
     """The base of the rotary frequencies; config.json has one of two places for it."""
-    return float(config.get("rope_theta") or section(config, "rope_parameters").get("rope_theta") or THETA)
+    theta = config.get("rope_theta") or section(config, "rope_parameters").get("rope_theta") or THETA
+    return positive("rope_theta", theta)
 
 
 def scaling_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -36,14 +38,14 @@ def scaling_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(complaint(CALL, "rope_scaling", repr(kind or rule), f"one of {', '.join(SCALINGS)}"))
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor", *LLAMA3)}[kind]
     numbers = {name: rule.get(name) for name in needed}
-    odd = next((name for name, number in numbers.items() if not _positive(number)), None)
-    if odd is not None:
-        raise CheckpointError(complaint(CALL, f"rope_scaling.{odd}", repr(numbers[odd]), "a positive number"))
-    return kind, numbers
+    return kind, {name: positive(f"rope_scaling.{name}", number) for name, number in numbers.items()}
 
 
-def _positive(number: Any) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < float("inf")
+def positive(name: str, number: Any) -> float:
+    """A number of a configuration as it is; raises unless it is positive, and a float can hold it."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < LARGEST:
+        raise CheckpointError(complaint(CALL, name, repr(number), "a positive number"))
+    return number
 
 
 def llama3_factors(head_size: int, theta: float, rule: Mapping[str, float]) -> NDArray[np.float32]:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.errors import DataError, complaint
 from billfish.llm.config import Config
 
 Floats = NDArray[np.float32]
+MOST_POSITIONS = 1 << 30
 
 
 class Cache(ABC):
@@ -22,7 +24,9 @@ class Cache(ABC):
     fed again.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, capacity: int) -> None:
+        if not isinstance(capacity, int) or not 0 <= capacity <= MOST_POSITIONS:
+            raise DataError(complaint("llm.Cache", "capacity", repr(capacity), f"a number from 0 to {MOST_POSITIONS}"))
         self.config = config
         self.lock = RLock()
         self.tokens: list[int] = []

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from billfish.errors import ModelError, complaint
 
 CALL = "llm.load"
+LARGEST = 1e300  # of numbers in metadata: larger ones, and those that are none, are refused
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
         value = metadata.get(f"{architecture}.{name}", default)
         if value is None:
             raise ModelError(complaint(CALL, f"{architecture}.{name}", "no such field", "a file that has it"))
-        _refuse(not isinstance(value, (int, float)) or not math.isfinite(value), name, repr(value), "a number")
+        good = isinstance(value, (int, float)) and -LARGEST < value < LARGEST  # a NaN is neither
+        _refuse(not good, name, repr(value), "a number")
         return value
 
     heads, hidden = int(number("attention.head_count")), int(number("embedding_length"))
@@ -102,6 +104,7 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
         rope_size=int(number("rope.dimension_count", head_size)),
         rope_scale=float(number("rope.scaling.factor", 1.0)) if scaling == "linear" else 1.0,
     )
+    _refuse(config.layers < 1, "block_count", config.layers, "at least one layer, whose tensors tell all sizes")
     _refuse(config.kv_heads < 1 or heads % config.kv_heads != 0, "attention.head_count_kv", config.kv_heads,
             f"a divisor of {heads} heads")  # fmt: skip
     _refuse(head_size < 1 or head_size % 16 != 0, "attention.key_length", head_size, "a multiple of 16")

@@ -169,6 +169,7 @@ class CpuDecoder(Decoder):
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""
+        self.check_hidden(hidden)
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         checked = check_activations("llm.logits", activations or self.usual)
         self._native.finish(np.ascontiguousarray(hidden), DIGITS["q16" if checked == "q8" else checked], out)
@@ -199,7 +200,7 @@ class CpuCache(Cache):
     """Keys and values in float32."""
 
     def __init__(self, config: Config, capacity: int = 256) -> None:
-        super().__init__(config)
+        super().__init__(config, capacity)
         # One attribute for both: whatever interrupts `reserve`, they are of one capacity.
         self._keys_and_values = self._room(capacity)
 

@@ -132,6 +132,7 @@ class CudaDecoder(Decoder):
         return out
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
+        self.check_hidden(hidden)
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         with self._working([]):
             step = self._prompt_step()

@@ -55,7 +55,7 @@ class CudaCache(Cache):
     """Keys and values in 16 bits, in pages."""
 
     def __init__(self, config: Config, pool: PagePool, capacity: int) -> None:
-        super().__init__(config)
+        super().__init__(config, capacity)
         self._pool = pool
         self.pages: list[int] = []
         self.reserve(capacity)

@@ -6,7 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from billfish.errors import ModelError, complaint
+import numpy as np
+
+from billfish.errors import ModelError, ShapeError, complaint
 from billfish.llm.cache import Cache, Floats, shared_length
 from billfish.llm.sampling import Sampler
 from billfish.llm.tensors import ModelTensors
@@ -93,6 +95,16 @@ class Decoder(ABC):
         if cache.config is not self.config:
             got, takes = f"one of another model ({cache.config.name})", "one that this model's cache() made"
             raise ModelError(complaint(call, "cache", got, takes))
+
+    def check_hidden(self, hidden: Floats) -> None:
+        """Raises unless they are hidden states of this model."""
+        if (
+            not isinstance(hidden, np.ndarray)
+            or hidden.dtype != np.float32
+            or hidden.shape[1:] != (self.config.hidden,)
+        ):
+            got = f"{getattr(hidden, 'dtype', type(hidden).__name__)} of shape {getattr(hidden, 'shape', '?')}"
+            raise ShapeError(complaint("llm.logits", "hidden", got, f"float32 [m, {self.config.hidden}]"))
 
     def check_prompt(self, tokens: list[int], call: str = "llm.generate") -> None:
         """Raises unless the model can take this prompt and answer with at least one token."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.errors import DataError, ModelError, complaint
+from billfish.files import path_of
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
 from billfish.llm.config import read_config
@@ -186,7 +187,8 @@ def load(
     returns what to use.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
-    model, device = default_model() if path is None else Path(path), check_device(device)
+    device = check_device(device)
+    model = default_model() if path is None else path_of("llm.load", path)
     if quantize is None:
         return Model(model, device, convert, progress)
     if convert is not None:

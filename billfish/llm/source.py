@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,13 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.names import EMBEDDING, HEAD, by_gguf_names, model_name
 from billfish.errors import ModelError, complaint
+from billfish.files import is_affordable
 from billfish.llm.config import ARCHITECTURES
-from billfish.tokenizer import Tokenizer, folder, gguf
+from billfish.tokenizer import TOKEN_COST, Tokenizer, folder, gguf
 
 CALL = "llm.load"
+PADDING = 32  # rows and columns of packed matrices are multiples of it, or of a divisor
+MATRIX_COST = 4096  # bytes of memory for a packed matrix, beside its weights
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,17 @@ class Source:
     vocabulary: int  # tokens, and rows of the embedding
     tokenizer: Callable[[], Tokenizer]
     template: Callable[[], str | None]
+
+    def check_matrices(self, names: Iterable[str]) -> None:
+        """Raises if these matrices, packed, would take more memory than files of this size may cost: each is padded."""
+        cost, size = 0, sum(file.size for file in self.tensors.files)
+        for name in names:
+            about = self.tensors.describe(name)
+            n, k = (-(-extent // PADDING) * PADDING for extent in about.shape)
+            cost += MATRIX_COST + n * k * math.ceil(about.bits_per_weight / 8)
+        if not is_affordable(cost, size):
+            got = f"{size} bytes of many small matrices, which would take {cost}"
+            raise ModelError(complaint(CALL, str(self.tensors.path), got, "larger ones"))
 
     def name(self, tensor: str) -> str:
         """What the file calls a tensor, or would call it: what a user looks for."""
@@ -46,6 +61,7 @@ def _of_gguf(checkpoint: Checkpoint, fields: Metadata) -> Source:
     if fields.get("general.architecture") in ARCHITECTURES:
         gguf.check_fields(fields)
     vocabulary = fields.length("tokenizer.ggml.tokens")
+    _check_vocabulary(checkpoint, vocabulary)
     template = partial(fields.get, "tokenizer.chat_template")
     return Source(checkpoint, fields, vocabulary, partial(gguf.read_metadata, fields), template)
 
@@ -57,6 +73,16 @@ def _of_folder(checkpoint: Checkpoint, path: Path) -> Source:
     for name in (EMBEDDING, HEAD) if untied else (EMBEDDING,):
         if name not in tensors:
             raise ModelError(complaint(CALL, model_name(name) or name, "no such tensor", "a folder that has it"))
-    vocabulary = tensors.describe(EMBEDDING).shape[0]
+    shape = tensors.describe(EMBEDDING).shape
+    vocabulary = shape[0] if shape else 0
+    _check_vocabulary(checkpoint, vocabulary)
     tokenizer = partial(folder.read_folder, path, vocabulary)
     return Source(tensors, tensors.metadata, vocabulary, tokenizer, partial(folder.chat_template, path))
+
+
+def _check_vocabulary(checkpoint: Checkpoint, tokens: int) -> None:
+    """Raises if there are more tokens than may be read for the sake of files of this size."""
+    size = sum(file.size for file in checkpoint.files)
+    if not is_affordable(tokens * TOKEN_COST, size):
+        got = f"{tokens} tokens in {size} bytes"
+        raise ModelError(complaint(CALL, str(checkpoint.path), got, "a vocabulary that fits its model"))

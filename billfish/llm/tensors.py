@@ -44,12 +44,14 @@ class ModelTensors:
         self.matrices: dict[str, tuple[str, tuple[int, int]]] = {}  # what the file has for them: name and shape
         for i in range(c.layers):
             for name, shape in zip(MATRICES, sizes, strict=True):
+                self._check(f"blk.{i}.{name}.weight", shape)  # at once: a count of layers may be any
                 self.matrices[f"blk.{i}.{name}"] = f"blk.{i}.{name}.weight", shape
         # Many models use the embedding as the last matrix too.
         self.tied = HEAD not in source.tensors
         self.matrices["head"] = EMBEDDING if self.tied else HEAD, (c.vocabulary, c.hidden)
-        for name, shape in [*self.matrices.values(), (EMBEDDING, (c.vocabulary, c.hidden))]:
-            self._check(name, shape)
+        for name in {EMBEDDING, self.matrices["head"][0]}:
+            self._check(name, (c.vocabulary, c.hidden))
+        source.check_matrices(name for name, _ in self.matrices.values())
 
     def has(self, name: str) -> bool:
         return name in self.source.tensors

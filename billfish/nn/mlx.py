@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from functools import partial
 from typing import Any, Literal
@@ -353,7 +353,9 @@ class MarlinLinear(base.MarlinLinear, Module):
     def _checked(self, name: str, value: Any, held: mx.array) -> Any:
         """An array in the type that the layer holds; raises if it would make other weights."""
         if name == ABOUT:
-            self._check_about(value)
+            _look(value, lambda about: About(self.format, self.group_size).check("MarlinLinear", about))
+        if name == "permutation":  # MLX would read what lies beside x
+            _look(value, lambda order: check_permutation("MarlinLinear", order, self.in_features))
         if name not in get_format(self.format).storage_names or value.dtype == held.dtype:
             return value
         if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
@@ -361,10 +363,11 @@ class MarlinLinear(base.MarlinLinear, Module):
         takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
         raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
 
-    def _check_about(self, about: mx.array) -> None:
-        """Raises if these bytes say that weights are in another format. A placeholder of mx.compile says nothing."""
-        try:
-            About(self.format, self.group_size).check("MarlinLinear", np.array(about))
-        except (ValueError, RuntimeError) as error:
-            if not str(error).startswith("[eval]"):
-                raise
+
+def _look(value: mx.array, check: Callable[[NDArray[Any]], object]) -> None:
+    """Have the numbers of an array checked. A placeholder of mx.compile has none."""
+    try:
+        check(np.array(value))
+    except (ValueError, RuntimeError) as error:
+        if not str(error).startswith("[eval]"):
+            raise

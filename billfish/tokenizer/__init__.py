@@ -9,13 +9,29 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from billfish.errors import BillfishError, ModelError, complaint
 
 CALL = "llm.load"
 # Kinds of tokens, GGUF's numbers.
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
+TOKEN_COST = 500  # bytes of memory for all that is known about one token
 # Names of control tokens that end an answer, beside the tokens that the model's files name.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>", "<|end|>")
+
+
+@contextmanager
+def library_errors(argument: str, got: str, takes: str) -> Iterator[None]:
+    """What the library `tokenizers` raises becomes a ModelError. The library has no class of its own for errors, and a
+    panic inside it is not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, BillfishError):
+        raise
+    except BaseException as error:
+        raise ModelError(complaint(CALL, argument, f"{got} ({type(error).__name__}: {error})", takes)) from None
 
 
 def byte_characters() -> dict[str, int]:
@@ -56,8 +72,9 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
         token that models expect first, where this one does."""
-        self.encoder.encode_special_tokens = not special
-        ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
+        with library_errors("text", "what its tokenizer cannot take", "a text in Unicode, and a whole tokenizer"):
+            self.encoder.encode_special_tokens = not special
+            ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
             ids = [self.bos, *ids]
         return ids

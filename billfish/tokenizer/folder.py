@@ -11,8 +11,10 @@ from typing import Any
 from billfish.checkpoints.container import read_json
 from billfish.errors import ModelError, complaint
 from billfish.extras import require
-from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, UNUSED, USER_DEFINED, Tokenizer
+from billfish.files import open_regular
+from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, UNUSED, USER_DEFINED, Tokenizer, library_errors
 
+MAX_GAP = 10_000  # numbers of tokens that neither a piece nor a row of the embedding has
 ROLES = ("bos", "eos", "unk", "pad")
 
 
@@ -34,7 +36,10 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     encoder = _encoder(folder / "tokenizer.json")
     byte_level = _is_byte_level(encoder, folder)
     known: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
-    size = max(vocabulary, *(token + 1 for token in known.values()))
+    size = max([vocabulary, *(token + 1 for token in known.values())])
+    if size > max(vocabulary, len(known)) + MAX_GAP:
+        got = f"token {size - 1}, with {len(known)} pieces and {vocabulary} rows of the embedding"
+        raise ModelError(complaint(CALL, f"{folder / 'tokenizer.json'}", got, "tokens that rows are there for"))
     pieces, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     for piece, token in known.items():
         spelled = not byte_level and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)
@@ -49,21 +54,18 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
     ends = [token for settings in (config, generation) for token in _tokens(settings.get("eos_token_id"), size)]
     starts = about.get("add_bos_token")
     if not isinstance(starts, bool):
-        starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
+        with library_errors(str(folder / "tokenizer.json"), "what cannot encode", "a file of the library tokenizers"):
+            starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
     return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=starts, ends=ends)
 
 
 def _encoder(path: Path) -> Any:
     library = require("tokenizers", "llm")
-    try:
-        encoder = library.Tokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library has no class of its own for this, and where it panics no Exception
-        got = f"what cannot be read ({type(error).__name__}: {error})"
-        raise ModelError(complaint(CALL, str(path), got, "a file of the library tokenizers")) from None
-    encoder.no_truncation()
-    encoder.no_padding()
+    with library_errors(str(path), "what cannot be read", "a file of the library tokenizers"):
+        with open_regular(path) as file:
+            encoder = library.Tokenizer.from_buffer(file.read())
+        encoder.no_truncation()
+        encoder.no_padding()
     return encoder
 
 
@@ -103,7 +105,8 @@ def chat_template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
-            return file.read_text(encoding="utf-8")
+            with open_regular(file) as opened:
+                return opened.read().decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(complaint(CALL, str(file), f"what cannot be read ({error})", "a text in UTF-8")) from None
     for name in ("chat_template.json", "tokenizer_config.json"):

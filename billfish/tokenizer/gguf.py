@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from billfish.errors import ModelError, complaint
+from billfish.errors import ModelError, complaint, readable
 from billfish.extras import require
-from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, USER_DEFINED, Tokenizer
+from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, USER_DEFINED, Tokenizer, library_errors
 from billfish.tokenizer.cuts import CUTS, pre_tokenizer
 
+MAX_MERGES = 1 << 24  # characters of all merges together
 # What a token is for: our word, and GGUF's.
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "eot": "eot", "eom": "eom"}
 
@@ -32,28 +34,26 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     roles = _roles(metadata, len(pieces))
     with_bos = model == "llama" or pre in ("llama-bpe", "llama3", "tekken")
     with_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", with_bos)) and "bos" in roles
-    try:
+    with library_errors("tokenizer.ggml", "a vocabulary that does not fit together", "a whole file"):
         if model == "gpt2":
             encoder = _byte_level(pieces, metadata["tokenizer.ggml.merges"], pre)
         else:
             space_first = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             encoder = _sentencepiece(pieces, metadata["tokenizer.ggml.scores"], space_first)
-    except Exception as error:  # the library has no class of its own for merges that do not fit the vocabulary
-        got = f"a vocabulary that does not fit together ({type(error).__name__}: {error})"
-        raise ModelError(complaint(CALL, "tokenizer.ggml", got, "a whole file")) from None
-    added = require("tokenizers", "llm").AddedToken
-    whole = [i for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
-    encoder.add_tokens([added(pieces[i], special=kinds[i] == CONTROL, normalized=False) for i in whole])
-    if with_bos:
-        _start_with(encoder, pieces[roles["bos"]], roles["bos"])
+        added = require("tokenizers", "llm").AddedToken
+        whole = [i for i, kind in enumerate(kinds) if kind in (CONTROL, USER_DEFINED)]
+        encoder.add_tokens([added(pieces[i], special=kinds[i] == CONTROL, normalized=False) for i in whole])
+        if with_bos:
+            _start_with(encoder, pieces[roles["bos"]], roles["bos"])
     return Tokenizer(encoder, pieces, kinds, roles, byte_level=model == "gpt2", starts_with_bos=with_bos)
 
 
 def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The vocabulary, and the kind of each of its pieces."""
     pieces = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(pieces, list):
-        raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", repr(pieces), "a vocabulary"))
+    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+        got = "a list of other things" if isinstance(pieces, list) else repr(pieces)
+        raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", got, "a vocabulary"))
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces))
     if not isinstance(kinds, list) or len(kinds) != len(pieces):
         raise ModelError(complaint(CALL, "tokenizer.ggml.token_type", "no list as long as that of tokens", "one"))
@@ -105,16 +105,37 @@ def _sentencepiece(pieces: list[str], scores: Any, space_first: bool) -> Any:
 
 
 def merges_of(pieces: list[str], scores: Any) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, those of the best score first: SentencePiece's merges."""
+    """All pairs of pieces that make a piece, those of the best score first: SentencePiece's merges.
+
+    Work and memory are linear in the length of all pieces, and in that of all pairs.
+    """
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    ranked = []
+    beginnings = _lengths_inside(vocabulary)
+    backwards = _lengths_inside({piece[::-1]: i for piece, i in vocabulary.items()})
+    ranked, size = [], 0
     for piece, i in vocabulary.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocabulary and right in vocabulary:
-                ranked.append((-float(scores[i]), i, vocabulary[left], vocabulary[right]))
+        endings = set(backwards[i])
+        for cut in beginnings[i]:
+            if len(piece) - cut in endings:
+                ranked.append((-float(scores[i]), i, vocabulary[piece[:cut]], vocabulary[piece[cut:]]))
+                size += len(piece)
+        if size > MAX_MERGES:
+            raise ValueError(f"pieces that merge in too many ways, such as {readable(piece)!r}")
     ranked.sort()
     return [(pieces[left], pieces[right]) for _, _, left, right in ranked]
+
+
+def _lengths_inside(vocabulary: dict[str, int]) -> dict[int, array[int]]:
+    """For each piece, the lengths of the other pieces that it begins with. In the order of the alphabet a piece comes
+    behind all that it begins with, and `around` holds them."""
+    lengths: dict[int, array[int]] = {}
+    around: list[str] = []
+    for piece in sorted(vocabulary):
+        while around and not piece.startswith(around[-1]):
+            around.pop()
+        lengths[vocabulary[piece]] = array("I", (len(other) for other in around if other))
+        around.append(piece)
+    return lengths
 
 
 def _start_with(encoder: Any, piece: str, token: int) -> None:

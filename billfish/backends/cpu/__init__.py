@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -138,8 +137,8 @@ class CpuBackend(Backend):
         """PackedWeights whose stream is not written yet."""
         axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
         about = tensor.format, tensor.shape, tensor.group_size, self.level, axes
-        weights = PackedWeights(*about, np.empty(0, np.uint8), tensor.permutation)
-        return replace(weights, data=np.empty(_cpu.packed_bytes(self.level, weights.description), np.uint8))
+        stream = np.empty(_cpu.packed_bytes(self.level, axes.describe(tensor.shape)), np.uint8)
+        return PackedWeights(*about, stream, tensor.permutation)
 
     def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
         """Packs codes from the storage or from their plane, and scales from the planes of a Layout."""

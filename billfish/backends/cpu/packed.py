@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.errors import BackendUnavailable, BillfishError, CheckpointError, complaint
-from billfish.files import replacing
+from billfish.errors import BackendUnavailable, CheckpointError, ShapeError, complaint
+from billfish.files import path_of, read_arrays, replacing
 from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
@@ -50,6 +50,11 @@ class Axes:
     factor: float = 1.0
     table: tuple[int, ...] = ()
 
+    def describe(self, shape: tuple[int, int]) -> _cpu.Description:
+        """Weights [N, K] of this kind, as the native core takes them."""
+        codes, scales = CODES.index(self.codes), SCALES.index(self.scales)
+        return _cpu.Description(*shape, codes, scales, self.bias, self.group, self.factor, list(self.table))
+
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
@@ -69,12 +74,24 @@ class PackedWeights:
     data: NDArray[np.uint8]
     permutation: NDArray[np.int32] | None = None
 
+    def __post_init__(self) -> None:
+        """Raises unless `data` has all that the kernels will read: they believe what they are told."""
+        call, levels = "PackedWeights", _cpu.levels()
+        if self.level not in levels:
+            takes = f"one of this machine: {', '.join(levels)}"
+            raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
+        whole = len(self.shape) == 2 and all(type(size) is int for size in (*self.shape, self.group_size))
+        if not whole or not isinstance(self.format, Format):
+            got = f"{self.format}, {self.shape} in groups of {self.group_size!r}"
+            raise ShapeError(complaint(call, "shape", got, "a Format and whole numbers"))
+        check_stream(call, self.level, self.shape, self.data, self.axes.group, lambda: self.description)
+        if self.permutation is not None:
+            object.__setattr__(self, "permutation", check_permutation(call, self.permutation, self.shape[1]))
+
     @cached_property
-    def description(self) -> Any:
+    def description(self) -> _cpu.Description:
         """What the native core takes."""
-        axes = self.axes
-        codes, scales = CODES.index(axes.codes), SCALES.index(axes.scales)
-        return _cpu.Description(*self.shape, codes, scales, axes.bias, axes.group, axes.factor, list(axes.table))
+        return self.axes.describe(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -111,31 +128,35 @@ class PackedWeights:
     def load(cls, path: str | os.PathLike[str]) -> PackedWeights:
         """What `save` wrote, for the best ISA level here that reads it; for others, prepack the tensor again."""
         call = "PackedWeights.load"
+        file = path_of(call, path)
         try:
-            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-                about, data = json.loads(str(file["about"])), file["data"]
-                order = file.get("permutation")
+            arrays = read_arrays(file)
+            about = json.loads(str(arrays["about"]))
+            if about.get("layout") != LAYOUT:
+                takes = "prepack(q) again"
+                raise BackendUnavailable(complaint(call, "path", "weights packed by another version", takes))
             axes = Axes(**about["axes"] | {"table": tuple(about["axes"]["table"])})
-            n, k = about["shape"]
             readers = next((levels for levels in ONE_STREAM if about["level"] in levels), (about["level"],))
             level = next((level for level in readers if level in _cpu.levels()), about["level"])
-            order = None if order is None else check_permutation(call, order, k)
-            packed = cls(get_format(about["format"], call), (n, k), about["group_size"], level, axes, data, order)
-            usable = axes.group in GROUPS and min(n, k) > 0 and data.dtype == np.uint8 and data.ndim == 1
-            if about.get("layout") != LAYOUT:
-                raise BackendUnavailable(
-                    complaint(call, "path", "weights packed by another version", "prepack(q) again")
-                )
-            if packed.level not in _cpu.levels():
-                takes = f"one of this machine: {', '.join(_cpu.levels())}"
-                raise BackendUnavailable(complaint(call, "path", f"weights packed for {packed.level}", takes))
-            usable = usable and data.size == _cpu.packed_bytes(packed.level, packed.description)
-        except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            if isinstance(error, BillfishError):
-                raise
-            usable = False
-        if not usable:
-            raise CheckpointError(
-                complaint(call, "path", f"{os.fspath(path)!r}", "a file that PackedWeights.save wrote")
-            )
-        return packed
+            format, shape = get_format(str(about["format"]), call), tuple(about["shape"])
+            return cls(format, shape, about["group_size"], level, axes, arrays["data"], arrays.get("permutation"))
+        except BackendUnavailable:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            got, takes = f"{str(file)!r} ({error})", "a file that PackedWeights.save wrote"
+            raise CheckpointError(complaint(call, "path", got, takes)) from None
+
+
+def check_stream(
+    call: str, level: str, shape: tuple[int, int], data: Any, group: int, description: Callable[[], _cpu.Description]
+) -> None:
+    """Raises unless `data` is the stream of weights [N, K]."""
+    n, k = shape
+    one = isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+    # A weight takes 2 bits at least: beyond that, the native core's own numbers could overflow.
+    if one and group in GROUPS and n >= 0 and k >= 0 and n * k <= 4 * data.size:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # axes that the core has no number for
+            if max(n, k) < 2**40 and data.size == _cpu.packed_bytes(level, description()):
+                return
+    got = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else f"a {type(data).__name__}"
+    raise ShapeError(complaint(call, "data", got, f"the bytes that packing [{n}, {k}] makes"))

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.packed import CODES, SCALES
+from billfish.backends.cpu.packed import CODES, SCALES, check_stream
+from billfish.errors import DTypeError, complaint
 
 # Types of plain weights, numbered behind CODES in the enum Codes of layout/problem.h.
 PLAIN_TYPES = ("float32", "float16", "bfloat16")
@@ -26,6 +27,12 @@ class PlainWeights:
     shape: tuple[int, int]
     level: str
     data: NDArray[np.uint8]
+
+    def __post_init__(self) -> None:
+        """Raises unless `data` has all that the kernels will read."""
+        if self.dtype not in PLAIN_TYPES:
+            raise DTypeError(complaint("PlainWeights", "dtype", repr(self.dtype), ", ".join(PLAIN_TYPES)))
+        check_stream("PlainWeights", self.level, self.shape, self.data, GROUP, lambda: self.description)
 
     @cached_property
     def description(self) -> Any:

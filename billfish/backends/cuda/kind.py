@@ -8,21 +8,34 @@ from typing import Any
 
 import numpy as np
 
+from billfish.errors import FormatError, complaint
+
 COURSE, BRICK = 16, 128  # rows of a course, k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
+ELEMENTS = ("Int4", "Int8", "E2M1", "Table4", "Half")  # Half: plain weights
+SCALES = ("ScaleF16", "ScaleF32", "ScaleE5M2", "ScaleE5M3")
+OFFSETS = ("NONE", "ZERO", "MINIMUM")
 
 
 @dataclass(frozen=True)
 class Kind:
     """Weights in the words of decode.cuh."""
 
-    element: str  # Int4, Int8, E2M1, Table4, or Half for plain weights
-    scale: str  # ScaleF16, ScaleF32, ScaleE5M2 or ScaleE5M3
-    offset: str  # NONE, ZERO or MINIMUM
+    element: str  # of ELEMENTS
+    scale: str  # of SCALES
+    offset: str  # of OFFSETS
     groups: int  # of scales in a brick: 1, 2, 4 or 8
     middle: int = 0  # element = stored number + middle; other than 0 only with an offset
     table: tuple[int, ...] = ()  # of Table4: 16 bytes that mean byte - 128
     one_zero: bool = False  # code 8 of E2M1 is +0, as ggml has it, and not -0
+
+    def __post_init__(self) -> None:
+        """Raises unless decode.cuh has these words: files name them, and they become source text."""
+        words = self.element in ELEMENTS and self.scale in SCALES and self.offset in OFFSETS
+        table = len(self.table) in (0, 16) and all(type(byte) is int and 0 <= byte < 256 for byte in self.table)
+        if not words or not table or self.groups not in GROUPS.values() or type(self.middle) is not int:
+            takes = f"{', '.join(ELEMENTS)} with {', '.join(SCALES)} and {', '.join(OFFSETS)}"
+            raise FormatError(complaint("Kind", "kind", repr(self), takes))
 
     @property
     def words(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -13,8 +12,8 @@ from numpy.typing import NDArray
 from billfish.backends.cuda.describe import Floats, describe
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack
-from billfish.errors import DataError, complaint
-from billfish.files import replacing
+from billfish.errors import DataError, ShapeError, complaint
+from billfish.files import path_of, read_arrays, replacing
 from billfish.tensor import QuantizedTensor
 
 LAYOUT = 4  # of saved bricks; changes with the meaning of their bytes
@@ -29,6 +28,20 @@ class PackedBricks:
     bricks: NDArray[np.uint8]
     row_scale: Floats
 
+    def __post_init__(self) -> None:
+        """Raises unless there are as many bricks as kernels will read."""
+        if len(self.shape) != 2 or any(type(size) is not int or size < 0 for size in self.shape):
+            raise ShapeError(complaint("PackedBricks", "shape", self.shape, "two sizes"))
+        down, along = brick_shape(*self.shape)
+        wanted = down * along * self.kind.brick_bytes
+        bricks, scales = self.bricks, self.row_scale
+        if bricks.dtype != np.uint8 or bricks.nbytes != wanted or not bricks.flags.c_contiguous:
+            got = f"{bricks.nbytes} bytes of {bricks.dtype} for {list(self.shape)}"
+            raise ShapeError(complaint("PackedBricks", "bricks", got, f"{wanted}"))
+        if scales.dtype != np.float32 or scales.shape != self.shape[:1]:
+            got = f"{scales.dtype} of shape {scales.shape}"
+            raise ShapeError(complaint("PackedBricks", "row_scale", got, f"float32 of shape {self.shape[:1]}"))
+
     @classmethod
     def of(cls, tensor: QuantizedTensor) -> PackedBricks:
         description = describe(tensor)
@@ -42,18 +55,14 @@ class PackedBricks:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PackedBricks:
+        file = path_of("load", path)
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                about = json.loads(str(arrays["about"]))
-                if about.pop("layout", 1) != LAYOUT:
-                    raise ValueError("of another version: pack the tensor again")
-                (n, k), table = about.pop("shape"), tuple(about.pop("table"))
-                packed = cls(Kind(**about, table=table), (n, k), arrays["bricks"], arrays["row_scale"])
-        except (KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
-            got = f"{os.fspath(path)!r} ({error})"
+            arrays = read_arrays(file)
+            about = json.loads(str(arrays["about"]))
+            if about.pop("layout", 1) != LAYOUT:
+                raise ValueError("of another version: pack the tensor again")
+            shape, table = tuple(about.pop("shape")), tuple(about.pop("table"))
+            return cls(Kind(**about, table=table), shape, arrays["bricks"], arrays["row_scale"])
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            got = f"{str(file)!r} ({error})"
             raise DataError(complaint("load", "path", got, "a file that PackedBricks.save wrote")) from None
-        down, along = brick_shape(n, k)
-        if packed.bricks.nbytes != down * along * packed.kind.brick_bytes or packed.row_scale.shape != (n,):
-            got = f"{packed.bricks.nbytes} bytes of bricks for [{n}, {k}]"
-            raise DataError(complaint("load", "path", got, f"{down * along * packed.kind.brick_bytes}"))
-        return packed

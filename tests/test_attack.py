@@ -1,0 +1,73 @@
+"""A part of the attack of tests/attack: some cases of each generator, and every file that once did harm."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from attack import folders, gguf_files, run
+from attack.cases import Case, as_json, read_all, run_model
+from attack.findings import FINDINGS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
+CASES = 60
+
+
+@pytest.mark.parametrize("generator", run.GENERATORS)
+def test_hostile_inputs_are_refused_or_harmless(generator):
+    """No crash, no hang, no memory beyond what the files justify, no error but ours."""
+    (row,) = run.attack(CASES, 1, generator)
+    assert not row.failures
+    assert (row.cases, row.accepted + row.refused) == (CASES, CASES)
+    assert row.refused  # a generator that breaks nothing is no test
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_what_once_did_harm_does_none(name, tmp_path):
+    make, refused = FINDINGS[name]
+    result = run.attempted(make(), tmp_path)
+    assert (result["outcome"], result["failure"]) == ("refused" if refused else "accepted", "")
+
+
+def test_what_the_generators_break_was_whole(tmp_path):
+    """Else all would be refused for another reason."""
+    for seed in range(10):
+        rng = random.Random(seed)
+        (tmp_path / "c.gguf").write_bytes(gguf_files.collection(rng).bytes())
+        read_all(tmp_path / "c.gguf")
+        (tmp_path / "m.gguf").write_bytes(gguf_files.model(rng).bytes())
+        run_model(tmp_path / "m.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(folders.weights())
+    (folder / "config.json").write_bytes(as_json(folders.CONFIG))
+    (folder / "tokenizer.json").write_bytes(as_json(folders.tokenizer()))
+    run_model(folder)
+
+
+def bare_error(folder):
+    raise TypeError("of somebody else")
+
+
+def much_memory(folder):
+    assert bytearray(b"x") * (200 << 20)
+
+
+@pytest.mark.parametrize(("attempt", "failure"), [(bare_error, "TypeError"), (much_memory, "MB for 0 bytes")])
+def test_harm_is_noticed(tmp_path, attempt, failure):
+    assert failure in run.attempted(Case("harm", {}, attempt), tmp_path)["failure"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "failure"), [("import os; os.abort()", "ended with -6"), ("import time; time.sleep(60)", "no end after")]
+)
+def test_a_worker_that_ends_or_hangs_is_noticed(monkeypatch, tmp_path, harm, failure):
+    """The case counts as failed, and the next worker goes on behind it."""
+    script = tmp_path / "worker.py"
+    script.write_text(f"import sys\nif sys.argv[3] == '0':\n    {harm}\n")
+    monkeypatch.setattr(run, "__file__", str(script))
+    monkeypatch.setattr(run, "PATIENCE", 2.0)
+    first, second = run.watched("calls", 0, 2)
+    assert (first["seed"], failure in first["failure"]) == (0, True)
+    assert (second["seed"], "ended with 0" in second["failure"]) == (1, True)
