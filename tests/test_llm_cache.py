@@ -274,4 +274,4 @@ def test_hidden_states_of_other_sizes_are_refused(model, hidden):
 @pytest.mark.parametrize("capacity", [-1, 2**40, 0.5])
 def test_capacities_that_no_cache_has_are_refused(model, capacity):
     with pytest.raises(bf.DataError, match=r"\[llm\.Cache\] capacity"):
-        Cache(model.config, capacity)
+        model.decoder.cache(capacity)

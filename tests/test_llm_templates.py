@@ -29,7 +29,7 @@ USER = [{"role": "user", "content": "hello"}]
         ("{{ messages.append(1) }}", "unsafe|not safe|immutable"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ raise_exception('x' * 100000) }}", "x{400}"),
+        ("{{ raise_exception('x' * 100000) }}", "x{40}"),
         ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
         ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
         ("{{ none + 1 }}", "TypeError"),

@@ -15,7 +15,7 @@ import billfish as bf
 from attack.cases import Case, edge
 from attack.gguf_files import model as model_file
 from billfish.backends.cpu.plain import PlainWeights
-from billfish.llm.cache import Cache
+from billfish.llm.cpu import CpuCache
 
 SIZES = (0, 1, 2, 3, 7, 16, 31, 32, 33, 64, 100, 128, 256)
 TYPES = ("f4", "f2", "f8", "i4", "u4", "u1", "i1", "i8", "?", ">f4", "c8", "U3", "O")
@@ -274,7 +274,7 @@ def foreign_cache(rng: random.Random) -> Any:
     wrong = dataclasses.replace(
         c, **{rng.choice(["layers", "kv_heads", "head_size", "context"]): rng.choice([1, 2, 16])}
     )
-    cache = Cache(rng.choice([c, wrong]), rng.choice([0, 1, 16, 100, -1, 2**40, 0.5]))
+    cache = CpuCache(rng.choice([c, wrong]), rng.choice([0, 1, 16, 100, -1, 2**40, 0.5]))
     return "".join(model.generate([1, 2, 3], max_tokens=3, cache=cache))
 
 

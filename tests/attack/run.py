@@ -224,7 +224,7 @@ def attack(cases: int, jobs: int, only: str | None = None, first: int = 0) -> li
 def of_processes(name: str, count: int) -> Row:
     """So many races, or kills."""
     rounds = getattr(importlib.import_module(f"attack.{name}"), name)(count)
-    failures = {failure: f"attack.{name}.{name}({count})" for failure in rounds.failures}
+    failures = dict.fromkeys(rounds.failures, f"attack.{name}.{name}({count})")
     numbers = rounds.cases, rounds.accepted, rounds.refused, rounds.worst_seconds, rounds.worst_memory
     return Row(rounds.generator, *numbers, len(rounds.failures), failures)
 

@@ -7,6 +7,7 @@
 namespace BILLFISH_ISA {
 
 // sums [TILE_ROWS] += x [32] times a block of a tile, in float32. Most x of most wide blocks are 0, and four of them are left out together.
+// A block is added up by itself, so that its terms are rounded as parts of its own sum and not of all K.
 template <class Decoder>
 __attribute__((flatten, noinline)) void add_wide_block(const Weights& w, const TileShape& shape, int64_t tile, int64_t block, const float* x, float* sums) {
   const Table table(w);
@@ -17,7 +18,7 @@ __attribute__((flatten, noinline)) void add_wide_block(const Weights& w, const T
   const uint8_t* codes = run.stream + run.chunk_header + size_t(span + 1) * run.span_header + size_t(before) * Decoder::block_bytes;
   const Floats offset = byte_offset(Decoder::code_bias(w.bias));
   Floats total[ROW_VECTORS];
-  unroll<ROW_VECTORS>([&](auto r) INLINED { total[r] = load_floats(sums + r * LANES); });
+  unroll<ROW_VECTORS>([&](auto r) INLINED { total[r] = splat(0); });
   unroll<8>([&](auto quad) INLINED {
     const float* four = x + quad * 4;
     if (four[0] == 0 && four[1] == 0 && four[2] == 0 && four[3] == 0) return;
@@ -32,7 +33,7 @@ __attribute__((flatten, noinline)) void add_wide_block(const Weights& w, const T
       });
     });
   });
-  unroll<ROW_VECTORS>([&](auto r) INLINED { store_floats(sums + r * LANES, total[r]); });
+  unroll<ROW_VECTORS>([&](auto r) INLINED { store_floats(sums + r * LANES, add(load_floats(sums + r * LANES), total[r])); });
 }
 
 // Adds the products of a tile with what is not in digits to y [m, n], which has all others.
