@@ -67,3 +67,24 @@ def test_models_on_the_h200():
     eights = [record for record in records if record["shape"] == "8b"]
     ratios = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in eights]
     assert f"{min(ratios):.1f} to {max(ratios):.1f} times llama.cpp" in page("README.md")
+
+
+def test_quantizing_on_the_h200():
+    text, seconds = page("docs/cuda.md"), {}
+    for record in recorded("quantize_h200.json")["records"]:
+        seconds.setdefault(record["format"], {})[record["method"]] = record["seconds"]
+    assert len(seconds) == 4
+    for format, by_method in seconds.items():
+        assert f"| {format} | {by_method['rtn']:.1f} | {by_method['mse']:.1f} |" in text
+
+
+def test_calls_on_the_h200():
+    text, record = page("docs/cuda.md"), recorded("calls_h200.json")
+    micro, milli = record["microseconds"], record["token_milliseconds"]
+    ours, theirs = micro["MarlinLinear"], micro["torch.nn.Linear, float16"]
+    assert f"takes {ours:.1f} us for a call of\n`MarlinLinear` and {theirs:.1f} us" in text
+    assert f"float16, {ours / theirs:.2f} of it" in text
+    names = {"float16": "float16", "quantized": "u4b8:128", "quantized, merged": "u4b8:128, `merge=True`"}
+    for name, written in names.items():
+        cells = [f"{milli[name][w]:.2f} ({milli['float16'][w] / milli[name][w]:.2f})" for w in ("eager", "graph")]
+        assert f"| {written} | {' | '.join(cells)} |" in text
