@@ -35,7 +35,6 @@ UNNAMED = {
     "billfish.nn.transformers.BillfishConfig": {"quant_method"},
     "billfish.nn.transformers.load_model": {"auto_class", "activations"},
     "billfish.llm.Cache": {"config", "capacity"},
-    "billfish.llm.Model": {"convert", "device", "path", "progress"},  # those of load
     "billfish.llm.Generation": {"decoder", "tokenizer", "sampling", "activations"},
     "billfish.llm.evaluate": {"progress"},
 }

@@ -36,7 +36,8 @@ LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is whil
 
 
 class Model:
-    """A language model that answers. Make one with :func:`load`, which says what the arguments are."""
+    """A language model that answers. Make one with :func:`load`, which says what path, device, convert and progress
+    are."""
 
     def __init__(
         self, path: Path, device: str, convert: Convert | None = None, progress: bool | OnProgress = True
