@@ -11,6 +11,7 @@ import numpy as np
 
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend
+from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
 from billfish.backends.cuda.driver import (
     Pinned,
@@ -65,6 +66,7 @@ class CudaDecoder(Decoder):
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
         super().__init__(tensors)
         self.device, self._ordinal, self._gpu = f"cuda:{ordinal}", ordinal, device(ordinal)
+        check_compiler()
         self._hopper = self._gpu.capability == (9, 0)
         self.chunk = CHUNK if self._hopper else FEW_CHUNK
         needed, free = tensors.packed_bytes(), free_bytes(ordinal)

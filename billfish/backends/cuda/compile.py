@@ -56,6 +56,11 @@ def _compiler_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def check_compiler() -> None:
+    """Raises where NVRTC is not there."""
+    _compiler_version()
+
+
 def kernel_name(source: str, macros: dict[str, str], arch: str) -> str:
     """Of a compiled kernel: another one if anything is different that it is made of."""
     digest = hashlib.sha256(_source_hash(source))

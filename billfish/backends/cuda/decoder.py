@@ -73,7 +73,10 @@ class DeviceDecoder:
 
     def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> Step:
         """Memory for steps of up to so many rows."""
-        return Step(self.shape, rows, texts, pages_of_text, scored, self.ordinal)
+        matrices = [self.head, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        apart = any(len(layer.gate_up) > 1 for layer in self.layers)
+        ordered = max((matrix.weights.shape[1] for matrix in matrices if matrix.order is not None), default=0)
+        return Step(self.shape, rows, texts, pages_of_text, scored, self.ordinal, apart=apart, ordered=ordered)
 
     @property
     def query_block(self) -> int:

@@ -91,9 +91,22 @@ class Step:
     scored int32 [scored]: the rows that get scores, where a text has several
     scores float32 [scored, vocabulary]
     choices CHOICE [scored]: how a token is chosen
+
+    apart: gate and up are two products somewhere. ordered: the most columns of a matrix that has an order.
     """
 
-    def __init__(self, shape: Shape, rows: int, texts: int, pages_of_text: int, scored: int, ordinal: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        rows: int,
+        texts: int,
+        pages_of_text: int,
+        scored: int,
+        ordinal: int,
+        *,
+        apart: bool,
+        ordered: int,
+    ) -> None:
         self.pages_of_text = pages_of_text
         sizes = {
             "tokens": 4 * rows,
@@ -108,8 +121,8 @@ class Step:
             "qkv": 2 * rows * shape.qkv,
             "attended": 2 * rows * shape.heads * shape.head_size,
             "opened": 2 * rows * shape.feed_forward,
-            "apart": 2 * 2 * rows * shape.feed_forward,
-            "ordered": 2 * rows * max(shape.hidden, shape.heads * shape.head_size, shape.feed_forward),
+            "apart": 2 * 2 * rows * shape.feed_forward * apart,
+            "ordered": 2 * rows * ordered,
             "added": 2 * rows * shape.hidden,
             "scores": 4 * scored * shape.vocabulary,
             "choices": CHOICE.itemsize * scored,
