@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import struct
 from dataclasses import dataclass, field
@@ -239,7 +240,7 @@ def alignment(file: Gguf, rng: random.Random) -> None:
 def extents(file: Gguf, rng: random.Random) -> None:
     """Dimensions whose product lies: too large, as large by wrapping around, zero, or the same in another shape."""
     tensor = rng.choice(file.tensors)
-    size = int(np.prod(tensor.extents, dtype=np.int64)) if tensor.extents else 1
+    size = math.prod(tensor.extents)
     at = rng.randrange(max(1, len(tensor.extents)))
     wrapped = [[2**32, 2**32, size], [2**63, 2, size], [2**62, 4], [size, 2**64 - 1], [2**33, 2**31], [32, 2**59]]
     same = [[size], [size, 1], [1, size], [size, 1, 1, 1], tensor.extents[::-1], [32, size // 32], [256, size // 256]]
