@@ -215,6 +215,8 @@ class Chat:
                 print(text, end="", flush=True)
         except KeyboardInterrupt:
             print(" …", end="")
+        except ModelError as error:  # such as a GPU without memory for more
+            print(f"\nbillfish: {error}", file=sys.stderr)
         print()
         print_rates(answer, self._model, sys.stderr)
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]

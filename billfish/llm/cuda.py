@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
@@ -25,7 +26,7 @@ from billfish.backends.cuda.driver import (
     synchronize,
 )
 from billfish.backends.cuda.layers import CHOICE, PAGE, Step
-from billfish.errors import BackendUnavailable, BillfishError, DataError, complaint
+from billfish.errors import BackendUnavailable, BillfishError, DataError, ModelError, complaint
 from billfish.llm.cache import Floats
 from billfish.llm.cuda_cache import CudaCache, PagePool
 from billfish.llm.cuda_weights import GpuWeights
@@ -35,6 +36,7 @@ from billfish.llm.tensors import CALL, ModelTensors
 from billfish.typing import Activations
 
 TOGETHER = 256  # texts that go on together, at most
+COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows whose scores are in memory beside a prompt
 CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
 
@@ -51,7 +53,7 @@ class Piece(NamedTuple):
 class Ahead(NamedTuple):
     """A step that was launched before anybody asked for it: what has to be asked for."""
 
-    cache: CudaCache
+    cache: weakref.ref[CudaCache]
     position: int
     token: int
     choice: bytes
@@ -70,7 +72,7 @@ class CudaDecoder(Decoder):
         self._hopper = self._gpu.capability == (9, 0)
         self.chunk = CHUNK if self._hopper else FEW_CHUNK
         needed, free = tensors.packed_bytes(), free_bytes(ordinal)
-        if needed > free:
+        if needed > free and not tensors.converted:  # whose sizes nobody knows before
             got = f"a model of {needed / 1e9:.1f} GB"
             takes = f"one that fits {self._gpu.name}, which has {free / 1e9:.1f} GB left"
             raise BackendUnavailable(complaint(CALL, "device", got, takes))
@@ -91,11 +93,11 @@ class CudaDecoder(Decoder):
         self.nbytes = weights.nbytes
         last_norm = sent(self.last_norm, self._ordinal)
         self._layers = DeviceDecoder(weights.shape(), layers, embedding, head, last_norm, ordinal=self._ordinal)
-        self._pool = PagePool(self._layers.shape, self._ordinal)
         self._pages_of_text = -(-self.config.context // PAGE)
         with current(self._ordinal):
             self._stream = int(check(driver().cuStreamCreate(1), "a stream"))  # 1: it waits for no other
             self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
+        self._pool = PagePool(self._layers.shape, self._ordinal, self._stream, self._lock)
         self._chosen = Pinned(TOGETHER, self._ordinal)
         self._prompts: Step | None = None
         self._tokens: TokenSteps | None = None
@@ -111,6 +113,20 @@ class CudaDecoder(Decoder):
         if activations is not None:
             raise DataError(complaint(call, "activations", repr(activations), "none on a GPU: x is float16 there"))
         return None
+
+    def __del__(self) -> None:
+        """Waits for a step that is under way; then memory may go."""
+        if not hasattr(self, "_stream") or not hasattr(self, "_tokens"):
+            return
+        try:
+            with current(self._ordinal):
+                if self._tokens is not None:
+                    self._tokens.close()
+                synchronize(self._stream)
+                check(driver().cuEventDestroy(self._read), "an event")
+                check(driver().cuStreamDestroy(self._stream), "a stream")
+        except Exception:  # the interpreter ends, and the driver may be gone
+            return
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -178,7 +194,11 @@ class CudaDecoder(Decoder):
             assert isinstance(backend, CudaBackend)
             self._layers.batch_invariant = bool(backend.batch_invariant)
             for cache, tokens in passages:
-                cache.reserve(len(cache.tokens) + len(tokens))
+                positions, context = len(cache.tokens) + len(tokens), self.config.context
+                if positions > context:
+                    got = f"{positions} tokens with those of the cache"
+                    raise ModelError(complaint("llm.run", "tokens", got, f"at most {context}, the model's context"))
+                cache.reserve(positions)
             yield
 
     # ---- passages of several tokens -----------------------------------------------------------------------------
@@ -234,7 +254,7 @@ class CudaDecoder(Decoder):
         for name, values in parts.items():
             copy_in(step.at(name), np.asarray(values, np.int32), stream)
         for text, piece in enumerate(pieces):
-            copy_in(step.at("pages") + 8 * text * self._pages_of_text, np.array(piece.cache.pages, np.uint64), stream)
+            copy_in(step.at("pages") + 8 * text * self._pages_of_text, self._pages(piece.cache), stream)
         if how is not None:
             copy_in(step.at("choices"), how, stream)
         self._layers.prepare(step, rows, blocks=len(blocks), scored=len(last))
@@ -249,6 +269,10 @@ class CudaDecoder(Decoder):
         copy_out(tokens, step.at("tokens"), self._stream)
         return [int(token) for token in tokens]
 
+    def _pages(self, cache: CudaCache) -> np.ndarray[Any, Any]:
+        """As many as a row of the table has room for."""
+        return np.array(cache.pages[: self._pages_of_text], np.uint64)
+
     def _taken(self, pieces: Sequence[Piece]) -> None:
         """Keys and values are there."""
         for piece in pieces:
@@ -262,6 +286,7 @@ class CudaDecoder(Decoder):
 
     def _go_on(self, passages: Sequence[Passage], samplers: Sequence[Sampler]) -> list[int]:
         """The next token of texts that each got one token more."""
+        ahead, self._ahead = self._ahead, None  # whatever happens below
         caches = [cache for cache, _ in passages if isinstance(cache, CudaCache)]
         tokens, positions = [fed[0] for _, fed in passages], [len(cache.tokens) for cache in caches]
         how = choices(samplers)
@@ -269,21 +294,21 @@ class CudaDecoder(Decoder):
             rows = 1 << (len(passages) - 1).bit_length()
             if self._tokens is not None:
                 self._tokens.close()
+                self._tokens = None  # before there is another
             self._tokens = TokenSteps(self._layers, rows, self._pages_of_text, self._stream)
         steps, alone = self._tokens, len(passages) == 1
         invariant = self._layers.batch_invariant
-        asked = Ahead(caches[0], positions[0], tokens[0], how.tobytes(), invariant) if alone else None
-        if asked is None or asked != self._ahead:
+        asked = Ahead(weakref.ref(caches[0]), positions[0], tokens[0], how.tobytes(), invariant) if alone else None
+        if asked is None or asked != ahead:
             steps.feed(tokens, positions, how, caches)
             steps.launch(len(passages))
-        self._ahead = None
-        for sampler in samplers:
-            sampler.move_on()
         d = driver()
         source, count = steps.step.at("tokens"), len(passages)
         check(d.cuMemcpyDtoHAsync(self._chosen.pointer, source, 4 * count, self._stream), "copying from the device")
         check(d.cuEventRecord(self._read, self._stream), "an event")
         goes_on = alone and positions[0] + 1 < min(self.config.context, caches[0].capacity)
+        for sampler in samplers:
+            sampler.move_on()
         if goes_on:  # the next step begins while Python looks at this one's token
             how = choices(samplers)
             steps.feed(None, None, how, caches)
@@ -291,7 +316,7 @@ class CudaDecoder(Decoder):
         check(d.cuEventSynchronize(self._read), "waiting for the device")
         chosen = [int(token) for token in self._chosen.array[:count]]
         if goes_on:
-            self._ahead = Ahead(caches[0], positions[0] + 1, chosen[0], how.tobytes(), invariant)
+            self._ahead = Ahead(weakref.ref(caches[0]), positions[0] + 1, chosen[0], how.tobytes(), invariant)
         for cache, fed in passages:
             cache.tokens.extend(fed)
         return chosen
@@ -328,11 +353,13 @@ class TokenSteps:
             if values is not None:
                 self._copy(at(name), np.asarray(values, np.int32))
         if how.tobytes() != self._how:
+            self._how = b""  # if this is interrupted
             self._copy(at("choices"), how)
             self._how = how.tobytes()
         for row, cache in enumerate(caches):
-            pages = tuple(cache.pages)
+            pages = tuple(cache.pages[: self._pages_of_text])
             if pages != self._pages[row]:
+                self._pages[row] = ()
                 self._copy(at("pages") + 8 * row * self._pages_of_text, np.array(pages, np.uint64))
                 self._pages[row] = pages
 
@@ -358,5 +385,9 @@ class TokenSteps:
 
 def choices(samplers: Sequence[Sampler]) -> np.ndarray[Any, Any]:
     """How the next tokens are chosen, as the GPU takes it."""
-    rows = [(s.how.temperature, s.how.top_p, min(s.how.top_k, 2**31 - 1), 0, s.peek()) for s in samplers]
-    return np.array(rows, CHOICE)
+
+    def row(s: Sampler) -> tuple[float, float, int, int, float]:
+        temperature = s.how.temperature if s.how.temperature > COLDEST else 0.0
+        return temperature, s.how.top_p, min(s.how.top_k, 2**31 - 1), 0, s.peek()
+
+    return np.array([row(sampler) for sampler in samplers], CHOICE)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from threading import Lock
+from threading import RLock
 
-from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes
+from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes, synchronize
 from billfish.backends.cuda.layers import PAGE, Shape
 from billfish.errors import BillfishError, ModelError, complaint
 from billfish.llm.cache import Cache
@@ -14,11 +14,14 @@ SLAB_BYTES = 1 << 26  # that are allocated at once, at least
 
 
 class PagePool:
-    """The pages of a model. Memory, once taken from the device, stays in the pool."""
+    """The pages of a model. Memory, once taken from the device, stays in the pool.
 
-    def __init__(self, shape: Shape, ordinal: int) -> None:
-        self.page_bytes, self.ordinal = shape.page_bytes, ordinal
-        self._lock = Lock()
+    stream: where all that reads and writes pages is launched, by whoever holds `steps`.
+    """
+
+    def __init__(self, shape: Shape, ordinal: int, stream: int, steps: RLock) -> None:
+        self.page_bytes, self.ordinal, self.stream, self.steps = shape.page_bytes, ordinal, stream, steps
+        self._lock = RLock()  # a cache that is collected in the middle of `take` gives its pages back in there
         self._slabs: list[Buffer] = []
         self._free: list[int] = []
 
@@ -28,9 +31,7 @@ class PagePool:
             missing = count - len(self._free)
             if missing > 0:
                 self._grow(missing)
-            taken = self._free[len(self._free) - count :]
-            del self._free[len(self._free) - count :]
-        return taken
+            return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: list[int]) -> None:
         with self._lock:
@@ -75,12 +76,13 @@ class CudaCache(Cache):
                 self.pages += self._pool.take(missing)
 
     def copy(self) -> CudaCache:
-        with self.lock, current(self._pool.ordinal):
-            other = CudaCache(self.config, self._pool, self.capacity)
-            check(driver().cuCtxSynchronize(), "waiting for the device")
+        pool = self._pool
+        with self.lock, pool.steps, current(pool.ordinal):
+            other = CudaCache(self.config, pool, self.capacity)
             for to, source in zip(other.pages, self.pages, strict=True):
-                check(driver().cuMemcpyDtoD(to, source, self._pool.page_bytes), "copying on the device")
-            check(driver().cuCtxSynchronize(), "waiting for the device")
+                copied = driver().cuMemcpyDtoDAsync(to, source, pool.page_bytes, pool.stream)
+                check(copied, "copying on the device")
+            synchronize(pool.stream)
             other.tokens = list(self.tokens)
         return other
 

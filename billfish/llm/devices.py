@@ -8,7 +8,7 @@ import re
 import sys
 
 from billfish.backends import BACKENDS
-from billfish.errors import BackendUnavailable, DataError, complaint
+from billfish.errors import DataError, complaint
 from billfish.llm.decoder import Decoder
 from billfish.llm.tensors import CALL, ModelTensors
 
@@ -21,7 +21,7 @@ def check_device(device: str) -> str:
     The variable BILLFISH_DEVICE of the environment says what "auto" means, if it is there.
     """
     if device == "auto":
-        device = os.environ.get("BILLFISH_DEVICE", device)
+        device = os.environ.get("BILLFISH_DEVICE") or device
     if device in ("cpu", "auto"):
         return device
     found = re.fullmatch(r"cuda(?::(\d+))?", device)
@@ -35,23 +35,16 @@ def check_device(device: str) -> str:
 
 
 def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
-    """The decoder for a device that was checked. "auto" tells on standard error if a GPU has no room for the model."""
-    if device.startswith("cuda:"):
-        return _on_gpu(tensors, int(device.removeprefix("cuda:")))
-    if device == "auto" and _has_driver() and BACKENDS["cuda"].usable()[0]:
-        try:
-            return _on_gpu(tensors, 0)
-        except BackendUnavailable as error:
-            print(f"{error}. The CPU runs it.", file=sys.stderr)
-    from billfish.llm.cpu import CpuDecoder
+    """The decoder for a device that was checked."""
+    if device == "auto":
+        device = "cuda:0" if _has_driver() and BACKENDS["cuda"].usable()[0] else "cpu"
+    if device == "cpu":
+        from billfish.llm.cpu import CpuDecoder
 
-    return CpuDecoder(tensors)
-
-
-def _on_gpu(tensors: ModelTensors, ordinal: int) -> Decoder:
+        return CpuDecoder(tensors)
     from billfish.llm.cuda import CudaDecoder
 
-    return CudaDecoder(tensors, ordinal)
+    return CudaDecoder(tensors, int(device.removeprefix("cuda:")))
 
 
 def _has_driver() -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DataError, ModelError, complaint
+from billfish.errors import BackendUnavailable, DataError, ModelError, complaint
 from billfish.files import path_of
 from billfish.llm.cache import Cache
 from billfish.llm.chat import ChatTemplate, Message
@@ -54,7 +54,8 @@ class Model:
                 advance(source.tensors.describe(name).nbytes, source.name(name))
                 return tensor if convert is None else convert(name, tensor)
 
-            self.decoder = make_decoder(device, ModelTensors(source, self.config, read))
+            tensors = ModelTensors(source, self.config, read, converted=convert is not None)
+            self.decoder = make_decoder(device, tensors)
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
@@ -190,14 +191,25 @@ def load(
     """
     device = check_device(device)
     model = default_model() if path is None else path_of("llm.load", path)
-    if quantize is None:
-        return Model(model, device, convert, progress)
-    if convert is not None:
+    if quantize is not None and convert is not None:
         raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
+    try:
+        return _load(model, device, quantize, convert, progress)
+    except BackendUnavailable as error:
+        if device != "auto":
+            raise
+        print(f"{error}. The CPU runs it.", file=sys.stderr)
+    return _load(model, "cpu", quantize, convert, progress)
+
+
+def _load(path: Path, device: str, quantize: str | None, convert: Convert | None, progress: bool | OnProgress) -> Model:
+    """As :func:`load`, on a device that was checked."""
+    if quantize is None:
+        return Model(path, device, convert, progress)
     from billfish.llm.quantizing import Quantizer  # here: most models are as they should be
 
-    quantizer = Quantizer(quantize, model)
-    loaded = Model(model, device, quantizer, progress)
+    quantizer = Quantizer(quantize, path)
+    loaded = Model(path, device, quantizer, progress)
     quantizer.report(sys.stderr, loaded.source.name)
     return loaded
 

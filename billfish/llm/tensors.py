@@ -25,10 +25,16 @@ MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "
 
 
 class ModelTensors:
-    """What a decoder is made of. Making one checks that all matrices are there; nothing but headers is read."""
+    """What a decoder is made of. Making one checks that all matrices are there; nothing but headers is read.
 
-    def __init__(self, source: Source, config: Config, convert: Convert | None = None) -> None:
+    converted: `convert` gives tensors of other sizes than the file's.
+    """
+
+    def __init__(
+        self, source: Source, config: Config, convert: Convert | None = None, *, converted: bool = False
+    ) -> None:
         self.source, self.config, self._convert = source, config, convert
+        self.converted = converted
         self.kinds: set[str] = set()  # formats, and types of plain matrices, that were read
         c = config
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size

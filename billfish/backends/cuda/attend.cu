@@ -167,9 +167,10 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
 #endif
   let_next_start();
   const int length = first_position + count, all = (length + PAGE - 1) / PAGE, mine = (all - part + parts - 1) / parts;  // tiles
-  // Tiles before the first new position were there before the previous kernel began.
+  // Tiles before that of the one new position were there before the previous kernel began. Of a passage it may write any.
+  const int old_tiles = FEW ? first_position / PAGE : 0;
   auto fetch = [&](int i, bool old) {
-    if (i < mine && (part + i * parts < first_position / PAGE) == old) tiles.fetch(part + i * parts, i % STAGES);
+    if (i < mine && (part + i * parts < old_tiles) == old) tiles.fetch(part + i * parts, i % STAGES);
   };
 #if __CUDA_ARCH__ >= 900
   for (int i = 0; i < STAGES; i++) fetch(i, true);

@@ -14,6 +14,7 @@ a *text*, whose pages hold keys and values of 64 positions each (pages.cuh). bac
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,16 +240,17 @@ class DeviceDecoder:
 
     def attend(self, stream: int, step: Step, rows: int, i: int, *, blocks: int, parts: int) -> None:
         s, at, few = self.shape, step.at, not blocks
-        warps = FEW_WARPS if few else MANY_WARPS
+        warps, tile = FEW_WARPS if few else MANY_WARPS, 2 * PAGE * s.wide * 2  # of keys and of values
+        stages = STAGES if STAGES * tile <= self.device.shared_bytes else 1
         macros = {
             "TYPE": self._type,
             "HEAD": s.head_size,
             "GROUP": s.group,
             "WARPS": warps,
-            "STAGES": STAGES,
+            "STAGES": stages,
             "FEW": int(few),
         }
-        tiles, sums = STAGES * 2 * PAGE * s.wide * 2, warps * 16 * (s.wide + 2) * 4  # the sums take the tiles' place
+        tiles, sums = stages * tile, warps * 16 * (s.wide + 2) * 4  # the sums take the tiles' place
         grid = (parts, s.kv_heads * -(-s.group // 16), rows) if few else (blocks, s.kv_heads)
         (q, _, _), (q_stride, _, _) = self.heads_at(step, rows, self.layers[i])
         pointers = q, at("positions"), at("blocks"), at("pages"), at("attended")
@@ -299,13 +301,20 @@ def sent(array: NDArray[Any], ordinal: int) -> Buffer:
 
 def captured(work: Callable[[int], None], stream: int) -> Any:
     """A graph of the launches that `work(stream)` makes, for cuGraphLaunch. The device is current."""
-    d = driver()
-    check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "capturing")
+    d, collecting = driver(), gc.isenabled()
+    gc.disable()  # memory that is freed meanwhile would end the capture
     try:
-        work(stream)
-    finally:
+        check(d.cuStreamBeginCapture(stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "capturing")
+        try:
+            work(stream)
+        except BaseException:
+            d.cuGraphDestroy(check(d.cuStreamEndCapture(stream), "capturing"))
+            raise
         graph = check(d.cuStreamEndCapture(stream), "capturing")
-    try:
-        return check(d.cuGraphInstantiate(graph, 0), "a graph")
+        try:
+            return check(d.cuGraphInstantiate(graph, 0), "a graph")
+        finally:
+            check(d.cuGraphDestroy(graph), "a graph")
     finally:
-        check(d.cuGraphDestroy(graph), "a graph")
+        if collecting:
+            gc.enable()

@@ -165,7 +165,10 @@ def signature(source: str, name: str) -> str:
 def _primary_context(ordinal: int) -> Any:
     device(ordinal)  # initializes the driver, or says that there is none
     d = driver()
-    return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
+    try:
+        return check(d.cuDevicePrimaryCtxRetain(check(d.cuDeviceGet(ordinal), "device")), "context")
+    except BillfishError as error:  # its memory is full, or it is somebody else's alone
+        raise BackendUnavailable(str(error)) from None
 
 
 def adopt(ordinal: int) -> None:
