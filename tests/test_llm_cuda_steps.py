@@ -280,20 +280,23 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     """Garbage is collected anywhere, so in the pool too: no page is lost, and none is given twice."""
     pool = model.decoder._pool
     grow = type(pool)._grow
+    monkeypatch.setattr(cuda_cache, "SLAB_BYTES", 1)
+    abandoned = [model.generate(counting(3, 100), max_tokens=50) for _ in range(5)]
+    for answer in abandoned:
+        next(answer)
+    del answer
+    taken = sum(slab.nbytes for slab in pool._slabs)
 
     def collecting(self: Any, missing: int) -> None:
-        abandoned = model.generate(counting(3, 100), max_tokens=50)
-        next(abandoned)
-        del abandoned
+        abandoned.clear()
         gc.collect()
         grow(self, missing)
 
     monkeypatch.setattr(type(pool), "_grow", collecting)
-    model.decoder.cache(10)
-    monkeypatch.setattr("billfish.llm.cuda_cache.SLAB_BYTES", 1)
-    caches = [model.decoder.cache(200) for _ in range(200)]
+    caches = [model.decoder.cache(200) for _ in range(20)]
     pages = [page for cache in caches for page in cache.pages]
-    assert len(set(pages)) == len(pages)
+    assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
+    assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
 
 
 def test_more_tokens_than_the_context_are_refused(model):
