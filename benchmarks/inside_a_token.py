@@ -87,7 +87,7 @@ def draw(results: dict[str, Any], path: str) -> None:
 def measured(threads: int) -> dict[str, Any]:
     """The records of this machine."""
     _cpu.set_threads(threads)
-    model = load()
+    model = load(device="cpu")
     level = _cpu.levels()[0]
     least = model.decoder.nbytes / _cpu.read_rate(level, 256) * 1e3
     records = [

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=800)
     parser.add_argument("--json", metavar="FILE", help="write the records there")
     arguments = parser.parse_args()
-    original = load()
+    original = load(device="cpu")
     tokens = [t for text in samples() for t in original.tokenizer.encode(text, special=False)][: arguments.tokens]
     base = evaluate(original, tokens, activations="exact")
     print(f"the file as it is: perplexity {base.perplexity:.2f} ± {base.perplexity * base.loss_error:.2f}")
@@ -75,7 +75,7 @@ def main() -> None:
             size = group_size or bf.get_format(format).default_group_size
             if any((r["format"], r["group_size"], r["method"]) == (format, size, method) for r in records):
                 continue
-            model = load(default_model(), convert=requantized(format, group_size, method))
+            model = load(default_model(), device="cpu", convert=requantized(format, group_size, method))
             found = evaluate(model, tokens, against=original, activations="q16")
             chosen = bf.get_format(format)
             record = {

@@ -17,6 +17,7 @@ import numpy as np
 from billfish.arrays import Input
 from billfish.backends.base import Backend, Direct, Problem, Product, delivered
 from billfish.backends.cuda import arrays
+from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.direct import direct
 from billfish.backends.cuda.driver import device
@@ -54,6 +55,7 @@ class CudaBackend(Backend):
     def usable(self) -> tuple[bool, str]:
         try:
             found = device()
+            check_compiler()
         except BackendUnavailable as error:
             return False, str(error).removeprefix("[cuda] ")
         return True, f"{found.name}, {found.arch}"
