@@ -20,15 +20,8 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
 from billfish.arrays import Input, bfloat16
-from billfish.errors import DTypeError, FormatError, complaint
-
-# torch computes with few unsigned integers. Those of 16 and 32 bits are signed ones with the same bits there.
-TYPES = {
-    np.dtype(name): name
-    for name in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-} | {bfloat16: "bfloat16", np.dtype(np.uint16): "int16", np.dtype(np.uint32): "int32"}
-NUMPY_TYPES = {name: dtype for dtype, name in TYPES.items() if dtype.kind != "u" or dtype == np.uint8}
-DISGUISED = (np.dtype(np.uint16), np.dtype(np.uint32))
+from billfish.device_types import DISGUISED, NUMPY_TYPES, cast, ldexp, missing, torch_type, widened
+from billfish.errors import DTypeError, complaint
 
 UFUNCS: dict[np.ufunc, str] = {
     np.add: "add",
@@ -120,10 +113,10 @@ class DeviceArray(NDArrayOperatorsMixin):
         self.tensor[self._key(key)] = self._operand(value, self.dtype)
 
     def __float__(self) -> float:
-        return float(self.tensor)
+        return float(self.numpy().item())
 
     def __int__(self) -> int:
-        return int(self.tensor)
+        return int(self.numpy().item())
 
     def __bool__(self) -> bool:
         return bool(self.tensor)
@@ -141,7 +134,7 @@ class DeviceArray(NDArrayOperatorsMixin):
         """A copy in CPU memory."""
         torch = sys.modules["torch"]
         bits = self.tensor.view(torch.int16) if self.dtype == bfloat16 else self.tensor
-        array: NDArray[Any] = bits.cpu().numpy()
+        array: NDArray[Any] = bits.to("cpu", copy=True).numpy()
         return array.view(self.dtype)
 
     def bytes(self) -> Any:
@@ -153,7 +146,7 @@ class DeviceArray(NDArrayOperatorsMixin):
     def astype(self, dtype: Any, order: str = "K", *, copy: bool = True) -> DeviceArray:
         """Of another type. order: "C" for rows one after the other."""
         target = np.dtype(dtype)
-        tensor = _cast(self.tensor, self.dtype, target)
+        tensor = cast(self.tensor, self.dtype, target)
         if order == "C":
             tensor = tensor.contiguous()
         if copy and tensor.data_ptr() == self.tensor.data_ptr():
@@ -163,7 +156,7 @@ class DeviceArray(NDArrayOperatorsMixin):
     def view(self, dtype: Any) -> DeviceArray:
         """The same bytes as numbers of another type."""
         target = np.dtype(dtype)
-        return DeviceArray(self.tensor.contiguous().view(getattr(sys.modules["torch"], TYPES[target])), target)
+        return DeviceArray(self.tensor.contiguous().view(torch_type(target)), target)
 
     def copy(self) -> DeviceArray:
         """In the order of rows."""
@@ -178,42 +171,53 @@ class DeviceArray(NDArrayOperatorsMixin):
     def transpose(self, *axes: int) -> DeviceArray:
         return DeviceArray(self.tensor.permute(*(axes or reversed(range(self.ndim)))), self.dtype)
 
-    def clip(self, low: Any, high: Any) -> DeviceArray:
-        least, most = (self.dtype.type(bound).item() for bound in (low, high))
-        return DeviceArray(self.tensor.clamp(least, most), self.dtype)
+    def clip(self, low: Any = None, high: Any = None) -> DeviceArray:
+        given = {"min": low, "max": high}
+        bounds = {name: bound for name, bound in given.items() if bound is not None}
+        dtype = _common_type(self, *bounds.values())
+        if not bounds or dtype.kind == "b" or dtype in DISGUISED:
+            raise missing(f"clip of {dtype} to {low}, {high}")
+        operands = {name: self._operand(bound, dtype) for name, bound in bounds.items()}
+        return DeviceArray(self._operand(self, dtype).clamp(**operands), dtype)
 
-    def max(self, axis: int | None = None, keepdims: bool = False) -> Any:
-        return self._reduced("amax", axis, keepdims)
+    def max(self, axis: Any = None, **settings: Any) -> Any:
+        return self._reduced("amax", axis, **settings)
 
-    def min(self, axis: int | None = None, keepdims: bool = False) -> Any:
-        return self._reduced("amin", axis, keepdims)
+    def min(self, axis: Any = None, **settings: Any) -> Any:
+        return self._reduced("amin", axis, **settings)
 
     def argmax(self, axis: int) -> DeviceArray:
         """The first, of equal ones."""
-        return DeviceArray(self.tensor.argmax(dim=axis))
+        return DeviceArray(self._ordered().argmax(dim=axis))
 
     def argmin(self, axis: int) -> DeviceArray:
         """The first, of equal ones."""
-        return DeviceArray(self.tensor.argmin(dim=axis))
+        return DeviceArray(self._ordered().argmin(dim=axis))
 
-    def sum(self, axis: int | None = None, dtype: Any = None) -> Any:
-        wide = np.dtype(dtype) if dtype is not None else np.dtype(np.int64) if self.dtype.kind in "biu" else self.dtype
-        return self.astype(wide, copy=False)._reduced("sum", axis, False)
+    def sum(self, axis: Any = None, dtype: Any = None, **settings: Any) -> Any:
+        if dtype is None and self.dtype.kind == "u":
+            raise missing(f"sum of {self.dtype} without dtype=")
+        wide = np.dtype(dtype) if dtype is not None else np.dtype(np.int64) if self.dtype.kind in "bi" else self.dtype
+        return self.astype(wide, copy=False)._reduced("sum", axis, **settings)
 
-    def all(self, axis: int | None = None) -> Any:
-        return self.astype(bool, copy=False)._reduced("all", axis, False)
+    def all(self, axis: Any = None, **settings: Any) -> Any:
+        return self.astype(bool, copy=False)._reduced("all", axis, **settings)
 
-    def any(self, axis: int | None = None) -> Any:
-        return self.astype(bool, copy=False)._reduced("any", axis, False)
+    def any(self, axis: Any = None, **settings: Any) -> Any:
+        return self.astype(bool, copy=False)._reduced("any", axis, **settings)
 
-    def _reduced(self, name: str, axis: int | None, keepdims: bool) -> Any:
-        """Along an axis, or all of it to one number of NumPy's, which is fetched."""
-        if self.dtype in DISGUISED:
-            raise missing(f"{name} of {self.dtype}")
-        if axis is None:
-            return self.dtype.type(getattr(self.tensor, name)().item())
-        reduced = getattr(self.tensor, name)(dim=axis, keepdim=keepdims)
-        return DeviceArray(reduced.to(self.tensor.dtype), self.dtype)  # torch adds up integers in 64 bits
+    def _ordered(self) -> Any:
+        """A tensor whose numbers torch compares as NumPy compares these."""
+        return _index(self) if self.dtype in DISGUISED else self.tensor.byte() if self.dtype == bool else self.tensor
+
+    def _reduced(self, name: str, axis: Any, *, keepdims: bool = False, **others: Any) -> Any:
+        """Along an axis or several, or all of it to one number of NumPy's, which is fetched."""
+        if others or self.dtype in DISGUISED:
+            raise missing(f"{name} of {self.dtype}" + "".join(f", {setting}=" for setting in others))
+        axes = tuple(range(self.ndim)) if axis is None else axis
+        reduced = getattr(self.tensor, name)(dim=axes, keepdim=keepdims)
+        found = DeviceArray(reduced.to(self.tensor.dtype), self.dtype)  # torch adds up integers in 64 bits
+        return found.numpy()[()] if axis is None and not keepdims else found
 
     # ---- NumPy's functions ------------------------------------------------------------------------------------------
 
@@ -225,52 +229,67 @@ class DeviceArray(NDArrayOperatorsMixin):
         shared = next(x for x in inputs if isinstance(x, DeviceArray))
         operands = [shared._operand(x, dtype) for x, dtype in zip(inputs, taken, strict=True)]
         if taken[0] in DISGUISED and ufunc is np.right_shift:
-            operands[0] = _widened(operands[0], taken[0])
+            operands[0] = widened(operands[0], taken[0])
         elif taken[0] in DISGUISED and ufunc not in SIGNLESS:
             raise missing(f"numpy.{ufunc.__name__} of {taken[0]}")
         torch = sys.modules["torch"]
         if out is not None:  # x += y
+            shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+            fits = getattr(out[0], "dtype", None) == result and out[0].shape == shape
+            if ufunc not in UFUNCS or ufunc.nout > 1 or not fits:
+                raise missing(f"numpy.{ufunc.__name__} into an array that is not {result} {list(shape)}")
             getattr(torch, UFUNCS[ufunc])(*operands, out=out[0].tensor)
             return out[0]
-        found = _ldexp(*operands) if ufunc is np.ldexp else getattr(torch, UFUNCS[ufunc])(*operands)
+        found = ldexp(*operands) if ufunc is np.ldexp else getattr(torch, UFUNCS[ufunc])(*operands)
         if ufunc is np.frexp:
             return DeviceArray(found.mantissa), DeviceArray(found.exponent)
-        return DeviceArray(found.to(getattr(torch, TYPES[result])), result)
+        return DeviceArray(found.to(torch_type(result)), result)
 
     def __array_function__(self, function: Any, types: Any, args: Any, settings: Any) -> Any:
-        if function in METHODS:
-            return getattr(args[0], function.__name__)(*args[1:], **settings)
-        if function not in FUNCTIONS:
+        if function not in METHODS and function not in FUNCTIONS:
             raise missing(f"numpy.{function.__name__}")
-        return FUNCTIONS[function](*args, **settings)
+        try:
+            if function in METHODS:
+                return getattr(args[0], function.__name__)(*args[1:], **settings)
+            return FUNCTIONS[function](*args, **settings)
+        except (TypeError, AttributeError, NotImplementedError) as error:  # an argument that NumPy takes
+            raise missing(f"numpy.{function.__name__} ({error})") from error
 
     def _operand(self, value: Any, dtype: np.dtype[Any]) -> Any:
         """A tensor beside this one.
 
         A number becomes one, too: torch divides by a number of Python's as if it multiplied by its reciprocal.
         """
-        torch = sys.modules["torch"]
         if isinstance(value, DeviceArray):
-            return _cast(value.tensor, value.dtype, dtype)
+            return cast(value.tensor, value.dtype, dtype)
+        kind = torch_type(dtype)
+        if type(value) is int and dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+            raise missing(f"{value} beside {dtype}")
         array = np.asarray(value).astype(dtype, copy=False)
         if array.ndim == 0:
             signed = array.view(f"i{dtype.itemsize}") if dtype in DISGUISED else array
-            return torch.full((), signed.item(), dtype=getattr(torch, TYPES[dtype]), device=self.tensor.device)
+            return sys.modules["torch"].full((), signed.item(), dtype=kind, device=self.tensor.device)
         return to_device(array, self.tensor.device).tensor
 
     def _key(self, key: Any) -> Any:
         if isinstance(key, tuple):
-            return tuple(map(self._key, key))
+            keys = tuple(map(self._key, key))
+            at = [i for i, k in enumerate(keys) if not (k is None or k is ... or isinstance(k, slice))]
+            numbers = [i for i in at if not getattr(keys[i], "ndim", 0)]
+            if numbers and len(numbers) < len(at) <= at[-1] - at[0]:  # for NumPy, the number is an array, too
+                raise missing("a slice between a number and an array of positions")
+            return keys
         if isinstance(key, np.ndarray):
-            return sys.modules["torch"].as_tensor(key, device=self.tensor.device)
+            key = to_device(key, self.tensor.device)
         if isinstance(key, DeviceArray):
-            return key.tensor if key.dtype == bool else key.tensor.long()
+            return key.tensor if key.dtype == bool else _index(key)
         return key
 
 
 def to_device(array: NDArray[Any], device: Any) -> DeviceArray:
     """A copy of an array on a device."""
     held = np.array(array)
+    torch_type(held.dtype)
     signed = held.view(f"i{held.dtype.itemsize}") if held.dtype in DISGUISED else held
     return DeviceArray(sys.modules["torch"].from_numpy(signed).to(device), held.dtype)
 
@@ -282,40 +301,21 @@ def look_up(table: NDArray[Any], index: Any) -> Any:
     return table[index]
 
 
-def missing(name: str) -> FormatError:
-    """What a format gets that uses more of NumPy than there is."""
-    takes = "w.cpu(), or functions that billfish.device_array has"
-    return FormatError(complaint("quantize", "format", f"one that uses {name}, which arrays on a device lack", takes))
-
-
 def _type_of(value: Any) -> Any:
     """As `ufunc.resolve_dtypes` takes it: Python's numbers have no width."""
     return type(value) if type(value) in (int, float) else np.result_type(getattr(value, "dtype", value))
 
 
-def _widened(tensor: Any, dtype: np.dtype[Any]) -> Any:
-    """Numbers of a type without a sign in int64."""
-    return tensor.long() & (2 ** (8 * dtype.itemsize) - 1)
+def _common_type(*values: Any) -> np.dtype[Any]:
+    """That NumPy gives to several values together."""
+    return np.result_type(*(x if type(x) in (int, float) else np.zeros((), _type_of(x)) for x in values))
 
 
-def _cast(tensor: Any, dtype: np.dtype[Any], target: np.dtype[Any]) -> Any:
-    if target not in TYPES:
-        raise missing(f"numbers of type {target}")
-    if dtype == target:
-        return tensor
-    torch = sys.modules["torch"]
-    if dtype in DISGUISED:
-        tensor = _widened(tensor, dtype)
-    if target in DISGUISED and tensor.dtype.is_floating_point:
-        tensor = tensor.long()
-    return tensor.to(getattr(torch, TYPES[target]))
-
-
-def _ldexp(x: Any, exponent: Any) -> Any:
-    """x * 2^exponent, rounded once: a float64 holds that power as it is. Exponents from -1022 to 1023."""
-    torch = sys.modules["torch"]
-    power = (exponent.long() + 1023 << 52).view(torch.float64)
-    return (x.double() * power).to(x.dtype)
+def _index(array: DeviceArray) -> Any:
+    """Positions, in int64."""
+    if array.dtype.kind not in "iu":
+        raise missing(f"an index of type {array.dtype}")
+    return cast(array.tensor, array.dtype, np.dtype(np.int64))
 
 
 # ---- functions of several arrays, and those that make one ------------------------------------------------------------
@@ -323,7 +323,7 @@ def _ldexp(x: Any, exponent: Any) -> Any:
 
 def _several(name: str) -> Callable[..., DeviceArray]:
     def joined(arrays: Any, axis: int = 0) -> DeviceArray:
-        dtype = np.result_type(*(array.dtype for array in arrays))
+        dtype = _common_type(*arrays)
         beside = next(array for array in arrays if isinstance(array, DeviceArray))
         tensors = [beside._operand(array, dtype) for array in arrays]
         return DeviceArray(getattr(sys.modules["torch"], name)(tensors, dim=axis), dtype)
@@ -333,8 +333,7 @@ def _several(name: str) -> Callable[..., DeviceArray]:
 
 def _where(condition: Any, a: Any, b: Any) -> DeviceArray:
     beside = next(x for x in (condition, a, b) if isinstance(x, DeviceArray))
-    values = [x if type(x) in (int, float) else np.zeros((), x.dtype) for x in (a, b)]
-    dtype = np.result_type(*values)
+    dtype = _common_type(a, b)
     tensors = (beside._operand(x, kind) for x, kind in ((condition, np.dtype(bool)), (a, dtype), (b, dtype)))
     return DeviceArray(sys.modules["torch"].where(*tensors), dtype)
 
@@ -345,19 +344,26 @@ def _repeat(array: DeviceArray, times: int, axis: int | None = None) -> DeviceAr
 
 
 def _take_along_axis(array: Any, index: DeviceArray, axis: int) -> DeviceArray:
-    return DeviceArray(array.tensor.gather(axis, index.tensor.long()), array.dtype)
+    at, size = _index(index), array.shape[axis]
+    if at.transpose(0, axis).shape[1:] != array.tensor.transpose(0, axis).shape[1:]:
+        raise missing(f"numpy.take_along_axis of shapes {list(array.shape)} and {list(at.shape)}")
+    return DeviceArray(array.tensor.gather(axis, at.where(at >= 0, at + size)), array.dtype)
 
 
-def _einsum(subscripts: str, *arrays: DeviceArray) -> DeviceArray:
+def _einsum(subscripts: str, *arrays: Any) -> DeviceArray:
     """Products of numbers, then sums: torch's own would multiply matrices, by TF32 where that is allowed."""
-    given, result = subscripts.replace(" ", "").split("->")
+    given, arrow, result = subscripts.replace(" ", "").partition("->")
+    if not arrow or "." in given:
+        raise missing(f"numpy.einsum of {subscripts!r}")
+    beside, dtype = next(array for array in arrays if isinstance(array, DeviceArray)), _common_type(*arrays)
     letters = [*result, *sorted(set(given) - {",", *result})]
     product: Any = 1
     for names, array in zip(given.split(","), arrays, strict=True):
-        ordered = array.tensor.permute(*(names.index(letter) for letter in letters if letter in names))
+        ordered = beside._operand(array, dtype).permute(*(names.index(letter) for letter in letters if letter in names))
         product = product * ordered[tuple(slice(None) if letter in names else None for letter in letters)]
     summed = list(range(len(result), len(letters)))
-    return DeviceArray(product.sum(dim=summed) if summed else product)
+    total = product.sum(dim=summed) if summed else product
+    return DeviceArray(total.to(torch_type(dtype)), dtype)
 
 
 def _filled(value: float) -> Callable[..., DeviceArray]:
