@@ -197,24 +197,26 @@ class Weights(dict[str, Any]):
             return lent(held) if name in self.names and isinstance(held, Tensor) else held
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.made = None
-        if name in self.names and not torch.compiler.is_compiling():
-            self.restore()
-            held = self.own(name)
-            if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
-                return
-            if isinstance(value, Tensor):
-                value = own(value)
-        if name == ORDER:
-            self.direct = None
-        if name == ABOUT and isinstance(value, Tensor):
-            self.check_about("MarlinLinear", value)
-        dict.__setitem__(self, name, value)
+        with self._lock:  # a product of another thread must not remember the former tensor after this forgets it
+            self.made = None
+            if name in self.names and not torch.compiler.is_compiling():
+                self.restore()
+                held = self.own(name)
+                if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
+                    return
+                if isinstance(value, Tensor):
+                    value = own(value)
+            if name == ORDER:
+                self.direct = None
+            if name == ABOUT and isinstance(value, Tensor):
+                self.check_about("MarlinLinear", value)
+            dict.__setitem__(self, name, value)
 
     def __delitem__(self, name: str) -> None:
-        self.made = None
-        self.restore()
-        dict.__delitem__(self, name)
+        with self._lock:
+            self.made = None
+            self.restore()
+            dict.__delitem__(self, name)
 
     def __iter__(self) -> Iterator[str]:
         """As a dict's own; but dict(weights) copies a dict without asking it, unless it has an `__iter__`."""
@@ -359,7 +361,8 @@ class Weights(dict[str, Any]):
 
     def repack(self) -> None:
         """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""
-        self.restore()
-        self.made = None
-        for tensor in self.for_operator()[0]:
-            Watch.on(tensor).forget(tensor)
+        with self._lock:
+            self.restore()
+            self.made = None
+            for tensor in self.for_operator()[0]:
+                Watch.on(tensor).forget(tensor)
