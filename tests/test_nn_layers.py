@@ -256,6 +256,25 @@ def test_a_part_of_a_state_dict_is_loaded_if_that_is_wanted():
     assert torch.equal(layer.scales, other.scales)
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_move_that_fails_leaves_the_weights_as_they_were(failing):
+    layer = TORCH.ours.MarlinLinear.from_quantized(bf.quantize(gaussian((16, 64)), "u4"), permutation=np.arange(64))
+    before, calls = layer.state_dict(), []
+
+    def move(tensor):
+        calls.append(tensor)
+        if len(calls) == failing:
+            raise MemoryError
+        return torch.zeros_like(tensor)
+
+    with pytest.raises(MemoryError):
+        layer._apply(move)
+    after = layer.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert layer.to("meta").device.type == "meta"
+
+
 @BOTH
 def test_scales_of_a_wider_type_survive_the_state_dict(framework):
     storage = dict(bf.quantize(gaussian((8, 64)), "u4").storage)

@@ -228,6 +228,53 @@ def test_x_that_is_written_to_between_two_products():
     assert merged[0].seen == (3, 32)
 
 
+class Helped(Writes):
+    """A module whose forward leaves its products to another method."""
+
+    def forward(self, x):
+        return self.gated(x)
+
+    def gated(self, x):
+        return self.gate_proj(x) * self.up_proj(x)
+
+
+class Scaled(Writes):
+    """A module that writes to a part after another part is kept for its gradient."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        square = gate * gate
+        up *= 2
+        return square * up
+
+
+class Inherited(Writes):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Helped, Scaled, Inherited])
+def test_modules_as_people_write_them(kind):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(kind())
+    merged = copy.deepcopy(model)
+    bf.quantize_model(model, "q4_0", method="rtn", progress=False)
+    report = bf.quantize_model(merged, "q4_0", method="rtn", progress=False, merge=True)
+    assert report.apart == ({"0.gate_up_proj": "forward calls super()"} if kind is Inherited else {})
+    ys, gradients = [], []
+    for each in (model, merged):
+        x = torch.ones(3, 64, requires_grad=True)
+        ys.append(each(x.clone()))
+        ys[-1].sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(ys[0], ys[1])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+    with torch.no_grad():
+        compiled = torch.compile(merged, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(torch.ones(3, 64)), ys[0])
+
+
 def test_what_stays_apart_and_why():
     model = make_model()
     model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward

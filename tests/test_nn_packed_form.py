@@ -180,6 +180,44 @@ def test_compiled_graphs_and_gradients_take_the_packed_form(act_order):
     assert torch.equal(exported(X), eager)
 
 
+def set_order(layer, order):
+    layer.permutation = order
+
+
+WRITES_OF_ORDER = {
+    "assigned": set_order,
+    "copy_": lambda layer, order: layer.permutation.copy_(order),
+    "data.copy_": lambda layer, order: layer.permutation.data.copy_(order),
+}
+
+
+@pytest.mark.parametrize("way", WRITES_OF_ORDER)
+def test_another_order_is_checked_and_taken(way):
+    layer, tensor = make_layer("u4", act_order=True)
+    layer(X)
+    assert is_packed(layer)
+    WRITES_OF_ORDER[way](layer, torch.zeros(K, dtype=torch.int32))
+    for _ in range(2):
+        with pytest.raises(bf.ShapeError, match="permutation"):
+            layer(X)
+    WRITES_OF_ORDER[way](layer, torch.arange(K, dtype=torch.int32))
+    expected = torch.from_numpy(bf.quantized_linear(X.numpy(), tensor))
+    for _ in range(2):
+        assert torch.equal(layer(X), expected)
+        assert is_packed(layer)
+
+
+def test_an_order_that_somebody_holds_may_be_written_to_at_any_time():
+    layer, _ = make_layer("u4", act_order=True)
+    layer(X)
+    order = layer.permutation
+    layer(X)
+    assert not is_packed(layer)
+    order.data.zero_()
+    with pytest.raises(bf.ShapeError, match="permutation"):
+        layer(X)
+
+
 def test_x_elsewhere_finds_the_storage():
     layer, tensor = make_layer("q4_0")
     layer(X)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from nn_frameworks import MLX, TORCH, count_packs
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.nn import torch_watch
+from billfish.nn import torch_watch, torch_weights
 
 BOTH = pytest.mark.parametrize("framework", [TORCH, MLX], ids=lambda f: f.name)
 # A format of words, one of blocks, and one with a scale for the whole tensor.
@@ -114,6 +115,24 @@ TORCH_WAYS = pytest.mark.parametrize("way", TORCH_CHANGES)
 def test_torch_sees_every_change(format, way):
     other = make_layer(TORCH, format, 1)
     check_change(TORCH, make_layer(TORCH, format), lambda layer: TORCH_CHANGES[way](layer, other))
+
+
+def test_a_product_of_another_thread_does_not_keep_the_former_weights(monkeypatch):
+    layer, other = (make_layer(TORCH, "q4_0", seed) for seed in (0, 1))
+    x = torch.from_numpy(gaussian((3, K), 9))
+    layer(x)
+    own, thread = torch_weights.own, threading.Thread(target=layer, args=(x,))
+
+    def own_during_a_product(tensor):
+        thread.start()
+        thread.join(1)  # it may have to wait for the new tensor
+        return own(tensor)
+
+    blocks = other.blocks.clone()
+    monkeypatch.setattr(torch_weights, "own", own_during_a_product)
+    layer.blocks = blocks
+    thread.join()
+    assert torch.equal(layer(x), other(x))
 
 
 @FORMATS

@@ -312,17 +312,25 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
         self._weights.restore()
-        held = {name: self._weights.own(name) for name in self.storage_names}
-        del self._weights[ABOUT]  # what `to_empty` would leave of it says nothing
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, before in held.items():
-            after = self._weights.own(name)
-            if after.dtype != before.dtype:
-                self._weights[name] = before.to(after.device)
-        del held, before, after
-        self.set_about()
-        self._weights.pack(self.activations)
+        self._convert(fn, recurse)
+        self._weights.pack(self.activations)  # now that nobody holds the former storage
         return self
+
+    def _convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Storage keeps its types. All buffers stay as they were if `fn` fails, as for want of memory."""
+        weights = self._weights
+        held = {name: weights.own(name) for name in list(weights)}
+        weights.pop(ABOUT, None)  # what `to_empty` would leave of it says nothing
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name in self.storage_names:
+                device, dtype = weights.own(name).device, weights.own(name).dtype
+                if dtype != held[name].dtype:
+                    weights[name] = held[name].to(device)
+            self.set_about()
+        except BaseException:
+            weights.update(held)
+            raise
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         self._take_state(*arguments)

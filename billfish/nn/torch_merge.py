@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,11 +63,15 @@ class Joint(NamedTuple):
 
     def why_not(self) -> str:
         """Why they cannot be joined, in words for the user, or nothing."""
-        layers, others = self.layers, OTHERS.intersection(inspect.signature(type(self.module).forward).parameters)
+        layers, module = self.layers, self.module
+        own_class = module.own_class if isinstance(module, Merged) else type(module)
+        others = OTHERS.intersection(inspect.signature(own_class.forward).parameters)
         if others:
             return f"forward takes {others.pop()}, which some of them may multiply"
         if "forward" in self.module.__dict__:
             return "somebody has put another forward in the place of the module's own"
+        if method := calls_super(own_class):
+            return f"{method} calls super()"
         if len({layer.in_features for layer in layers}) > 1:
             return "its parts have different K"
         if len({layer.bias is None for layer in layers}) > 1:
@@ -146,6 +150,21 @@ def find_joints(model: torch.nn.Module) -> list[Joint]:
     ]
 
 
+def calls_super(own_class: type[torch.nn.Module]) -> str:
+    """The name of a method that calls super(), which takes no stand-in for a module, or nothing."""
+    written = [each for each in own_class.__mro__ if each not in torch.nn.Module.__mro__]
+    for name, method in itertools.chain.from_iterable(vars(each).items() for each in written):
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        if code is not None and takes_stand_in(name) and ("super" in code.co_names or "__class__" in code.co_freevars):
+            return name
+    return ""
+
+
+def takes_stand_in(name: str) -> bool:
+    """Whether a method of this name gets a stand-in for its module: the methods that a model's author adds."""
+    return name == "forward" or not hasattr(torch.nn.Module, name)
+
+
 # ---- a module with joint products ------------------------------------------------------------------------------------
 
 
@@ -163,7 +182,9 @@ class JointProduct:
         # write to x between its products.
         version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
         if x is not self.x or version != self.version:
-            self.parts = self.layer(x).split(self.sizes, -1)
+            parts = self.layer(x).split(self.sizes, -1)
+            # For autograd, a write to one part would be a write to all of them.
+            self.parts = tuple(part.clone() for part in parts) if torch.is_grad_enabled() else parts
             self.x, self.version = x, version
         return self.parts[number]
 
@@ -189,7 +210,10 @@ class StandIn:
                 object.__setattr__(self, part, Projection(product, number))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        found = getattr(self._module, name)
+        if inspect.ismethod(found) and found.__self__ is self._module and takes_stand_in(name):
+            return partial(found.__func__, self)  # compilers do not take types.MethodType
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)

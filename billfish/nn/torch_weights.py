@@ -172,9 +172,11 @@ class Weights(dict[str, Any]):
     def __init__(self, format: Format, shape: tuple[int, int], group_size: int) -> None:
         self.format, self.shape, self.group_size = format, shape, group_size
         self.names = format.storage_names
+        self.watched = (*self.names, ORDER)
         self.features: int | None = None  # of x, where W is some columns of a larger matrix
-        self.made: Made | None = None  # of storage,
-        self.watches: list[Watch] = []  # which these watch
+        self.made: Made | None = None  # of storage
+        self.watches: list[Watch] = []  # of storage, and of `permutation` where there is one,
+        self.states: list[object] = []  # which was checked in this state
         self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
         self.direct: Direct | None = None  # the packed form's, for x in the order of its features
         self._lock = threading.RLock()  # for changing from one to the other
@@ -191,30 +193,30 @@ class Weights(dict[str, Any]):
             return dict.__getitem__(self, name)
         with self._lock:
             self.made = None
-            if name in self.names:
-                self.restore()
+            if name in self.names or (name == ORDER and self.own(ORDER) is not None):
+                self.restore()  # `permutation` may be written to, and is checked before weights are packed
             held = dict.__getitem__(self, name)
-            return lent(held) if name in self.names and isinstance(held, Tensor) else held
+            return lent(held) if name in self.watched and isinstance(held, Tensor) else held
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.made = None
-        if name in self.names and not torch.compiler.is_compiling():
-            self.restore()
-            held = self.own(name)
-            if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
-                return
-            if isinstance(value, Tensor):
-                value = own(value)
-        if name == ORDER:
-            self.direct = None
-        if name == ABOUT and isinstance(value, Tensor):
-            self.check_about("MarlinLinear", value)
-        dict.__setitem__(self, name, value)
+        with self._lock:  # a product of another thread must not remember the former tensor after this forgets it
+            self.made = None
+            if name in self.watched and not torch.compiler.is_compiling():
+                self.restore()
+                held = self.own(name)
+                if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
+                    return
+                if isinstance(value, Tensor):
+                    value = own(value)
+            if name == ABOUT and isinstance(value, Tensor):
+                self.check_about("MarlinLinear", value)
+            dict.__setitem__(self, name, value)
 
     def __delitem__(self, name: str) -> None:
-        self.made = None
-        self.restore()
-        dict.__delitem__(self, name)
+        with self._lock:
+            self.made = None
+            self.restore()
+            dict.__delitem__(self, name)
 
     def __iter__(self) -> Iterator[str]:
         """As a dict's own; but dict(weights) copies a dict without asking it, unless it has an `__iter__`."""
@@ -268,7 +270,7 @@ class Weights(dict[str, Any]):
     def matrix(self) -> QuantizedTensor:
         """The matrix with its storage."""
         tensor = self.current().tensor
-        return tensor if tensor.storage else read(self.format, self.group_size, self.watches)
+        return tensor if tensor.storage else read(self.format, self.group_size, self.watches[: len(self.names)])
 
     @property
     def nbytes(self) -> int:
@@ -281,7 +283,7 @@ class Weights(dict[str, Any]):
         made = self.made
         if made is not None:
             # There are none to ask if another thread has just packed these very contents.
-            for name, watch, state in zip(self.names, self.watches, made.states, strict=False):
+            for name, watch, state in zip(self.watched, self.watches, self.states, strict=False):
                 tensor = self.own(name)
                 if tensor is None or watch.lent or watch.state is not state:
                     break
@@ -291,12 +293,14 @@ class Weights(dict[str, Any]):
                 return made
         with self._lock:
             self.restore()
-            order = self.own(ORDER)
-            if order is not None:
-                check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
             tensors, _ = self.for_operator()
             made = made_of(tensors, self.format, self.group_size)
-            self.watches, self.made = [Watch.on(tensor) for tensor in tensors], made
+            watches, order = [Watch.on(tensor) for tensor in tensors], self.own(ORDER)
+            if order is not None:
+                watches.append(Watch.on(order))
+                watches[-1].look(order)
+                check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
+            self.watches, self.states, self.made = watches, [watch.state for watch in watches], made
             return made
 
     def settle(self) -> None:
@@ -359,7 +363,8 @@ class Weights(dict[str, Any]):
 
     def repack(self) -> None:
         """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""
-        self.restore()
-        self.made = None
-        for tensor in self.for_operator()[0]:
-            Watch.on(tensor).forget(tensor)
+        with self._lock:
+            self.restore()
+            self.made = None
+            for tensor in self.for_operator()[0]:
+                Watch.on(tensor).forget(tensor)
