@@ -38,6 +38,7 @@ from billfish.checkpoints.writers.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_fields, tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.files import read_whole
 from billfish.progress import OnProgress
 from billfish.version import __version__
 
@@ -216,7 +217,7 @@ def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]
         elif path.stat().st_size > MAX_COMPANION_BYTES:
             notes.append(Remark(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
         else:
-            copied[path.name] = path.read_bytes()
+            copied[path.name] = read_whole(path, MAX_COMPANION_BYTES)
     return copied
 
 
