@@ -20,8 +20,11 @@ from billfish.errors import DTypeError, complaint
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
+MAX_DIRECTORY = 4096  # bytes of the list of members; theirs take some 60 each
+MAX_WHOLE = 200_000_000  # bytes of a small file, such as a tokenizer.json of 30 MB
 NPY = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n",
+    rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, "
+    rb"'shape': \(([0-9, ]{0,200})\), \} *\n",  # no more axes than NumPy has: their product takes time
     re.DOTALL,
 )
 
@@ -36,7 +39,7 @@ def path_of(call: str, path: object) -> Path:
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     """A regular file, to be read. A pipe or a device, which could make us wait for ever, is an OSError.
 
-    Whatever else is read from a path goes through here. Links are followed.
+    Models, packed weights and texts of a user are opened here. Links are followed.
     """
     # Without O_NONBLOCK, opening a pipe waits for somebody who writes to it. Regular files do not care.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -54,6 +57,15 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
         raise
 
 
+def read_whole(path: str | os.PathLike[str], most: int = MAX_WHOLE) -> bytes:
+    """The content of a regular file of at most so many bytes. A larger one is an OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"{size} bytes, more than {most}")
+        return file.read(size)
+
+
 def is_affordable(cost: int, size: int) -> bool:
     """Whether reading files of `size` bytes may cost so much memory: 64 MB, and 8 times the files.
 
@@ -69,18 +81,34 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - 22))  # the end of a zip file says how many members it has
-        if int.from_bytes(file.read()[10:12], "little") > MAX_MEMBERS:
+        if _directory_bytes(file, size) > MAX_DIRECTORY:  # all of which zipfile would list, whatever their number says
             raise ValueError(f"more than {MAX_MEMBERS} members")
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
+                if len(members) > MAX_MEMBERS:
+                    raise ValueError(f"more than {MAX_MEMBERS} members")
                 stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
                 if not stored or sum(member.file_size for member in members) > size:
                     raise ValueError("members that inflate")
                 return {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
             raise ValueError(str(error)) from None
+
+
+def _directory_bytes(file: IO[bytes], size: int) -> int:
+    """The size of a zip file's list of members, from the place where zipfile looks for it: the end of the file, or a
+    record of 64 bits before that. A comment or a gap, where zipfile would look elsewhere, is a ValueError."""
+    file.seek(max(0, size - 98))
+    tail = file.read()
+    record, locator, end = tail[-98:-42], tail[-42:-22], tail[-22:]
+    if not end.startswith(b"PK\5\6") or end[20:] != b"\0\0":
+        raise ValueError("no end of a zip file")
+    if not locator.startswith(b"PK\6\7"):
+        return int.from_bytes(end[12:16], "little")
+    if not record.startswith(b"PK\6\6") or int.from_bytes(locator[8:16], "little") != size - 98:
+        raise ValueError("no record of 64 bits before the end of a zip file")
+    return int.from_bytes(record[40:48], "little")
 
 
 def _array(content: bytes) -> NDArray[Any]:

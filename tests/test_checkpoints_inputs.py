@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import checkpoint_samples as samples
+import llm_folders
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -47,6 +48,39 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path):
     assert report.notes == (("NOTICE", reason), ("README.md", reason))
 
 
+@pytest.mark.parametrize("name", writers.CONFIGURATION)
+@pytest.mark.parametrize("out", ["out", "out.gguf"])
+def test_a_configuration_that_is_a_link_out_of_the_folder_is_left_out(tmp_path, name, out):
+    write_model(tmp_path / "in")
+    (tmp_path / "key").write_text('{"token": "secret"}')
+    (tmp_path / "in" / name).unlink(missing_ok=True)
+    (tmp_path / "in" / name).symlink_to("../key")
+    target = "gguf" if out.endswith("gguf") else "billfish"
+    report = bf.convert(tmp_path / "in", tmp_path / out, target, raw_names=True)
+    assert (name, f"left out: {writers.LINK}") in report.notes
+    outputs = [tmp_path / out] if target == "gguf" else list((tmp_path / out).iterdir())
+    assert not any(b"secret" in path.read_bytes() for path in outputs)
+
+
+@pytest.mark.parametrize("name", writers.TOKENIZER)
+def test_a_tokenizer_that_is_a_link_out_of_the_folder_is_not_put_into_gguf(tmp_path, name):
+    """Such as a chat template, which could be any text. Without the link the tokenizer is there."""
+    llm_folders.write_random(tmp_path / "in", "llama")
+    bf.convert(tmp_path / "in", tmp_path / "own.gguf", "gguf")
+    assert "tokenizer.ggml.tokens" in bf.load(tmp_path / "own.gguf").metadata
+    path = tmp_path / "in" / name
+    if path.exists():
+        path.rename(tmp_path / "key")
+    else:
+        (tmp_path / "key").write_text("{}")
+    path.symlink_to("../key")
+    with pytest.raises(bf.CheckpointError, match=rf"{name}: got a link that leads out of the model's folder"):
+        bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
+    (note,) = bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf", raw_names=True).notes
+    assert writers.LINK in note.reason
+    assert not any(field.startswith("tokenizer") for field in bf.load(tmp_path / "out.gguf").metadata)
+
+
 def test_large_companions_are_left_out_by_name(tmp_path, monkeypatch):
     write_model(tmp_path / "in")
     monkeypatch.setattr(writers, "MAX_COMPANION_BYTES", 255)
@@ -72,6 +106,7 @@ def test_a_snapshot_in_the_cache_of_hugging_face_keeps_its_tokenizer(tmp_path, c
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "model.safetensors", *(COMPANIONS if cached else ())}
     assert "README.md" in [note.name for note in report.notes]
+    assert ("model_type" in (tmp_path / "out" / "config.json").read_text()) == cached
 
 
 # ---- the input changes --------------------------------------------------------------------------------------------

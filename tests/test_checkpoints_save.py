@@ -153,6 +153,19 @@ def test_nothing_is_left_of_a_save_that_failed(tmp_path, monkeypatch, error):
     assert os.listdir(tmp_path) == []
 
 
+def test_nothing_is_left_of_a_save_that_was_interrupted_at_its_beginning(tmp_path, monkeypatch):
+    original = engine.Partial.create
+
+    def interrupted(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.Partial, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bf.save({"a": np.ones(4)}, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_killed_save_is_not_continued_with_other_numbers(tmp_path):
     """A process that was killed leaves a partial folder; the next save has the same names and shapes."""
     from writer_worker import start, status_of

@@ -48,6 +48,11 @@ def test_bricks_are_saved_and_loaded(name, tmp_path):
     assert (loaded.row_scale == packed.row_scale).all()
 
 
+def test_bricks_are_saved_to_paths():
+    with pytest.raises(bf.DTypeError, match=r"\[PackedBricks.save\] path: got a int; takes a string or a path"):
+        PackedBricks.of(make("u4b8", 128, {}, 0)).save(5)
+
+
 def test_other_files_are_not_bricks(tmp_path):
     (tmp_path / "text").write_text("no")
     np.savez(tmp_path / "other.npz", bricks=np.zeros(3))

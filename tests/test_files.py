@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.files import is_affordable, open_regular, path_of, read_arrays, replacing, write_atomically
+from billfish.files import is_affordable, open_regular, path_of, read_arrays, read_whole, replacing, write_atomically
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="permissions as POSIX has them")
 
@@ -164,3 +165,43 @@ def test_compressed_arrays_are_refused(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1000))
     with pytest.raises(ValueError, match="members that inflate"):
         read_arrays(tmp_path / "a.npz")
+
+
+def test_arrays_with_too_many_axes_are_refused(tmp_path):
+    """Before their product is taken, which is quadratic in their number."""
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (" + b"0," * 101 + b"), }\n"
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", b"\x93NUMPY\1\0\0\0" + header)
+    with pytest.raises(ValueError, match="of another kind"):
+        read_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("limit", [zipfile.ZIP64_LIMIT, 10])
+def test_the_number_of_members_is_not_believed(tmp_path, monkeypatch, limit):
+    """Neither at the end nor in the record of 64 bits that large files have, and that is read like the other."""
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", limit)
+    np.savez(tmp_path / "few.npz", a=np.arange(3))
+    assert {name: array.size for name, array in read_arrays(tmp_path / "few.npz").items()} == {"a": 3}
+    np.savez(tmp_path / "many.npz", **{f"x{i}": np.zeros(0) for i in range(100)})
+    content = bytearray((tmp_path / "many.npz").read_bytes())
+    assert content[-42:-38] == b"PK\6\7" or limit > 10
+    content[-14:-10] = b"\3\0\3\0"
+    (tmp_path / "many.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="more than 8 members"):
+        read_arrays(tmp_path / "many.npz")
+
+
+@pytest.mark.parametrize("more", [b"x", bytes(22)])
+def test_bytes_behind_the_end_of_an_archive_are_refused(tmp_path, more):
+    np.savez(tmp_path / "a.npz", a=np.arange(3))
+    with (tmp_path / "a.npz").open("ab") as file:
+        file.write(more)
+    with pytest.raises(ValueError, match="no end of a zip file"):
+        read_arrays(tmp_path / "a.npz")
+
+
+def test_small_files_are_small(tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    assert read_whole(tmp_path / "file", 7) == b"content"
+    with pytest.raises(OSError, match="7 bytes, more than 6"):
+        read_whole(tmp_path / "file", 6)

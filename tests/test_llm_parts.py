@@ -252,8 +252,16 @@ def test_eval_command(path, tmp_path, capsys):
     assert "KL divergence" in out
     assert main(["eval", str(path), "--text", str(text), "--tokens", "50", "--window", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 47
-    assert main(["eval", str(path), "--text", str(tmp_path / "none")]) == 2
-    assert "--text: got" in capsys.readouterr().err
+    for odd in (tmp_path / "none", tmp_path):
+        assert main(["eval", str(path), "--text", str(odd)]) == 2
+        assert "--text: got" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such device")
+def test_eval_reads_no_device(path, capsys):
+    """This one has no end."""
+    assert main(["eval", str(path), "--text", "/dev/zero"]) == 2
+    assert "a device, no regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])

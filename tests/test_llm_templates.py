@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,7 @@ USER = [{"role": "user", "content": "hello"}]
         ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
         ("{{ none + 1 }}", "TypeError"),
         ("{{ messages | tojson(indent=none, nonsense=1) }}", "TypeError"),
+        ("{{ cycler | tojson(default=strftime_now) }}", "TypeError: .*unexpected keyword argument 'default'"),
         ("{{ strftime_now(1) }}", "TypeError"),
         ("{{ '\\ud800'.encode() }}", "UnicodeEncodeError"),
         ("{{ 'a' * 10**7 }}", "ValueError: a text of 10000000 characters"),
@@ -132,6 +134,46 @@ def test_text_of_any_characters_comes_back():
 def test_messages_that_are_no_json():
     with pytest.raises(bf.ModelError, match="what is no JSON: Object of type object is not JSON serializable"):
         ChatTemplate("{{ messages }}").render([{"role": "user", "content": object()}])
+
+
+@pytest.mark.parametrize("messages", [[5], ["ab"], "text", [*USER, None]])
+def test_messages_that_are_none(messages):
+    with pytest.raises(bf.DataError, match=r"messages: got a \w+; takes a mapping for each message"):
+        ChatTemplate("{{ messages }}").render(messages)
+
+
+def test_options_of_json():
+    source = "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
+    assert ChatTemplate(source).render([{"role": "user", "content": "é"}]) == '{"content":"é","role":"user"}'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the process as Linux shows it")
+def test_a_template_has_neither_environment_nor_folder_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(chat, "_started", [])
+    template = ChatTemplate("{{ messages[0].content }}")
+    place = Path("/proc", str(template._process._process.pid))
+    names = {line.split(b"=")[0].decode() for line in (place / "environ").read_bytes().split(b"\0") if line}
+    assert "TZ" in names
+    assert names <= {*chat.ENVIRONMENT, "LC_CTYPE"}  # which Python sets itself
+    assert os.readlink(place / "cwd") == "/"
+    assert template.render(USER) == "hello"
+
+
+def test_a_process_that_another_thread_took_is_no_error(monkeypatch):
+    """Between the look at the list and the taking."""
+
+    class Taken(list):
+        def __bool__(self):
+            return True
+
+        def __getitem__(self, index):
+            return ChatTemplate("")._process
+
+    monkeypatch.setattr(chat, "_started", Taken())
+    assert ChatTemplate("ok").render(USER) == "ok"
 
 
 def test_threads_take_turns():

@@ -19,7 +19,7 @@ import numpy as np
 
 from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
-from billfish.files import is_affordable, open_regular
+from billfish.files import is_affordable, open_regular, read_whole
 from billfish.storage import Array
 
 CALL = "load"
@@ -149,8 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        with open_regular(path) as file:
-            value = parse_json(file.read())
+        value = parse_json(read_whole(path))
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"what is no JSON ({error})", "a JSON object") from None
     if not isinstance(value, dict):

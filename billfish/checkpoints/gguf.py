@@ -83,7 +83,7 @@ def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Metadata]
         metadata = metadata or Metadata(fields)
         for info in tensors:
             if info.name in infos:
-                raise damaged(part, f"{info.name} a second time", "each tensor once")
+                raise damaged(part, f"{info.name!r} a second time", "each tensor once")
             if info.offset + info.nbytes > file.size:
                 raise damaged(part, f"a file of {file.size} bytes that ends before {info.name} does", "a whole file")
             infos[info.name] = info, _stored(file, info)

@@ -27,6 +27,8 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
 MAX_AXES = 4
+# Counts are limited on their own, since a file with holes is as large as it says and costs nothing.
+MAX_FIELDS, MAX_STRINGS = 1 << 16, 1 << 24  # models have some 50, and in all lists less than a million
 NUMBER_COST = 36  # bytes of memory for a number of a list; those of one byte are shared
 ALIGNMENT = 32  # unless general.alignment says otherwise
 
@@ -99,7 +101,7 @@ class Cursor:
 
     def __init__(self, file: MappedFile) -> None:
         self.data = memoryview(file.view(0, file.size, np.uint8, (file.size,)).data)
-        self.at = 0
+        self.at = self.strings = 0  # the place, and strings of lists so far
 
     def header(self) -> Header:
         magic, version, tensors, fields = self.take(self.HEAD)
@@ -107,6 +109,8 @@ class Cursor:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
                 raise ValueError("it is big-endian, and only little-endian files are read")
             raise ValueError(f"it begins with {magic!r}, version {version}; GGUF has version 2 or 3")
+        if fields > MAX_FIELDS:
+            raise ValueError(f"{fields} fields, more than {MAX_FIELDS}")
         metadata: dict[str, Field] = {}
         for _ in range(fields):
             name = self.string()
@@ -114,13 +118,18 @@ class Cursor:
                 raise ValueError(f"the field {name} a second time")
             metadata[name] = self.field()
         check_count(min(tensors, len(self.data) // self.EXTENTS[0].size), len(self.data))  # a count may lie
-        infos = [self.info() for _ in range(tensors)]
+        infos: dict[str, Info] = {}
+        for _ in range(tensors):
+            info = self.info()
+            if info.name in infos:
+                raise ValueError(f"the tensor {info.name!r} a second time")
+            infos[info.name] = info
         alignment = alignment_of(metadata)
-        odd = next((info for info in infos if info.offset % alignment), None)
+        odd = next((info for info in infos.values() if info.offset % alignment), None)
         if odd is not None:
             raise ValueError(f"{odd.name} begins at {odd.offset} of the data, no multiple of {alignment}")
         data = -(-self.at // alignment) * alignment
-        return Header(metadata, [info._replace(offset=data + info.offset) for info in infos])
+        return Header(metadata, [info._replace(offset=data + info.offset) for info in infos.values()])
 
     def take(self, layout: struct.Struct) -> tuple[Any, ...]:
         end = self.at + layout.size
@@ -155,6 +164,9 @@ class Cursor:
         kind, count = self.take(self.LIST)
         start, ends = self.at, array("Q")  # a hostile file is full of empty strings, which may not cost more than it
         if kind == STRING:
+            self.strings += count
+            if self.strings > MAX_STRINGS:
+                raise ValueError(f"lists of {self.strings} strings, more than {MAX_STRINGS}")
             end = self.ends_of_strings(count, ends)
         elif kind in self.NUMBERS:
             end = start + count * self.NUMBERS[kind].size

@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from billfish.errors import ModelError, complaint
+from billfish.errors import DataError, ModelError, complaint
 from billfish.extras import folder_of
 from billfish.llm import template_process
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+# What an interpreter may need to start, and the time zone. All else, such as tokens and keys, is none of a template's.
+ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
 
 class TemplateFailed(Exception):
@@ -42,6 +44,9 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to where the model's next answer begins."""
+        others = [type(message).__name__ for message in messages if not isinstance(message, Mapping)]
+        if others:
+            raise DataError(complaint("llm.chat", "messages", f"a {others[0]}", "a mapping for each message"))
         names = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **self._tokens}
         try:
             while True:
@@ -57,7 +62,7 @@ class ChatTemplate:
     def _running(self) -> TemplateProcess:
         """A process of this one that has compiled the template."""
         if self._process is None or not self._process.is_ours():
-            process = _started.pop() if _started and _started[-1].is_ours() else TemplateProcess()
+            process = _next_process()
             process.ask(self._source)
             self._process = process
         return self._process
@@ -69,7 +74,7 @@ class TemplateProcess:
     def __init__(self) -> None:
         folders = [str(folder_of(package, "llm").parent) for package in ("jinja2", "markupsafe")]
         # Isolated from settings, folders and packages of the user: it starts faster, and nothing else is imported.
-        command = [sys.executable or "", "-I", "-S", template_process.__file__, *folders]
+        command = [sys.executable or "", "-I", "-S", *map(os.path.abspath, (template_process.__file__, *folders))]
         self.turn, self._owner = threading.Lock(), os.getpid()
         try:
             self._process = subprocess.Popen(
@@ -77,6 +82,8 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                cwd=os.sep,
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 start_new_session=True,  # Ctrl-C at the terminal is for us alone
             )
         except OSError as error:
@@ -133,6 +140,15 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 _started: list[TemplateProcess] = []
+
+
+def _next_process() -> TemplateProcess:
+    """The process that was started early, unless another thread has it or a fork has left it behind."""
+    with contextlib.suppress(IndexError):
+        early = _started.pop()
+        if early.is_ours():
+            return early
+    return TemplateProcess()
 
 
 def start_process() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import io
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import TextIO
 
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.errors import DataError, ModelError, complaint
+from billfish.files import open_regular
 from billfish.llm.cache import Cache
 from billfish.llm.chat import Message, start_process
 from billfish.llm.evaluation import evaluate
@@ -230,7 +232,8 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         if count is not None and count < 2:
             raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
     try:
-        text = Path(arguments.text).read_text(encoding="utf-8")
+        with io.TextIOWrapper(open_regular(arguments.text), "utf-8") as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
     model = _load(arguments.model, arguments.device, arguments.quantize)

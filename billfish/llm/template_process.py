@@ -65,9 +65,16 @@ def sandbox() -> Any:
     return environment
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own escapes characters of HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own escapes characters of HTML, which no model was trained on. Other options of json.dumps are functions,
+    # which it would call past the sandbox.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def checked_text(text: str, request_bytes: int) -> str:

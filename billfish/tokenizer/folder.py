@@ -11,7 +11,7 @@ from typing import Any
 from billfish.checkpoints.container import read_json
 from billfish.errors import ModelError, complaint
 from billfish.extras import require
-from billfish.files import open_regular
+from billfish.files import read_whole
 from billfish.tokenizer import BYTE, CALL, CONTROL, NORMAL, UNUSED, USER_DEFINED, Tokenizer, library_errors
 
 MAX_GAP = 10_000  # numbers of tokens that neither a piece nor a row of the embedding has
@@ -62,8 +62,7 @@ def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
 def _encoder(path: Path) -> Any:
     library = require("tokenizers", "llm")
     with library_errors(str(path), "what cannot be read", "a file of the library tokenizers"):
-        with open_regular(path) as file:
-            encoder = library.Tokenizer.from_buffer(file.read())
+        encoder = library.Tokenizer.from_buffer(read_whole(path))
         encoder.no_truncation()
         encoder.no_padding()
     return encoder
@@ -105,8 +104,7 @@ def chat_template(folder: Path) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
-            with open_regular(file) as opened:
-                return opened.read().decode()
+            return read_whole(file).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(complaint(CALL, str(file), f"what cannot be read ({error})", "a text in UTF-8")) from None
     for name in ("chat_template.json", "tokenizer_config.json"):

@@ -17,7 +17,7 @@ import numpy as np
 import billfish as bf
 from attack.cases import Case, as_json, read_all, run_model
 from attack.folders import CONFIG, tokenizer, use_tokenizer, weights
-from attack.gguf_files import LIST, U32, Gguf, Tensor, add, collection, model
+from attack.gguf_files import LIST, STRING, U32, Gguf, Tensor, add, collection, model
 from attack.packed_files import multiply, npy
 from attack.packed_files import weights as packed_weights
 from attack.safetensors_files import joined
@@ -101,6 +101,26 @@ def many_tensors() -> Case:
     file = collection(RNG)
     file.tensors += [Tensor(f"t{i}", [0], 0, 0) for i in range(100_000)]
     return gguf(file, read_all)
+
+
+def holes(head: bytes, size: int) -> Case:
+    """A file that has so many bytes and takes up a page: zeros are tensors and strings without a name."""
+
+    def attempt(folder: Path) -> None:
+        (folder / "m.gguf").write_bytes(head)
+        os.truncate(folder / "m.gguf", size)
+        read_all(folder / "m.gguf")
+
+    return Case("holes", {}, attempt)
+
+
+def header_of_holes() -> Case:
+    return holes(struct.pack("<4sIQQ", b"GGUF", 3, 800_000, 0), 100 << 20)
+
+
+def list_of_holes() -> Case:
+    count = 20_000_000
+    return holes(struct.pack("<4sIQQQ1sIIQ", b"GGUF", 3, 0, 1, 1, b"a", LIST, STRING, count), 8 * count + 100)
 
 
 def metadata_for_modules() -> Case:
@@ -204,6 +224,26 @@ def lying_archive() -> Case:
     return Case("packed", {"packed.npz": out.getvalue()}, lambda folder: multiply(folder / "packed.npz"))
 
 
+def axes_without_end() -> Case:
+    """Half a million axes, whose product takes seconds."""
+    header = "{'descr': '|u1', 'fortran_order': False, 'shape': (" + "9," * 500_000 + "), }\n"
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("data.npy", b"\x93NUMPY\1\0\0\0" + header.encode())
+    return Case("packed", {"packed.npz": out.getvalue()}, lambda folder: multiply(folder / "packed.npz"))
+
+
+def members_without_number() -> Case:
+    """40,000 members, and the end of the file says that there are three."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        for i in range(40_000):
+            file.writestr(f"{i}", b"")
+    content = bytearray(out.getvalue())
+    content[-14:-10] = struct.pack("<HH", 3, 3)
+    return Case("packed", {"packed.npz": bytes(content)}, lambda folder: multiply(folder / "packed.npz"))
+
+
 def overlap(container: str) -> Case:
     """Two tensors in the same bytes."""
     if container == "gguf":
@@ -262,8 +302,10 @@ FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "400 layers on one matrix": (layers_on_one_matrix, True),
     "4,000 tiny layers": (tiny_layers, True),
     "a list for a number": (list_for_a_number, True),
-    "100,000 fields": (many_fields, False),
+    "100,000 fields": (many_fields, True),
     "100,000 tensors": (many_tensors, True),
+    "a header of holes": (header_of_holes, True),
+    "a list of holes": (list_of_holes, True),
     "metadata for each module": (metadata_for_modules, False),
     "exceptions for each module": (modules_of_mlx, False),
     "a piece of 1 MB, byte-level": (functools.partial(long_piece, "qwen2"), False),
@@ -276,6 +318,8 @@ FINDINGS: dict[str, tuple[Callable[[], Case], bool]] = {
     "lists in a list": (nested_json, True),
     "an archive that inflates": (inflating_archive, True),
     "an archive that lies": (lying_archive, True),
+    "an array of 500,000 axes": (axes_without_end, True),
+    "an archive of members without number": (members_without_number, True),
     "tensors that overlap in GGUF": (functools.partial(overlap, "gguf"), True),
     "tensors that overlap in safetensors": (functools.partial(overlap, "safetensors"), True),
     "a pipe as GGUF": (functools.partial(pipe, "m.gguf"), True),

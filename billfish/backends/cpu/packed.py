@@ -118,7 +118,7 @@ class PackedWeights:
         """Write one file, an .npz of NumPy, complete or not at all."""
         axes = self.axes.__dict__ | {"table": list(self.axes.table)}
         about = {"format": self.format.name, "shape": self.shape, "group_size": self.group_size, "level": self.level}
-        with replacing(path) as file:
+        with replacing(path_of("PackedWeights.save", path)) as file:
             arrays: dict[str, Any] = {"about": np.array(json.dumps(about | {"axes": axes, "layout": LAYOUT}))}
             if self.permutation is not None:
                 arrays["permutation"] = self.permutation

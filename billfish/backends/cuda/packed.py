@@ -50,7 +50,7 @@ class PackedBricks:
     def save(self, path: str | os.PathLike[str]) -> None:
         """As an .npz file, written whole or not at all."""
         about = json.dumps({**asdict(self.kind), "shape": self.shape, "layout": LAYOUT})
-        with replacing(path) as file:
+        with replacing(path_of("PackedBricks.save", path)) as file:
             np.savez(file, about=np.asarray(about), bricks=self.bricks, row_scale=self.row_scale)
 
     @classmethod

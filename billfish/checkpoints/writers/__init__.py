@@ -14,7 +14,9 @@ import functools
 import json
 import math
 import secrets
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Description
@@ -36,6 +38,7 @@ from billfish.checkpoints.writers.plan import Plan, Settings, plan, refuse
 from billfish.checkpoints.writers.source import Identity, identity, is_current
 from billfish.checkpoints.writers.tokenizer import tokenizer_fields, tokenizer_files
 from billfish.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.files import read_whole
 from billfish.progress import OnProgress
 from billfish.version import __version__
 
@@ -55,6 +58,17 @@ TARGETS: dict[str, type[Target]] = {
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
+# What the configuration and GGUF's fields of a tokenizer are made of.
+CONFIGURATION = ("config.json", "quantize_config.json", "hf_quant_config.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+LINK = "a link that leads out of the model's folder"
 MAX_COMPANION_BYTES = 200_000_000
 FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
 
@@ -125,14 +139,16 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
         "requantize": settings.requantize,
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
+    config = _config(checkpoint, notes)
     if isinstance(target, GgufTarget):
         mix = settings.quantization.mix if settings.quantization else None
         described = file_type_fields(checkpoint, items, mix)
-        fields = {**_gguf_metadata(checkpoint), **_tokenizer_fields(checkpoint, settings.raw_names, notes), **described}
+        tokenizer = _tokenizer_fields(checkpoint, settings.raw_names, notes)
+        fields = {**_gguf_metadata(checkpoint, config), **tokenizer, **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
         return Output([file], {}, False, inputs, unchanged, on_disk)
-    config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization", "compression_config")}
-    config.pop("quantization_config", None)
+    quantization = ("quantization", "quantization_config", "compression_config")
+    config = {k: v for k, v in config.items() if k not in quantization}
     metadata = target.metadata(items)
     if path.suffix in FILES:
         file = safetensors_file(target, path.name, items, metadata, checkpoint.release)
@@ -144,6 +160,15 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index, **target.further_files(items)}
     small["config.json"] = json_bytes(config | target.config(items))
     return Output(files, small, True, inputs, unchanged, on_disk)
+
+
+def _config(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, Any]:
+    """The configuration, unless a part of it lies elsewhere; the notes get what is left out."""
+    if checkpoint.folder is None or is_gguf(checkpoint):
+        return checkpoint.config
+    foreign = _foreign(CONFIGURATION, checkpoint.folder)
+    notes += [Remark(name, f"left out: {LINK}") for name in foreign]
+    return {} if foreign else checkpoint.config
 
 
 def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
@@ -167,6 +192,8 @@ def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remar
     if not files:
         return {}
     try:
+        for name in _foreign(TOKENIZER, folder):
+            raise ModelError(complaint("convert", name, LINK, "a file of the model's own"))
         return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
     except (ModelError, BackendUnavailable) as error:
         if not raw_names:
@@ -186,12 +213,17 @@ def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]
         if path.name in REPLACED or path.name.endswith(".safetensors.index.json"):
             continue
         if not _belongs_to(path, folder):
-            notes.append(Remark(path.name, "left out: a link that leads out of the model's folder"))
+            notes.append(Remark(path.name, f"left out: {LINK}"))
         elif path.stat().st_size > MAX_COMPANION_BYTES:
             notes.append(Remark(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
         else:
-            copied[path.name] = path.read_bytes()
+            copied[path.name] = read_whole(path, MAX_COMPANION_BYTES)
     return copied
+
+
+def _foreign(names: Iterable[str], folder: Path) -> list[str]:
+    """Those files of a folder that are not the model's own."""
+    return [name for name in names if (folder / name).is_file() and not _belongs_to(folder / name, folder)]
 
 
 def _belongs_to(path: Path, folder: Path) -> bool:
@@ -210,7 +242,7 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return False
 
 
-def _gguf_metadata(checkpoint: Checkpoint) -> GgufFields:
+def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFields:
     """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
     not, the architecture and the whole configuration."""
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
@@ -222,9 +254,8 @@ def _gguf_metadata(checkpoint: Checkpoint) -> GgufFields:
             for name in checkpoint.metadata
             if name not in dropped and not name.startswith("split.")
         }
-    architecture = str(checkpoint.config.get("model_type", "unknown"))
-    config = json.dumps(checkpoint.config, sort_keys=True)
+    architecture = str(config.get("model_type", "unknown"))
     return {
         "general.architecture": (architecture, STRING_TYPE, None),
-        "billfish.config": (config, STRING_TYPE, None),
+        "billfish.config": (json.dumps(config, sort_keys=True), STRING_TYPE, None),
     }

@@ -119,10 +119,10 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
             partial.discard()
             return
         raise _exists(call, out)
-    if known != plan:
-        partial.discard()
-        partial.create(plan)
     with _errors(call, out, output, partial, resumes=known == plan):
+        if known != plan:
+            partial.discard()
+            partial.create(plan)
         _fill(call, output, progress, partial)
         if not output.is_current():
             raise _changed(call)
