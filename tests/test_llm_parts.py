@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import struct
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -258,10 +260,15 @@ def test_eval_command(path, tmp_path, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such device")
-def test_eval_reads_no_device(path, capsys):
-    """This one has no end."""
+def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "MOST_TEXT", 1 << 20)
     assert main(["eval", str(path), "--text", "/dev/zero"]) == 2
-    assert "a device, no regular file" in capsys.readouterr().err
+    assert "--text: got '/dev/zero' (more than 1 MB)" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("ab ab ab",))
+    writer.start()
+    assert main(["eval", str(path), "--text", str(tmp_path / "pipe")]) == 0
+    writer.join()
 
 
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
