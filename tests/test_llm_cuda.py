@@ -108,14 +108,13 @@ def test_tokens_one_by_one_and_texts_together_get_the_same_scores(pair):
 
 
 def test_long_prompts_go_in_pieces(pair, monkeypatch):
-    cpu, gpu = pair("llama", "Q4_0")
+    _, gpu = pair("llama", "Q4_0")
     whole = gpu.logits(TOKENS)
     monkeypatch.setattr(gpu.decoder, "chunk", 48)
     assert close(gpu.logits(TOKENS), whole, 1e-2)
     sampler = Sampling().sampler()
     token, _ = gpu.decoder.go_on(gpu.cache(), TOKENS, sampler, None)
     assert whole[-1][token] >= whole[-1].max() - 0.05 * whole[-1].std()
-    assert cpu.config == gpu.config
 
 
 # ---- generating -----------------------------------------------------------------------------------------------------
@@ -152,11 +151,13 @@ def test_a_text_gets_the_same_bits_alone_and_beside_others(pair, monkeypatch):
     assert together == ["".join(gpu.generate(prompt, max_tokens=16)) for prompt in prompts]
 
 
-def test_many_texts_of_different_lengths(pair):
+def test_many_texts_of_different_lengths(pair, monkeypatch):
+    """More than go together: each of a hundred prompts is there three times, beside others each time."""
     _, gpu = pair("llama", "Q4_0")
+    monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)
     prompts = [TOKENS[: 1 + i % 100] for i in range(300)]
     answers = gpu.generate_batch(prompts, max_tokens=4)
-    assert len(answers) == 300
+    assert answers[:100] == answers[100:200] == answers[200:]
 
 
 def test_a_copy_of_a_cache_goes_its_own_way(pair):

@@ -64,9 +64,9 @@ def test_models_on_the_h200():
         ours, peers = record["tok_per_s"], record["peers"]
         cells = [f"{peers[name]:,.0f} ({ours / peers[name]:.2f})" if name in peers else "" for name in PEERS]
         assert f"| {record['shape']} | `{record['case']}` | {ours:,.0f} | {' | '.join(cells)} |" in text
-    eights = [record for record in records if record["shape"] == "8b"]
-    ratios = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in eights]
-    assert f"{min(ratios):.1f} to {max(ratios):.1f} times llama.cpp" in page("README.md")
+    generating = [r for r in records if r["shape"] == "8b" and not r["case"].startswith("prompt")]
+    ratios = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in generating]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as many tokens as llama.cpp" in page("README.md")
 
 
 def test_quantizing_on_the_h200():
