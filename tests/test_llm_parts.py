@@ -20,7 +20,7 @@ from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
 from billfish.cli import main, parser
-from billfish.llm import commands, evaluate, load
+from billfish.llm import commands, comparison, evaluate, load
 from billfish.llm.cpu import CpuDecoder
 from billfish.llm.model import Model
 from billfish.llm.sampling import Sampler, Sampling, _kept, best_of
@@ -261,7 +261,7 @@ def test_eval_command(path, tmp_path, capsys):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such device")
 def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "MOST_TEXT", 1 << 20)
+    monkeypatch.setattr(comparison, "MOST_TEXT", 1 << 20)
     assert main(["eval", str(path), "--text", "/dev/zero"]) == 2
     assert "--text: got '/dev/zero' (more than 1 MB)" in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""`billfish run` and `billfish eval`: an answer or a chat in the terminal, and how well a model predicts a text."""
+"""`billfish run`: an answer or a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 from typing import TextIO
 
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.cache import Cache
 from billfish.llm.chat import Message, start_process
-from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 from billfish.style import Style
-
-MOST_TEXT = 1 << 28  # bytes of a text for `eval`
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -30,7 +26,7 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def _load(path: str | None, device: str, quantize: str | None = None) -> Model:
+def load_quickly(path: str | None, device: str, quantize: str | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
@@ -50,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         _check_text(f"--{option}", getattr(arguments, option) or "")
     if not arguments.raw:
         start_process()
-    model = _load(arguments.model, arguments.device, arguments.quantize)
+    model = load_quickly(arguments.model, arguments.device, arguments.quantize)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
         raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
@@ -222,43 +218,3 @@ class Chat:
         print()
         print_rates(answer, self._model, sys.stderr)
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-
-
-def evaluate_text(arguments: argparse.Namespace) -> None:
-    """`billfish eval`: perplexity, and the divergence from another model."""
-    set_threads(arguments)
-    for name in ("tokens", "window"):
-        count = getattr(arguments, name)
-        if count is not None and count < 2:
-            raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
-    try:
-        with open(arguments.text, "rb") as file:  # a pipe does as well
-            data = file.read(MOST_TEXT + 1)
-        if len(data) > MOST_TEXT:
-            raise OSError(f"more than {MOST_TEXT >> 20} MB")
-        text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
-    model = _load(arguments.model, arguments.device, arguments.quantize)
-    against = None if arguments.against is None else _load(arguments.against, arguments.device)
-    tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
-    found = evaluate(
-        model,
-        tokens,
-        against=against,
-        activations=arguments.activations,
-        window=arguments.window,
-        progress=True,
-    )
-    activations = arguments.activations or model.decoder.usual or "float16"
-    if arguments.json:
-        about = {"model": model.config.name, "activations": activations, "window": arguments.window}
-        record = {"tokens": found.tokens, "loss": found.loss, "loss_error": found.loss_error}
-        print(json.dumps({**about, **record, "perplexity": found.perplexity, "divergence": found.divergence,
-                          "same_best": found.same_best}))  # fmt: skip
-        return
-    spread = found.perplexity * found.loss_error
-    print(f"perplexity     {found.perplexity:.3f} ± {spread:.3f}   ({found.tokens} tokens, {activations})")
-    if found.divergence is not None and found.same_best is not None:
-        print(f"KL divergence  {found.divergence:.3g} nats from {Path(arguments.against).name}")
-        print(f"same best      {found.same_best:.2%} of tokens")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.errors import DataError, ModelError, complaint
 from billfish.llm.model import Model
+from billfish.parallel import map_rows
 from billfish.progress import Progress
 from billfish.typing import Activations
 
@@ -18,27 +20,56 @@ CALL = "llm.evaluate"
 WINDOW = 512
 ROWS = 64  # of scores at a time: a vocabulary is wide
 
+Numbers = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all predicted tokens, in nats. The last two compare with another model's predictions."""
+    """Means over all predicted tokens, in nats, and their standard errors. The last four compare with another model's
+    predictions."""
 
     tokens: int
     loss: float  # of the true token: -log p
-    loss_error: float  # its standard error
+    loss_error: float
     divergence: float | None = None  # KL(other || model): what is lost by predicting with this model instead
+    divergence_error: float | None = None
     same_best: float | None = None  # how often both think the same token likeliest
+    same_best_error: float | None = None
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
+
+    @property
+    def perplexity_error(self) -> float:
+        return self.perplexity * self.loss_error
+
+
+class Truth:
+    """What a model predicts for a text, as exactly as its device can, for other models to be compared with.
+
+    The hidden states [tokens, hidden] are computed once and kept. Scores, which take more memory, are made anew for
+    each comparison.
+    """
+
+    def __init__(self, model: Model, tokens: Sequence[int], window: int | None = None) -> None:
+        self.model = model
+        self.window = usual_window(model) if window is None else window
+        self.windows = cut_windows(model, tokens, self.window)
+        self._hidden: dict[int, NDArray[np.float32]] = {}
+
+    def scores(self, window: int, rows: slice) -> NDArray[np.float32]:
+        """Of some tokens of a window, [rows, vocabulary]."""
+        if window not in self._hidden:
+            self._hidden[window] = self.model.hidden(self.windows[window])
+        return self.model.decoder.logits(self._hidden[window][rows], self.model.decoder.exact)
 
 
 def evaluate(
     model: Model,
     tokens: Sequence[int],
     *,
-    against: Model | None = None,
+    against: Model | Truth | None = None,
     activations: Activations | None = None,
     window: int | None = None,
     progress: bool = False,
@@ -47,41 +78,82 @@ def evaluate(
     that know nothing of each other.
 
     activations: see :func:`billfish.quantized_linear`; None is what the model generates with.
-    against: predicts the same, as exactly as its device can: it is the truth that `model` is compared with.
+    against: predicts the same, as exactly as its device can: it is the truth that `model` is compared with. Where
+    several models are compared, a :class:`Truth` of the same tokens and window spares the time to predict again.
     """
     checked = model.decoder.check_activations(CALL, activations, model.decoder.usual)
+    if window is None:
+        window = against.window if isinstance(against, Truth) else usual_window(model)
+    windows = cut_windows(model, tokens, window)
+    truth = Truth(against, tokens, window) if isinstance(against, Model) else against
+    if truth is not None:
+        _check_vocabularies(model.tokenizer.pieces, truth.model.tokenizer.pieces)
+        if truth.windows != windows:
+            takes = "the truth of the same tokens, in the same windows"
+            raise DataError(complaint(CALL, "against", "predictions of other tokens or windows", takes))
+    found: list[Compared] = []
+    with Progress(sum(map(len, windows)), "tokens", enabled=progress) as bar:
+        for i, part in enumerate(windows):
+            hidden = model.hidden(part, checked)
+            for row in range(0, len(part) - 1, ROWS):
+                rows = slice(row, min(row + ROWS, len(part) - 1))
+                scores = model.decoder.logits(hidden[rows], checked)
+                true_scores = None if truth is None else truth.scores(i, rows)
+                found += compare(scores, part[rows.start + 1 : rows.stop + 1], true_scores)
+            bar.advance(len(part))
+    loss, loss_error = _mean(np.concatenate([part.loss for part in found]))
+    count = sum(len(part.loss) for part in found)
+    if truth is None:
+        return Evaluation(count, loss, loss_error)
+    divergence, same = ([getattr(part, name) for part in found] for name in ("divergence", "same_best"))
+    return Evaluation(count, loss, loss_error, *_mean(np.concatenate(divergence)), *_mean(np.concatenate(same)))
+
+
+def usual_window(*models: Model) -> int:
+    """512 tokens, or what the context of each model has room for."""
+    return min(WINDOW, *(model.config.context for model in models))
+
+
+def cut_windows(model: Model, tokens: Sequence[int], window: int) -> list[list[int]]:
+    """The tokens in lists of `window`. A last token that stands alone predicts nothing, and is left out."""
     ids = [int(token) for token in tokens]
-    window = min(WINDOW, model.config.context) if window is None else window
     if not 2 <= window <= model.config.context:
         raise DataError(complaint(CALL, "window", window, f"from 2 to {model.config.context}, the model's context"))
     if len(ids) < 2:
         raise DataError(complaint(CALL, "tokens", f"{len(ids)}", "at least 2: there is nothing to predict"))
-    if against is not None:
-        _check_vocabularies(model.tokenizer.pieces, against.tokenizer.pieces)
-    losses, divergences, same = [], [], []
-    with Progress(len(ids), "tokens", enabled=progress) as bar:
-        for start in range(0, len(ids), window):
-            part = ids[start : start + window]
-            if len(part) > 1:
-                hidden = model.hidden(part, checked)
-                other = None if against is None else against.hidden(part)
-                for row in range(0, len(part) - 1, ROWS):
-                    rows = slice(row, min(row + ROWS, len(part) - 1))
-                    q = log_softmax(model.decoder.logits(hidden[rows], checked))
-                    losses.append(-q[np.arange(len(q)), part[rows.start + 1 : rows.stop + 1]])
-                    if against is not None and other is not None:
-                        p = log_softmax(against.decoder.logits(other[rows], against.decoder.exact))
-                        divergences.append((np.exp(p) * (p - q)).sum(axis=1))
-                        same.append(p.argmax(axis=1) == q.argmax(axis=1))
-            bar.advance(len(part))
-    loss = np.concatenate(losses)
-    return Evaluation(
-        len(loss),
-        float(loss.mean()),
-        float(loss.std() / math.sqrt(len(loss))),
-        float(np.concatenate(divergences).mean()) if divergences else None,
-        float(np.concatenate(same).mean()) if same else None,
-    )
+    return [ids[start : start + window] for start in range(0, len(ids) - 1, window)]
+
+
+class Compared(NamedTuple):
+    """What some predictions came to, one number for each of them."""
+
+    loss: Numbers
+    divergence: Numbers | None = None
+    same_best: Numbers | None = None
+
+
+def compare(
+    scores: NDArray[np.float32], true_tokens: Sequence[int], true_scores: NDArray[np.float32] | None
+) -> list[Compared]:
+    """Scores [m, vocabulary] beside the tokens that came, and beside another model's scores; in slices of rows."""
+    tokens = np.asarray(true_tokens)
+
+    def compare_rows(start: int, stop: int) -> Compared:
+        q = log_softmax(scores[start:stop])
+        loss = -q[np.arange(len(q)), tokens[start:stop]]
+        if true_scores is None:
+            return Compared(loss)
+        p = log_softmax(true_scores[start:stop])
+        same = (p.argmax(axis=1) == q.argmax(axis=1)).astype(np.float64)
+        q -= p
+        return Compared(loss, -np.einsum("mv,mv->m", np.exp(p), q), same)
+
+    return map_rows(compare_rows, *scores.shape)
+
+
+def _mean(values: Numbers) -> tuple[float, float]:
+    """The mean and its standard error."""
+    return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
 def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
@@ -95,7 +167,7 @@ def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
             raise ModelError(complaint(CALL, "against", got, takes))
 
 
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def log_softmax(logits: NDArray[np.float32]) -> Numbers:
     """Scores [..., vocabulary] to logarithms of probabilities."""
     shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

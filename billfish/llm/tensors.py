@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -36,6 +37,7 @@ class ModelTensors:
         self.source, self.config, self._convert = source, config, convert
         self.converted = converted
         self.kinds: set[str] = set()  # formats, and types of plain matrices, that were read
+        self._stored: dict[str, tuple[int, int]] = {}  # bytes and weights of the layers' matrices that were read
         c = config
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
         sizes = (
@@ -76,7 +78,15 @@ class ModelTensors:
         """The matrix for a place: quantized, or plain."""
         tensor = self._matrix(*self.matrices[place])
         self.kinds.add(tensor.format.name if isinstance(tensor, QuantizedTensor) else tensor.dtype.name)
+        if place != "head":
+            self._stored[place] = tensor.nbytes, math.prod(tensor.shape)
         return tensor
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the layers' matrices that were read, scales included. The head, often the embedding, does not count."""
+        nbytes, weights = (sum(counts) for counts in zip(*self._stored.values(), strict=True))
+        return 8 * nbytes / weights
 
     def embedding(self) -> Tensor:
         """A row for each token: [vocabulary, hidden]."""
