@@ -46,6 +46,9 @@ from billfish.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from billfish import llm
+    from billfish.calibration import Statistics
+    from billfish.calibration.hooks import calibrate
+    from billfish.calibration.running import calibrate_checkpoint
     from billfish.checkpoints import Checkpoint, load
     from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
@@ -70,7 +73,10 @@ __all__ = [
     "PackedWeights",
     "QuantizedTensor",
     "ShapeError",
+    "Statistics",
     "VerificationReport",
+    "calibrate",
+    "calibrate_checkpoint",
     "convert",
     "dequantize",
     "dequantize_q4_0",
@@ -114,7 +120,10 @@ _ELSEWHERE = {
     "ConversionReport": "billfish.checkpoints.reports",
     "MarlinLinear": "billfish.nn",
     "ModelReport": "billfish.nn",
+    "Statistics": "billfish.calibration",
     "VerificationReport": "billfish.checkpoints.reports",
+    "calibrate": "billfish.calibration.hooks",
+    "calibrate_checkpoint": "billfish.calibration.running",
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",

@@ -25,6 +25,8 @@ from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations
 
+# Of a layer, of one of its inputs, and of the rows that a product multiplies.
+Observe = Callable[[int, int, Floats], object]
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -166,6 +168,22 @@ class CpuDecoder(Decoder):
             for cache, tokens in passages:
                 cache.tokens.extend(tokens)
         return x
+
+    def run_layer(self, layer: int, x: Floats, cache: CpuCache, observe: Observe | None) -> None:
+        """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
+        observe(layer, input, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        with cache.lock:
+            cache.reserve(len(x))
+            for start in range(0, len(x), self.chunk):
+                part = x[start : start + self.chunk]
+                passage = (cache.keys, cache.values, start, len(part))
+                self._native.run_layers(part, [passage], DIGITS["exact"], layer, layer + 1, observe)
+
+    def normalize(self, hidden: Floats) -> Floats:
+        """Hidden states [m, hidden] behind the last norm: what the head multiplies."""
+        out = np.empty_like(hidden)
+        self._native.normalize(np.ascontiguousarray(hidden), out)
+        return out
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""

@@ -6,12 +6,14 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
 #include "bind/bind.h"
 #include "decoder/decoder.h"
 #include "levels.h"
+#include "threads/threads.h"
 
 namespace nb = nanobind;
 using namespace billfish;
@@ -25,6 +27,16 @@ using Numbers = Contiguous<const float>;
 using Order = Contiguous<const int32_t>;
 // Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
 using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
+
+// Keys, values, start, count.
+using PythonPassage = std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>;
+
+std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
+  std::vector<Passage> passages;
+  for (const auto& [keys, values, start, count] : rows)
+    passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+  return passages;
+}
 
 const DecoderKernels& find_kernels(const std::string& name) {
 #define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
@@ -63,14 +75,32 @@ class PythonDecoder {
 
   void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
 
-  // Each passage is (keys, values, start, count).
-  void run(Contiguous<float> x, const std::vector<std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>>& rows, int digits) const {
-    std::vector<Passage> passages;
-    for (const auto& [keys, values, start, count] : rows)
-      passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+  void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits) const {
+    const std::vector<Passage> passages = passages_of(rows);
     float* data = x.data();
     const Computing computing;
     decoder_.run(data, passages, digits);
+  }
+
+  // observe(layer, input, rows [count, width]); the rows are there while it runs.
+  void run_layers(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, int64_t first, int64_t last,
+                  std::optional<nb::callable> observe) const {
+    const std::vector<Passage> passages = passages_of(rows);
+    float* data = x.data();
+    Observe told = nullptr;
+    if (observe) told = [&](int64_t layer, LayerInput input, const float* seen, int64_t count, int64_t width) {
+      nb::gil_scoped_acquire python;
+      (*observe)(layer, int(input), nb::ndarray<nb::numpy, const float, nb::ndim<2>>(seen, {size_t(count), size_t(width)}, nb::none()));
+    };
+    const Computing computing;
+    decoder_.run_layers(data, passages, digits, first, last, told);
+  }
+
+  void normalize(Numbers x, Contiguous<float> out) const {
+    const float* data = x.data();
+    const int64_t m = int64_t(x.shape(0));
+    const Computing computing;
+    decoder_.normalize(data, m, norm_, out.data());
   }
 
   // By name of the part.
@@ -111,6 +141,23 @@ class PythonDecoder {
   std::vector<Order> orders_;
 };
 
+// sums [k, k] += x^T x for x [rows, k], on and above the diagonal. Each sum has one order, whoever computes it.
+void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
+  const DecoderKernels& kernels = find_kernels(level);
+  const int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1)), padded = (rows + 3) / 4 * 4, sixteens = (k + 15) / 16;
+  const float* data = x.data();
+  float* out = sums.data();
+  const Computing computing;
+  std::vector<float> columns(size_t(sixteens * 16 * padded));  // x transposed, with zeros behind rows and columns
+  parallel_for(sixteens, [&](int64_t first, int64_t last) {
+    for (int64_t j = first * 16; j < std::min(last * 16, k); j++)
+      for (int64_t row = 0; row < rows; row++) columns[size_t(j * padded + row)] = data[row * k + j];
+  });
+  parallel_for(sixteens, [&](int64_t first, int64_t last) {
+    for (int64_t sixteen = first; sixteen < last; sixteen++) kernels.add_outer(data, columns.data(), rows, k, sixteen, out);
+  });
+}
+
 }  // namespace
 
 void billfish::bind_decoder(nb::module_& module) {
@@ -121,8 +168,11 @@ void billfish::bind_decoder(nb::module_& module) {
       .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)
       .def("run", &PythonDecoder::run)
+      .def("run_layers", &PythonDecoder::run_layers, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("normalize", &PythonDecoder::normalize)
       .def("finish", &PythonDecoder::finish)
       .def("seconds", &PythonDecoder::seconds);
+  module.def("add_outer", &add_outer);
   module.attr("KEY_BLOCK") = KEY_BLOCK;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

@@ -60,7 +60,7 @@ void add_to(float* x, const float* more, int64_t count) {
 
 }  // namespace
 
-void Decoder::run(float* x, const std::vector<Passage>& passages, int digits) const {
+void Decoder::run_layers(float* x, const std::vector<Passage>& passages, int digits, int64_t first_layer, int64_t last_layer, const Observe& observe) const {
   const DecoderShape& s = shape_;
   std::vector<Place> places;
   for (const Passage& passage : passages)
@@ -79,21 +79,29 @@ void Decoder::run(float* x, const std::vector<Passage>& passages, int digits) co
   std::vector<float> q(size_t(m * q_size)), k(size_t(m * kv_size)), v(k.size()), out(q.size());
   std::vector<float> gate(size_t(m * s.feed_forward)), up(gate.size()), added(size_t(m * s.hidden));
 
+  // Rows that are made part by part, together for an observer.
+  std::vector<float> seen(observe ? size_t(m * std::max(s.hidden, s.feed_forward)) : 0);
+  auto note = [&](int64_t row, const float* made, int64_t width) {
+    if (observe) std::copy(made, made + width, seen.data() + row * width);
+  };
+
   // x takes in what the last part computed, and is normalized for the next.
   auto add_and_normalize = [&](const float* weight, const std::vector<const Weights*>& next) {
     hidden.fill(next, [&](int64_t row, float* to) {
       add_to(x + row * s.hidden, added.data() + row * s.hidden, s.hidden);
       kernels_.normalize(x + row * s.hidden, weight, s.epsilon, s.hidden, to);
+      note(row, to, s.hidden);
     });
   };
 
   Stopwatch watch(seconds_);
-  for (size_t l = 0; l < layers_.size(); l++) {
-    const Layer& layer = layers_[l];
-    auto keys_of = [&](const Cache& c, int64_t head) { return c.keys + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
-    auto values_of = [&](const Cache& c, int64_t head) { return c.values + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
+  for (int64_t l = first_layer; l < last_layer; l++) {
+    const Layer& layer = layers_[size_t(l)];
+    auto keys_of = [&](const Cache& c, int64_t head) { return c.keys + (l * s.kv_heads + head) * c.capacity * s.head_size; };
+    auto values_of = [&](const Cache& c, int64_t head) { return c.values + (l * s.kv_heads + head) * c.capacity * s.head_size; };
 
     add_and_normalize(layer.attention_norm, {&layer.q.weights, &layer.k.weights, &layer.v.weights});
+    if (observe) observe(l, INPUT_QKV, seen.data(), m, s.hidden);
     watch.lap(NORM);
     hidden.multiply({{layer.q.weights, layer.q.bias, q.data()}, {layer.k.weights, layer.k.bias, k.data()}, {layer.v.weights, layer.v.bias, v.data()}});
     watch.lap(QKV);
@@ -130,23 +138,31 @@ void Decoder::run(float* x, const std::vector<Passage>& passages, int digits) co
         else kernels_.attend(q.data() + at, rows, q_size, keys, values, place.position + 1, 1, s.head_size, out.data() + at);
       }
     });
+    if (observe) observe(l, INPUT_OUTPUT, out.data(), m, q_size);
     attended.take({&layer.o.weights}, out.data());
     watch.lap(ATTENTION);
     attended.multiply({{layer.o.weights, layer.o.bias, added.data()}});
     watch.lap(OUTPUT);
 
     add_and_normalize(layer.feed_forward_norm, {&layer.gate.weights, &layer.up.weights});
+    if (observe) observe(l, INPUT_GATE_UP, seen.data(), m, s.hidden);
     watch.lap(NORM);
     hidden.multiply({{layer.gate.weights, layer.gate.bias, gate.data()}, {layer.up.weights, layer.up.bias, up.data()}});
     watch.lap(GATE_UP);
     opened.fill({&layer.down.weights}, [&](int64_t row, float* to) {
       kernels_.open_gate(gate.data() + row * s.feed_forward, up.data() + row * s.feed_forward, s.gelu, s.feed_forward, to);
+      note(row, to, s.feed_forward);
     });
+    if (observe) observe(l, INPUT_DOWN, seen.data(), m, s.feed_forward);
     watch.lap(GATE);
     opened.multiply({{layer.down.weights, layer.down.bias, added.data()}});
     watch.lap(DOWN);
   }
   add_to(x, added.data(), m * s.hidden);
+}
+
+void Decoder::normalize(const float* x, int64_t m, const float* norm, float* out) const {
+  for (int64_t row = 0; row < m; row++) kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, out + row * shape_.hidden);
 }
 
 void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const {

@@ -1,6 +1,7 @@
 // A decoder-only transformer on packed weights: RMSNorm, rotary positions, grouped-query attention with a cache, a gated
 // feed-forward part. One call runs all layers for some rows (tokens), so that a token costs one trip from Python.
 #pragma once
+#include <functional>
 #include <vector>
 
 #include "layout/problem.h"
@@ -47,12 +48,19 @@ struct DecoderKernels {
   // 1 for rows at consecutive positions, 0 for heads of one position.
   void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
                  int64_t head_size, float* out);
+  // Sums of outer products, for 16 columns; see decoder/outer.h.
+  void (*add_outer)(const float* x, const float* columns, int64_t rows, int64_t k, int64_t sixteen, float* sums);
 };
 
 // Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
 enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, HEAD, PARTS };
 constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
                                            "gate and up", "gate", "down", "head"};
+
+// What the products of a layer multiply: of q, k and v; of the attention's output; of gate and up; of down.
+enum LayerInput : int { INPUT_QKV, INPUT_OUTPUT, INPUT_GATE_UP, INPUT_DOWN };
+// Gets the rows [count, width] of an input as float32 numbers, before they are rounded, on the thread that runs the layers.
+using Observe = std::function<void(int64_t layer, LayerInput input, const float* rows, int64_t count, int64_t width)>;
 
 class Decoder {
  public:
@@ -62,7 +70,11 @@ class Decoder {
   const DecoderShape& shape() const { return shape_; }
 
   // x [rows of all passages, hidden] goes through all layers, in place. digits: 0 for exact, 1 for q8, 2 for q16.
-  void run(float* x, const std::vector<Passage>& passages, int digits) const;
+  void run(float* x, const std::vector<Passage>& passages, int digits) const { run_layers(x, passages, digits, 0, int64_t(layers_.size()), nullptr); }
+  // The same through layers [first, last). `observe` may be null.
+  void run_layers(float* x, const std::vector<Passage>& passages, int digits, int64_t first, int64_t last, const Observe& observe) const;
+  // x [m, hidden] as the head multiplies it.
+  void normalize(const float* x, int64_t m, const float* norm, float* out) const;
   // The last norm and product: x [m, hidden] -> out [m, n].
   void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const;
   // Seconds since the decoder was made, by Part.
