@@ -25,7 +25,7 @@ from billfish.calibration.text import named_text, windows_of
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.partial import partial_path
 from billfish.checkpoints.writers.source import Identity, identity, is_current
-from billfish.errors import CheckpointError, DataError, complaint
+from billfish.errors import CheckpointError, DataError, ModelError, complaint
 from billfish.files import path_of, replacing
 from billfish.llm.config import read_config
 from billfish.llm.cpu import CpuDecoder
@@ -82,14 +82,22 @@ class Calibration:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all matrices, by GGUF's names."""
-        return dict(self.tensors.matrices.values())
+        return {part.name: (part.rows or part.shape[0], part.shape[1]) for part in self.tensors.matrices.values()}
 
     @functools.cached_property
     def inputs(self) -> list[tuple[Inputs, ...]]:
         """The inputs of each layer, and last that of the head."""
-        layers = [[[f"blk.{i}.{m}.weight" for m in same] for same in INPUTS] for i in range(self.layers)]
-        head = [[self.tensors.matrices["head"][0]]]
-        return [tuple(Inputs(tuple(n), self.shapes[n[0]][-1:]) for n in names) for names in [*layers, head]]
+        layers = [[[f"blk.{i}.{matrix}" for matrix in same] for same in INPUTS] for i in range(self.layers)]
+        return [tuple(map(self._inputs, places)) for places in [*layers, [["head"]]]]
+
+    def _inputs(self, places: list[str]) -> Inputs:
+        """What the matrices of these places multiply. A file may hold several of them as one."""
+        parts = [self.tensors.matrices.get(place) for place in places]
+        names = tuple(dict.fromkeys(part.name for part in parts if part is not None))
+        if None in parts:
+            got, takes = "a layer of another kind, such as experts", "bf.calibrate, with the model in transformers"
+            raise ModelError(complaint(CALL, places[0], got, takes))
+        return Inputs(names, self.shapes[names[0]][-1:])
 
     @property
     def layers(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from billfish.errors import DataError, complaint
 
 CALL = "calibrate"
 LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
+STACK = re.compile(r"(.+\.experts)\.(gate|up|down)_proj\.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,26 +53,30 @@ class InputStatistics:
         if (self.counts < 0).any() or not (self.counts > 0).any():
             raise _refused(call, name, f"{int(self.counts.sum())} tokens", "at least one")
 
-    def importance(self) -> NDArray[np.float32]:
-        """The mean square of each input: [K] or [E, K]. An expert that saw no token has the mean over the others."""
-        return self._mean(self.squares).astype(np.float32)
+    def importance(self, expert: int | None = None) -> NDArray[np.float32]:
+        """The mean square of each input: [K], or [E, K] for all experts. An expert that saw no token gets the mean of
+        the others'."""
+        return self._mean(self.squares, expert).astype(np.float32)
 
-    def hessian(self, name: str, call: str = CALL) -> NDArray[np.float32]:
+    def hessian(self, name: str, call: str = CALL, expert: int | None = None) -> NDArray[np.float32]:
         """The mean of x x^T: [K, K] or [E, K, K], of experts as :meth:`importance`. Raises unless there is one."""
         if self.outer is None:
             takes = "statistics with X^T X: `billfish calibrate --hessian`, or calibrate(..., hessian=True)"
             raise _refused(call, name, "mean squares alone", takes)
-        if not np.isfinite(self.outer).all():
+        mean: NDArray[np.float32] = self._mean(self.outer, expert)
+        if not np.isfinite(mean).all():
             raise _refused(call, name, "X^T X with numbers that are not finite", "finite numbers")
-        mean: NDArray[np.float32] = self._mean(self.outer)
         return mean
 
-    def _mean(self, sums: NDArray[Any]) -> NDArray[Any]:
-        counts = self.counts.astype(sums.dtype).reshape(self.counts.shape + (1,) * (sums.ndim - self.counts.ndim))
-        mean = sums / np.maximum(counts, 1)
-        if self.counts.ndim and (self.counts == 0).any():
-            mean[self.counts == 0] = mean[self.counts > 0].mean(axis=0)
-        return mean
+    def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
+        if self.counts.ndim == 0:
+            return sums / sums.dtype.type(self.counts)
+        if expert is None:
+            return np.stack([self._mean(sums, i) for i in range(len(self.counts))])
+        if self.counts[expert]:
+            return sums[expert] / sums.dtype.type(self.counts[expert])
+        seen = np.flatnonzero(self.counts)
+        return sum((self._mean(sums, int(i)) for i in seen), np.zeros_like(sums[0])) / sums.dtype.type(len(seen))
 
 
 class Statistics(Mapping[str, InputStatistics]):
@@ -145,6 +150,18 @@ class Statistics(Mapping[str, InputStatistics]):
 
     # ---- for one matrix -----------------------------------------------------------------------------------------
 
+    def check_model(self, call: str, architecture: str, names: Iterable[str]) -> None:
+        """Raises if they are of another kind of model, or of layers that a model with these tensors does not have."""
+        if self.architecture and architecture and self.architecture != architecture:
+            got, takes = f"those of a model of kind {self.architecture!r}", f"those of this model, of {architecture!r}"
+            raise _refused(call, "statistics", got, takes)
+        layers = {int(found[1]) for name in names if (found := LAYER_NAME.match(name))}
+        for name in self:
+            found = LAYER_NAME.match(name)
+            if found and layers and int(found[1]) not in layers:
+                got, takes = "statistics of a matrix that is not there", f"those of a model of {len(layers)} layers"
+                raise _refused(call, name, got, takes)
+
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
         """Raises unless these are statistics of a model with such a matrix, enough for the method."""
         if name not in self:
@@ -152,37 +169,30 @@ class Statistics(Mapping[str, InputStatistics]):
                 got, takes = "no statistics of its inputs", f"statistics of this model; these know {self._examples()}"
                 raise _refused(call, name, got, takes)
             return
-        known, own = self[name], self._own(name)
-        expected = self.shapes.get(own, tuple(shape))
-        fits = known.squares.shape[-1] == shape[-1] or _is_flat_stack(known, shape)
-        if expected != tuple(shape) or not fits:
-            got = f"statistics of {expected if expected != tuple(shape) else known.squares.shape}"
+        known, expected = self[name], self.shapes.get(self._own(name), ())
+        if len(shape) == 2 and expected not in ((), tuple(shape)):
+            raise _refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
+        experts = (shape[0],) if len(shape) == 3 else ()
+        if known.squares.shape != (*experts, shape[-1]) and not _is_flat_stack(known, shape):
+            got = f"statistics of {known.squares.shape[-1]} inputs, counts {known.counts.shape}"
             raise _refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
         if method == "gptq" and known.outer is None:
             known.hessian(name, call)
 
-    def check_layers(self, call: str, names: Sequence[str]) -> None:
-        """Raises if they are of layers that a model with these tensors does not have."""
-        layers = {int(found[1]) for name in names if (found := LAYER_NAME.match(name))}
-        for name in self:
-            found = LAYER_NAME.match(name)
-            if found and layers and int(found[1]) not in layers:
-                raise _refused(
-                    call, name, "statistics of a matrix that is not there", f"a model of {len(layers)} layers"
-                )
-
-    def settings(self, call: str, name: str, shape: Sequence[int], method: str) -> tuple[str, dict[str, Any]]:
-        """The method and the further arguments of `quantize_matrix` for a matrix. Of what llama.cpp's files may lack,
-        embeddings and the last layer, weights are searched for without."""
+    def settings(
+        self, call: str, name: str, shape: Sequence[int], method: str, expert: int | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """The method and the further arguments of `quantize_matrix` for a matrix, or for one of a stack. Embeddings and
+        the last layer, which llama.cpp's files may lack, are searched for without."""
         self.check_matrix(call, name, shape, method)
         if name not in self:
             return "mse" if method == "gptq" else method, {}
         known = self[name]
         if _is_flat_stack(known, shape):
             known = InputStatistics(known.squares.reshape(shape[0], -1), np.repeat(known.counts, shape[0]))
-        further: dict[str, Any] = {"importance": known.importance()}
+        further: dict[str, Any] = {"importance": known.importance(expert)}
         if method == "gptq":
-            further["hessian"] = known.hessian(name, call)
+            further["hessian"] = known.hessian(name, call, expert)
         return method, further
 
     def _examples(self) -> str:
@@ -219,10 +229,12 @@ def model_digest(shapes: Mapping[str, Sequence[int]]) -> str:
 def _names_of(name: str) -> Iterator[str]:
     """The names that a matrix may have in statistics."""
     for known in (name, f"{name}.weight"):
-        yield known
-        for other in (gguf_name(known), model_name(known)):
+        for other in (known, gguf_name(known), model_name(known)):
             if other is not None:
                 yield other
+                stack = STACK.fullmatch(other.replace(".block_sparse_moe.", ".mlp."))
+                if stack:  # as transformers has it, where gate and up are one
+                    yield f"{stack[1]}.{stack[2] if stack[2] == 'down' else 'gate_up'}_proj"
 
 
 def _may_be_missing(name: str) -> bool:

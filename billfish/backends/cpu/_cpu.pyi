@@ -27,17 +27,16 @@ class Decoder:
         head_size: int,
         feed_forward: int,
         epsilon: float,
+        query_scale: float,
+        attention_cap: float,
+        logit_cap: float,
         adjacent: bool,
         gelu: bool,
-        frequencies: list[float],
+        joint_norms: bool,
+        rotations: list[tuple[list[float], float]],
     ) -> None: ...
     def add_layer(
-        self,
-        attention_norm: NDArray[Any],
-        feed_forward_norm: NDArray[Any],
-        q_norm: NDArray[Any] | None,
-        k_norm: NDArray[Any] | None,
-        matrices: list[PackedMatrix],
+        self, vectors: list[NDArray[Any] | None], window: int, rotation: int, matrices: list[PackedMatrix]
     ) -> None: ...
     def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
     def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...

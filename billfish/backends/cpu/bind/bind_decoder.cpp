@@ -48,14 +48,18 @@ const DecoderKernels& find_kernels(const std::string& name) {
 class PythonDecoder {
  public:
   PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
-                float epsilon, bool adjacent, bool gelu, const std::vector<double>& frequencies)
+                float epsilon, float query_scale, float attention_cap, float logit_cap, bool adjacent, bool gelu, bool joint_norms,
+                const std::vector<std::tuple<std::vector<double>, double>>& rotations)
       : level_(find_level(level)), decoder_(level_, find_kernels(level),
-                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, adjacent, gelu}, frequencies) {}
+                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, attention_cap, logit_cap, adjacent, gelu, joint_norms},
+                 rotations_of(rotations)) {}
 
-  void add_layer(Numbers attention_norm, Numbers feed_forward_norm, std::optional<Numbers> q_norm, std::optional<Numbers> k_norm,
-                 const std::vector<PackedMatrix>& m) {
-    decoder_.add_layer({keep(attention_norm), keep(feed_forward_norm), keep(q_norm), keep(k_norm), keep(m[0]), keep(m[1]),
-                        keep(m[2]), keep(m[3]), keep(m[4]), keep(m[5]), keep(m[6])});
+  // vectors: as in LayerVectors.
+  void add_layer(const std::vector<std::optional<Numbers>>& vectors, int64_t window, int rotation, const std::vector<PackedMatrix>& m) {
+    const float* v[7];
+    for (size_t i = 0; i < 7; i++) v[i] = keep(vectors[i]);
+    decoder_.add_layer({{v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, window, rotation, keep(m[0]), keep(m[1]), keep(m[2]), keep(m[3]),
+                        keep(m[4]), keep(m[5]), keep(m[6])});
   }
 
   void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
@@ -118,6 +122,11 @@ class PythonDecoder {
   }
 
  private:
+  static std::vector<Rotation> rotations_of(const std::vector<std::tuple<std::vector<double>, double>>& tables) {
+    std::vector<Rotation> rotations;
+    for (const auto& [frequencies, magnitude] : tables) rotations.push_back({frequencies, magnitude});
+    return rotations;
+  }
   const float* keep(const Numbers& array) {
     arrays_.push_back(array);
     return array.data();
@@ -162,8 +171,12 @@ void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
 
 void billfish::bind_decoder(nb::module_& module) {
   nb::class_<PythonDecoder>(module, "Decoder")
-      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, bool, bool, const std::vector<double>&>())
-      .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
+      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, float, float, bool, bool, bool,
+                    const std::vector<std::tuple<std::vector<double>, double>>&>(),
+           nb::arg("level"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("feed_forward"),
+           nb::arg("epsilon"), nb::arg("query_scale"), nb::arg("attention_cap"), nb::arg("logit_cap"), nb::arg("adjacent"),
+           nb::arg("gelu"), nb::arg("joint_norms"), nb::arg("rotations"))
+      .def("add_layer", &PythonDecoder::add_layer)
       .def("set_embedding", &PythonDecoder::set_embedding)
       .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)
