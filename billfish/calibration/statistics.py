@@ -215,6 +215,9 @@ class Statistics(Mapping[str, InputStatistics]):
 
         write_statistics(self, Path(path))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
+        return self  # nobody changes them, and they may be large
+
     def __repr__(self) -> str:
         outer = ", with X^T X" if self.has_outer else ""
         return f"Statistics({len(self)} matrices, {self.tokens} tokens{outer})"

@@ -8,22 +8,10 @@ from pathlib import Path
 
 from billfish.calibration.statistics import CALL
 from billfish.errors import DataError, complaint
+from billfish.files import read_text
 from billfish.tokenizer import Tokenizer
 
-MOST_TEXT = 1 << 28  # bytes
 DEFAULT_NAME = "the text that billfish carries"
-
-
-def read_text(call: str, argument: str, path: str | os.PathLike[str]) -> str:
-    """The content of a file, or of a pipe, in UTF-8."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MOST_TEXT + 1)
-        if len(data) > MOST_TEXT:
-            raise OSError(f"more than {MOST_TEXT >> 20} MB")
-        return data.decode()
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
-        raise DataError(complaint(call, argument, f"{str(path)!r} ({error})", "a text in UTF-8")) from None
 
 
 def named_text(path: str | os.PathLike[str] | None) -> tuple[str, str]:

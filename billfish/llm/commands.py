@@ -14,14 +14,13 @@ from typing import TextIO
 
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.errors import DataError, ModelError, complaint
+from billfish.files import read_text
 from billfish.llm.cache import Cache
 from billfish.llm.chat import Message, start_process
 from billfish.llm.evaluation import evaluate
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 from billfish.style import Style
-
-MOST_TEXT = 1 << 28  # bytes of a text for `eval`
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -231,14 +230,7 @@ def evaluate_text(arguments: argparse.Namespace) -> None:
         count = getattr(arguments, name)
         if count is not None and count < 2:
             raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
-    try:
-        with open(arguments.text, "rb") as file:  # a pipe does as well
-            data = file.read(MOST_TEXT + 1)
-        if len(data) > MOST_TEXT:
-            raise OSError(f"more than {MOST_TEXT >> 20} MB")
-        text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(complaint("eval", "--text", f"{arguments.text!r} ({error})", "a text in UTF-8")) from None
+    text = read_text("eval", "--text", arguments.text)
     model = _load(arguments.model, arguments.device, arguments.quantize)
     against = None if arguments.against is None else _load(arguments.against, arguments.device)
     tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
