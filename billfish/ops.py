@@ -33,7 +33,14 @@ Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
 def quantize(
-    w: AnyArray, format: FormatLike, *, group_size: int | None = None, method: Method = "mse", **options: str
+    w: AnyArray,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
@@ -41,14 +48,20 @@ def quantize(
     is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
 
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
+    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
+    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
+    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
+    is better. No group gets worse by it in the weighted error. All zeros are as None.
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
+    importance unless that is given. No row gets worse by it in the error of the product.
     options: zero_point="integer" | "fractional" for u4.
     """
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
     if weights.ndim != 2 or weights.shape[0] == 0:
         raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", "a matrix [N, K] with N > 0"))
-    return quantize_matrix("quantize", "w", weights, format, group_size, method, options)
+    return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
 
 
 @overload

@@ -53,7 +53,7 @@ FormatName: TypeAlias = Literal[
     "q3_k",
 ]
 FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of a format that somebody registered
-Method: TypeAlias = Literal["rtn", "mse"]
+Method: TypeAlias = Literal["rtn", "mse", "gptq"]
 Activations: TypeAlias = Literal["exact", "q8", "q16"]
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 FloatType: TypeAlias = "FloatName | type[np.generic] | np.dtype[Any] | torch.dtype | mx.Dtype"
