@@ -128,9 +128,7 @@ def parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser("calibrate", help="statistics of what a model's weights are multiplied with")
     calibrate.add_argument("model", nargs="?", metavar="MODEL", help="as `billfish run` takes it; it runs on the CPU")
-    calibrate.add_argument(
-        "--text", metavar="FILE", help="what runs through it, in UTF-8 (one that billfish carries)"
-    )
+    calibrate.add_argument("--text", metavar="FILE", help="what runs through it, in UTF-8 (one that billfish carries)")
     calibrate.add_argument(
         "-o", "--out", required=True, metavar="STATS", help="a file to create: .safetensors, or .gguf for an imatrix"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def test_sums_do_not_depend_on_threads():
         bf.set_threads(threads)
         found.append(summed(x, outer=True).outer)
     bf.set_threads(0)
-    assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
 
 
 def test_inputs_that_are_not_finite_are_refused():
@@ -91,7 +93,8 @@ def test_our_files_hold_everything(tmp_path, outer):
     statistics = small_statistics(outer)
     statistics.save(tmp_path / "s.safetensors")
     read = Statistics.load(tmp_path / "s.safetensors")
-    assert list(read) == list(statistics) and read.has_outer is outer
+    assert list(read) == list(statistics)
+    assert read.has_outer is outer
     assert (read.architecture, read.shapes, read.window) == ("llama", statistics.shapes, 10)
     assert (read.texts, read.run, read.tokens) == (("a text",), "abc", 50)
     assert read.model_digest == statistics.model_digest
@@ -254,10 +257,8 @@ def test_random_bytes_in_a_file_give_our_errors_or_statistics(tmp_path, name):
         for at in rng.integers(0, len(hurt), 3):
             hurt[at] = rng.integers(256)
         path.write_bytes(bytes(hurt))
-        try:
+        with contextlib.suppress(BillfishError):
             Statistics.load(path)
-        except BillfishError:
-            pass
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):
