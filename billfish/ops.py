@@ -55,11 +55,12 @@ def quantize(
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
     method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
     "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
-    importance: [K], or [E, K] for a stack, what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
+    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
     searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
-    is better. No group gets worse by it in the weighted error. All zeros are as None.
+    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
     hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
-    importance unless that is given. No row gets worse by it in the error of the product.
+    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
+    also [E, K, K].
     options: zero_point="integer" | "fractional" for u4.
     """
     taken = float_input("quantize", "w", w)
