@@ -31,6 +31,8 @@ from billfish.errors import (
     ModelError,
     ShapeError,
 )
+from billfish.expert_ops import expert_linear, experts
+from billfish.experts import QuantizedExperts
 from billfish.format import FORMATS, Format, get_format, register
 from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear, quantized_linears
 from billfish.packing import (
@@ -46,6 +48,9 @@ from billfish.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from billfish import llm
+    from billfish.calibration import Statistics
+    from billfish.calibration.hooks import calibrate
+    from billfish.calibration.running import calibrate_checkpoint
     from billfish.checkpoints import Checkpoint, load
     from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
@@ -68,9 +73,13 @@ __all__ = [
     "ModelError",
     "ModelReport",
     "PackedWeights",
+    "QuantizedExperts",
     "QuantizedTensor",
     "ShapeError",
+    "Statistics",
     "VerificationReport",
+    "calibrate",
+    "calibrate_checkpoint",
     "convert",
     "dequantize",
     "dequantize_q4_0",
@@ -79,6 +88,8 @@ __all__ = [
     "dequantize_q5_1",
     "dequantize_q8_0",
     "dequantize_q8_1",
+    "expert_linear",
+    "experts",
     "gemm_w4a8",
     "get_format",
     "llm",
@@ -114,7 +125,10 @@ _ELSEWHERE = {
     "ConversionReport": "billfish.checkpoints.reports",
     "MarlinLinear": "billfish.nn",
     "ModelReport": "billfish.nn",
+    "Statistics": "billfish.calibration",
     "VerificationReport": "billfish.checkpoints.reports",
+    "calibrate": "billfish.calibration.hooks",
+    "calibrate_checkpoint": "billfish.calibration.running",
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",

@@ -22,6 +22,7 @@ GROUPS = {
     },
     "Checkpoints": {
         "inspect": "billfish inspect model.gguf",
+        "calibrate": "billfish calibrate model.gguf --text FILE -o STATS.safetensors",
         "quantize": "billfish quantize IN OUT --format fp4 --group-size 128",
         "convert": "billfish convert IN OUT --to mlx",
         "verify": "billfish verify A B",
@@ -126,6 +127,18 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="as JSON")
     inspect.set_defaults(run=_inspect)
 
+    calibrate = commands.add_parser("calibrate", help="statistics of what a model's weights are multiplied with")
+    calibrate.add_argument("model", nargs="?", metavar="MODEL", help="as `billfish run` takes it; it runs on the CPU")
+    calibrate.add_argument("--text", metavar="FILE", help="what runs through it, in UTF-8 (one that billfish carries)")
+    calibrate.add_argument(
+        "-o", "--out", required=True, metavar="STATS", help="a file to create: .safetensors, or .gguf for an imatrix"
+    )
+    calibrate.add_argument("--hessian", action="store_true", help="keep X^T X too, for `quantize --method gptq`")
+    calibrate.add_argument("--tokens", type=int, default=32768, metavar="N", help="at most the first N (32768)")
+    calibrate.add_argument("--window", type=int, metavar="N", help="tokens that see each other (512, or the context)")
+    calibrate.add_argument("--threads", type=int, metavar="N", help="(all cores)")
+    calibrate.set_defaults(run=_calibrate)
+
     layouts = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
     again = "weights that the layout cannot hold as they are may be quantized again"
     quantize = commands.add_parser("quantize", help="quantize the weights of a checkpoint")
@@ -137,7 +150,17 @@ def parser() -> argparse.ArgumentParser:
         "--format", required=True, metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
     )
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
-    quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn or mse (mse)")
+    quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn, mse or gptq (mse)")
+    known = quantize.add_mutually_exclusive_group()
+    known.add_argument(
+        "--calibrate",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="TEXT",
+        help="weigh errors by the inputs that a text gives (without TEXT: one that billfish carries)",
+    )
+    known.add_argument("--imatrix", metavar="FILE", help="the same with statistics of `calibrate`, or of llama.cpp")
     quantize.add_argument(
         "--keep",
         action="append",
@@ -245,6 +268,13 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from billfish.checkpoints import commands
 
     commands.inspect(arguments.path, arguments.json, sys.stdout)
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from billfish.calibration import commands
+
+    with _told_how_to_continue():
+        commands.calibrate(arguments)
 
 
 def _quantize(arguments: argparse.Namespace) -> None:

@@ -230,7 +230,7 @@ def planes_of(format: Format, code: int, scale: float, offset: float | None) -> 
     """Planes of one block in which every code is `code`, and scale and offset are as near as the format can hold."""
     options = {name: allowed[-1] for name, allowed in format.options.items()}  # zero points that may be fractional
     run = max(format.block_size, format.quantization_run(format.default_group_size))
-    planes = format.quantize(np.zeros((1, run), np.float32), format.default_group_size, "rtn", **options)
+    planes = format.quantize(np.zeros((1, run), np.float32), format.default_group_size, "rtn", None, **options)
     one = getattr(format, "sub_bias", 0) + 1
     if offset is not None and format.offset == "none":
         raise DataError(complaint("explain", "--offset", f"{offset:g}", f"none: {format.name} has no offset"))

@@ -16,11 +16,12 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DTypeError, complaint
+from billfish.errors import DataError, DTypeError, complaint
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
 MAX_DIRECTORY = 4096  # bytes of the list of members; theirs take some 60 each
+MOST_TEXT = 1 << 28  # bytes of a text to evaluate or to calibrate with
 MAX_WHOLE = 200_000_000  # bytes of a small file, such as a tokenizer.json of 30 MB
 NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, "
@@ -64,6 +65,18 @@ def read_whole(path: str | os.PathLike[str], most: int = MAX_WHOLE) -> bytes:
         if size > most:
             raise OSError(errno.EFBIG, f"{size} bytes, more than {most}")
         return file.read(size)
+
+
+def read_text(call: str, argument: str, path: str | os.PathLike[str]) -> str:
+    """The content of a file, or of a pipe, in UTF-8."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_TEXT + 1)
+        if len(data) > MOST_TEXT:
+            raise OSError(f"more than {MOST_TEXT >> 20} MB")
+        return data.decode()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path with a zero byte
+        raise DataError(complaint(call, argument, f"{str(path)!r} ({error})", "a text in UTF-8")) from None
 
 
 def is_affordable(cost: int, size: int) -> bool:

@@ -21,17 +21,18 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.device_array import DeviceArray
+from billfish.device_array import DeviceArray, to_device
 from billfish.elements import Element
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean
 from billfish.machine import with_known_floats
 from billfish.parallel import map_rows
+from billfish.search import Search
 from billfish.storage import Array, ArraySpec, Part, Storage, check_array
 
 # "codes" is uint8 [N, K]; every other plane is [N, number of groups], or a scalar that belongs to the whole tensor.
 Planes = dict[str, Array]
 
-METHODS = ("rtn", "mse")
+METHODS = ("rtn", "mse", "gptq")
 
 
 class GroupValues(NamedTuple):
@@ -88,10 +89,11 @@ class Format(ABC):
         """
 
     @abstractmethod
-    def search_groups(self, w: NDArray[np.float32], **context: Any) -> Planes:
-        """As :meth:`round_groups`, but looks for the scale (and offset) with the least squared error.
+    def search_groups(self, w: NDArray[np.float32], search: Search, **context: Any) -> list[Planes]:
+        """As :meth:`round_groups`, but looks for the scale (and offset) with the least error.
 
-        Where a group comes out worse all the same, the plain one will be kept.
+        `search` knows what the error is and finds scales. Returns all that it finds: of that and of the plain result,
+        each group will keep what is best.
         """
 
     def tensor_planes(self, w: NDArray[np.float32]) -> Planes:
@@ -183,11 +185,25 @@ class Format(ABC):
                 raise FormatError(complaint(call, name, repr(value), f"{takes} for {self.name}"))
         return {name: options.get(name, allowed[0]) for name, allowed in self.options.items()}
 
+    def with_codes(self, planes: Planes, codes: Array) -> Planes:
+        """The same planes with other codes [N, K]. A plane that depends on the codes is made again."""
+        return {**planes, "codes": codes}
+
     @with_known_floats
-    def quantize(self, w: NDArray[np.float32], group_size: int, method: str, **options: str) -> Planes:
+    def quantize(
+        self,
+        w: NDArray[np.float32],
+        group_size: int,
+        method: str,
+        importance: NDArray[np.floating[Any]] | None = None,
+        **options: str,
+    ) -> Planes:
         """Quantize W [N, K], float32 and finite, to planes. Rows go in slices, several at a time on several cores.
 
         W may be a DeviceArray, here and in all that this calls. The planes then are, too.
+
+        method: "rtn" or "mse".
+        importance: [K], finite and at least 0, of the squared error of each column.
         """
         n, k = w.shape
         run = self.quantization_run(group_size)
@@ -195,11 +211,22 @@ class Format(ABC):
         spans = [(a, b, length) for a, b, length in ((0, whole, run), (whole, k, k - whole)) if a < b]
         tensor_planes = self.tensor_planes(w)
         context = {**tensor_planes, **options}
+        thorough = method != "rtn"
+
+        def search(a: int, b: int, length: int, rows: int) -> Search | None:
+            if importance is None:
+                return Search() if thorough else None
+            shares: Any = _shares(importance[a:b].reshape(-1, length)).reshape(1, -1)
+            if isinstance(w, DeviceArray):
+                shares = to_device(shares, w.tensor.device)
+            return Search(np.repeat(shares, rows, axis=0).reshape(-1, length), thorough)
 
         def quantize_rows(start: int, stop: int) -> Planes:
             rows = w[start:stop].astype(np.float32, "C", copy=False)
             parts = [
-                self._quantize_runs(rows[:, a:b].reshape(-1, length), group_size, method, context)
+                self._quantize_runs(
+                    rows[:, a:b].reshape(-1, length), group_size, search(a, b, length, len(rows)), context
+                )
                 for a, b, length in spans
             ]
             return {
@@ -212,21 +239,27 @@ class Format(ABC):
         planes.update(tensor_planes)
         return planes
 
-    def _quantize_runs(self, w: NDArray[np.float32], group_size: int, method: str, context: dict[str, Any]) -> Planes:
+    def _quantize_runs(
+        self, w: NDArray[np.float32], group_size: int, search: Search | None, context: dict[str, Any]
+    ) -> Planes:
         # Tiny weights underflow and huge ones overflow the stored scale: the one gives zeros, as it should, the
         # other is reported once the whole tensor is done.
         with np.errstate(all="ignore"):
-            plain = self.round_groups(w, **context)
-            if method == "rtn":
-                return plain
-            searched = self.search_groups(w, **context)
+            best = self.round_groups(w, **context)
+            if search is None:
+                return best
 
-            def squared_error(planes: Planes) -> NDArray[np.float64]:
-                difference = w.astype(np.float64) - self.decode({**context, **planes}, group_size)
-                return np.einsum("rk,rk->r", difference, difference)
+            def error(planes: Planes) -> NDArray[np.float64]:
+                wrong = w.astype(np.float64) - self.decode({**context, **planes}, group_size)
+                return np.einsum("rk,rk->r", wrong, wrong if search.importance is None else wrong * search.importance)
 
-            better = (squared_error(searched) < squared_error(plain))[:, None]
-        return {name: np.where(better, searched[name], plain[name]) for name in plain}
+            least = error(best)
+            for found in self.search_groups(w, search=search, **context):
+                its_error = error(found)
+                better = its_error < least
+                best = {name: np.where(better[:, None], found[name], best[name]) for name in best}
+                least = np.where(better, its_error, least)
+        return best
 
     def decode(self, planes: Planes, group_size: int) -> NDArray[np.float32]:
         """The oracle: planes of a matrix [N, K] to its values, in float32."""
@@ -262,6 +295,12 @@ class Format(ABC):
     def __reduce__(self) -> Any:
         """A format pickles and copies by its name, which must be registered where it is read."""
         return (get_format, (self.name,)) if FORMATS.get(self.name) is self else super().__reduce__()
+
+
+def _shares(importance: NDArray[Any]) -> NDArray[np.float32]:
+    """Importances [runs, length] over the largest of their run; 1 in a run that has none at all."""
+    largest = importance.astype(np.float64).max(axis=1, keepdims=True)
+    return np.where(largest > 0, importance / np.where(largest > 0, largest, 1), 1).astype(np.float32)
 
 
 FORMATS: dict[str, Format] = {}

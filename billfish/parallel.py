@@ -17,13 +17,20 @@ DEVICE_SLICE_ELEMENTS = 1 << 24
 
 
 def map_rows(
-    function: Callable[[int, int], Result], rows: int, row_elements: int, *, on_device: bool = False
+    function: Callable[[int, int], Result],
+    rows: int,
+    row_elements: int,
+    *,
+    on_device: bool = False,
+    step: int | None = None,
 ) -> list[Result]:
     """Call ``function(start, stop)`` for slices that cover `rows`; the results in order.
 
     on_device: the function computes on a device, which has one slice at a time.
+    step: rows of a slice; None takes as many as are fast. It never depends on the number of cores.
     """
-    step = max(1, (DEVICE_SLICE_ELEMENTS if on_device else SLICE_ELEMENTS) // max(1, row_elements))
+    if step is None:
+        step = max(1, (DEVICE_SLICE_ELEMENTS if on_device else SLICE_ELEMENTS) // max(1, row_elements))
     slices = [(start, min(start + step, rows)) for start in range(0, rows, step)] or [(0, 0)]
     cores = 1 if on_device else min(available_cores(), len(slices))
     if cores == 1:

@@ -22,6 +22,7 @@ __all__ = [
     "FloatType",
     "FormatLike",
     "FormatName",
+    "Gate",
     "Layout",
     "Library",
     "Method",
@@ -53,8 +54,9 @@ FormatName: TypeAlias = Literal[
     "q3_k",
 ]
 FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of a format that somebody registered
-Method: TypeAlias = Literal["rtn", "mse"]
+Method: TypeAlias = Literal["rtn", "mse", "gptq"]
 Activations: TypeAlias = Literal["exact", "q8", "q16"]
+Gate: TypeAlias = Literal["silu", "gelu", "clamped_silu"]  # what a feed-forward part does to its gate and up rows
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 FloatType: TypeAlias = "FloatName | type[np.generic] | np.dtype[Any] | torch.dtype | mx.Dtype"
 Library: TypeAlias = Literal["numpy", "torch", "mlx"]

@@ -77,9 +77,21 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- quantize, convert and verify ---------------------------------------------------------------------------------
 
 
-def quantize_and_print(source: str, out: str, format: str, keep: list[str], **options: Any) -> None:
+def quantize_and_print(
+    source: str,
+    out: str,
+    format: str,
+    keep: list[str],
+    method: Any,
+    imatrix: str | None,
+    calibrate: bool | str,
+    **options: Any,
+) -> None:
     """`billfish quantize`. Rules read REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
-    print(quantize_checkpoint(source, out, format, keep=dict(map(_rule, keep)), **options))
+    if calibrate is True or (method == "gptq" and not calibrate and imatrix is None):
+        print("calibrating with the text that billfish carries; --calibrate TEXT takes another", file=sys.stderr)
+    known = {"method": method, "statistics": imatrix, "calibrate": calibrate}
+    print(quantize_checkpoint(source, out, format, keep=dict(map(_rule, keep)), **known, **options))
 
 
 def convert_and_print(source: str, out: str, to: Any, **options: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import DTypeLike
 
@@ -15,14 +16,17 @@ from billfish.checkpoints.checkpoint import Source, opened
 from billfish.checkpoints.memory import checkpoint_of
 from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.reports import ConversionReport
-from billfish.checkpoints.writers import TARGETS, export
+from billfish.checkpoints.writers import TARGETS, check_export, export
 from billfish.checkpoints.writers.base import Target
 from billfish.checkpoints.writers.plan import Quantization, Rule, Settings
-from billfish.errors import FormatError, complaint
+from billfish.errors import DataError, FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.progress import OnProgress
 from billfish.quantizing import check_method
 from billfish.typing import FormatLike, Layout, Method
+
+if TYPE_CHECKING:
+    from billfish.calibration import Statistics
 
 
 def convert(
@@ -71,6 +75,8 @@ def quantize_checkpoint(
     to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
+    calibrate: bool | str | os.PathLike[str] = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
@@ -80,11 +86,15 @@ def quantize_checkpoint(
 
     format: of the weights, with groups of `group_size` (-1: a whole row; None: the format's own). Or a mix such as
     "Q4_K_M", which chooses a format for each tensor, embeddings and the last layer too, as llama.cpp does.
-    method: "mse" or "rtn", as in bf.quantize.
+    method: "mse", "rtn" or "gptq", as in bf.quantize.
     keep: {regular expression: format} for other tensors or another format: "q8_0", "u4b8:128" with a group size, or
     "keep", which leaves them as they are. The first that finds a tensor's name counts.
     only: regular expressions; tensors that none of them finds, nor `keep`, stay as they are.
     requantize: whether weights that are quantized already are quantized again, too.
+    statistics: of the inputs that weights are multiplied with, or a file of them: errors then count where the inputs
+    are large. Those of another model are an error.
+    calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
+    bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
     src, dst, raw_names, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in .gguf, else
     our own layout.
     """
@@ -102,8 +112,27 @@ def quantize_checkpoint(
     for used in (chosen, *(rule.format for rule in rules)):
         if used is not None and target.own(used).name not in allowed:
             raise FormatError(complaint(call, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
+    if statistics is not None and calibrate:
+        raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix)
-    return export(call, opened(src), Path(dst), Settings(target, quantization, requantize, raw_names), progress)
+    settings, checkpoint, out = Settings(target, quantization, requantize, raw_names), opened(src), Path(dst)
+    if statistics is None and (calibrate or method == "gptq"):
+        check_export(call, checkpoint, out, settings)
+        from billfish.calibration.temporary import calibrated  # here: few need a model that runs
+
+        with calibrated(checkpoint, out, calibrate, method == "gptq", progress is True) as computed:
+            return export(call, checkpoint, out, _with_statistics(settings, computed), progress)
+    if statistics is None:
+        return export(call, checkpoint, out, settings, progress)
+    from billfish.calibration import Statistics
+
+    known = statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
+    return export(call, checkpoint, out, _with_statistics(settings, known), progress)
+
+
+def _with_statistics(settings: Settings, statistics: Statistics) -> Settings:
+    assert settings.quantization is not None
+    return replace(settings, quantization=replace(settings.quantization, statistics=statistics))
 
 
 def save(

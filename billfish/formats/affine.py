@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from billfish.arrays import bfloat16
 from billfish.elements import U4, U4B8, U8, U8B128
 from billfish.format import Format, GroupValues, Planes, register
-from billfish.formats.search import extremes, float16_scale, reciprocal, search_scale_and_minimum
 from billfish.formats.words import ScaledWordFormat, WordFormat
+from billfish.search import Search, extremes, float16_scale, reciprocal
 from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
@@ -38,15 +38,15 @@ class ZeroPointFormat(WordFormat):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, *self._range(w, context["zero_point"]), context["zero_point"])
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
         zero_point = context["zero_point"]
 
         def representable(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
             scale = float16_scale(scale)
             return scale, -scale * self._zero(scale, minimum, zero_point).astype(np.float32)
 
-        start = self._range(w, zero_point)
-        return self._planes(w, *search_scale_and_minimum(w, self.element, *start, representable), zero_point)
+        found = search.scale_and_minimum(w, self.element, *self._range(w, zero_point), representable)
+        return [self._planes(w, scale, minimum, zero_point) for scale, minimum in found]
 
     def _range(self, w: Floats, zero_point: str) -> tuple[Floats, Floats]:
         """(scale, minimum) at which nothing clips. An integer zero point keeps 0 in the range, and so exact."""
@@ -145,11 +145,11 @@ class AffineFormat(Format):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, *self._range(w))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        scale, minimum = search_scale_and_minimum(
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        found = search.scale_and_minimum(
             w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
         )
-        return self._planes(w, scale, minimum)
+        return [self._planes(w, scale, minimum) for scale, minimum in found]
 
     def _range(self, w: Floats) -> tuple[Floats, Floats]:
         low, high = extremes(w)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from billfish.elements import FP4, Element
 from billfish.format import Format, GroupValues, Planes, register
-from billfish.formats.search import reciprocal, search_scale
 from billfish.formats.words import ScaledWordFormat
 from billfish.scales import E4M3_MAX, decode_e4m3, decode_e8m0, encode_e4m3
+from billfish.search import Search, reciprocal
 from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
@@ -76,13 +76,11 @@ class Mxfp4(MicroscaledFp4):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, self._floor_code(w))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
         # A power of two leaves few choices: a weight just below the next power is clipped to 6/8 of it by the plain
         # rule, which the next scale up would not do; the next one down clips more and rounds finer.
         start = self._floor_code(w)
-        candidates = [np.clip(start + step, 0, 254) for step in (0, 1, -1)]
-        best = np.stack([self._squared_error(w, code) for code in candidates]).argmin(axis=0)
-        return self._planes(w, np.take_along_axis(np.stack(candidates), best[None], axis=0)[0])
+        return [self._planes(w, np.clip(start + step, 0, 254)) for step in (1, -1)]
 
     @staticmethod
     def _floor_code(w: Floats) -> NDArray[np.int32]:
@@ -96,10 +94,6 @@ class Mxfp4(MicroscaledFp4):
     def _planes(self, w: Floats, code: NDArray[np.int32]) -> Planes:
         scale = code.astype(np.uint8)[:, None]
         return {"codes": nearest_e2m1(w * reciprocal(decode_e8m0(scale))), "scale": scale}
-
-    def _squared_error(self, w: Floats, code: NDArray[np.int32]) -> Floats:
-        difference = w - self.decode(self._planes(w, code), w.shape[1])
-        return np.einsum("rk,rk->r", difference, difference)
 
 
 def nearest_e2m1(x: Floats) -> NDArray[np.uint8]:
@@ -144,14 +138,14 @@ class Nvfp4(MicroscaledFp4):
         global_scale = context["global_scale"]
         return self._planes(w, np.abs(w).max(axis=1) / np.float32(6), global_scale)
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
         global_scale = context["global_scale"]
 
         def representable(scale: Floats) -> Floats:
             return decode_e4m3(self._scale_code(scale, global_scale)) * global_scale
 
         start = np.abs(w).max(axis=1) / np.float32(6)
-        return self._planes(w, search_scale(w, FP4, start, representable), global_scale)
+        return [self._planes(w, scale, global_scale) for scale in search.scale(w, FP4, start, representable)]
 
     @staticmethod
     def _scale_code(scale: Floats, global_scale: Floats) -> NDArray[np.uint8]:

@@ -17,15 +17,8 @@ from numpy.typing import NDArray
 from billfish.elements import E2M1X2, IQ4NL, S8, U4, U4B8, U5, U5B16, Element, Integer
 from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
-from billfish.formats.search import (
-    extremes,
-    float16_scale,
-    reciprocal,
-    search_scale,
-    search_scale_and_minimum,
-    signed_extreme,
-)
 from billfish.scales import decode_e8m0_half, decode_ue4m3_half
+from billfish.search import Search, extremes, float16_scale, reciprocal, signed_extreme
 from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
@@ -141,10 +134,15 @@ class ScaledBlock(BlockFormat):
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(planes["scale"].astype(np.float32))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        scale = search_scale(w, self.element, self._scale(w), float16_scale)
-        stored = scale.astype(np.float16)[:, None]
-        return {"codes": self.element.encode(w * reciprocal(scale)[:, None]), "scale": stored}
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        scales = search.scale(w, self.element, self._scale(w), float16_scale)
+        return [
+            {
+                "codes": self.element.encode(w * reciprocal(scale)[:, None]),
+                "scale": scale.astype(np.float16)[:, None],
+            }
+            for scale in scales
+        ]
 
     def _scale(self, w: Floats) -> Floats:
         """ggml's: the weight of largest magnitude, sign and all, becomes the least value of the element."""
@@ -177,16 +175,18 @@ class MinimumBlock(BlockFormat):
             "minimum": minimum.astype(np.float16),
         }
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        scale, minimum = search_scale_and_minimum(
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        found = search.scale_and_minimum(
             w, self.element, *self._range(w), lambda d, m: (float16_scale(d), float16_scale(m))
         )
-        codes = self.element.encode((w - minimum[:, None]) * reciprocal(scale)[:, None])
-        return {
-            "codes": codes,
-            "scale": scale.astype(np.float16)[:, None],
-            "minimum": minimum.astype(np.float16)[:, None],
-        }
+        return [
+            {
+                "codes": self.element.encode((w - minimum[:, None]) * reciprocal(scale)[:, None]),
+                "scale": scale.astype(np.float16)[:, None],
+                "minimum": minimum.astype(np.float16)[:, None],
+            }
+            for scale, minimum in found
+        ]
 
 
 @register
@@ -255,9 +255,14 @@ class Q8_1(Q8_0):
         # The sum takes d before it is rounded to float16, as in ggml.
         return self._with_sum(super().round_groups(w), self._scale(w))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        planes = super().search_groups(w)
-        return self._with_sum(planes, planes["scale"][:, 0].astype(np.float32))
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        found = super().search_groups(w, search)
+        return [self._with_sum(planes, planes["scale"][:, 0].astype(np.float32)) for planes in found]
+
+    def with_codes(self, planes: Planes, codes: Array) -> Planes:
+        blocks = {"codes": codes.reshape(-1, self.block_size)}
+        sums = self._with_sum(blocks, planes["scale"].reshape(-1).astype(np.float32))["sum"]
+        return {**planes, "codes": codes, "sum": sums.reshape(planes["sum"].shape)}
 
     @staticmethod
     def _with_sum(planes: Planes, scale: Floats) -> Planes:

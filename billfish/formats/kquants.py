@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from billfish.elements import U2, U3B4, U4, U5, U6B32
 from billfish.format import GroupValues, Planes, register
 from billfish.formats.ggml import BlockFormat, fold, unfold
-from billfish.formats.search import (
-    extremes,
-    float16_scale,
-    reciprocal,
-    search_scale,
-    search_scale_and_minimum,
-    signed_extreme,
-)
+from billfish.search import Pair, Search, extremes, float16_scale, reciprocal, signed_extreme
 from billfish.storage import Array
 
 Floats = NDArray[np.float32]
@@ -62,37 +55,40 @@ class TwoLevelMinimum(BlockFormat):
         groups = w.reshape(-1, self.group_sizes[0])
         return self._planes(w, *self._range(groups))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        groups = w.reshape(-1, self.group_sizes[0])
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        groups, search = w.reshape(-1, self.group_sizes[0]), search.over(self.group_sizes[0])
 
-        def negative(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
+        def negative(scale: Floats, minimum: Floats) -> Pair:
             return scale, _at_most_zero(minimum)
 
         # First what each group wants, free of the others; then again, among what the block's d and dmin can give.
-        wanted = search_scale_and_minimum(groups, self.element, *self._range(groups), negative)
-        upper = [self._upper(w, x) for x in wanted]
+        wanted = search.scale_and_minimum(groups, self.element, *self._range(groups), negative)
+        return [self._search_shared(w, *pair, part) for pair, part in zip(wanted, search.parts, strict=True)]
 
-        def shared(scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-            scale, minimum = (self._lower(x, u) * u for x, u in zip((scale, minimum), upper, strict=True))
-            return scale, minimum
+    def _search_shared(self, w: Floats, scale: Floats, minimum: Floats, search: Search) -> Planes:
+        groups = w.reshape(len(scale), -1)
+        upper = [self._upper(w, scale), self._upper(w, minimum)]
 
-        scale, minimum = search_scale_and_minimum(groups, self.element, *wanted, shared)
+        def shared(scale: Floats, minimum: Floats) -> Pair:
+            return self._lower(scale, upper[0]) * upper[0], self._lower(minimum, upper[1]) * upper[1]
+
+        ((scale, minimum),) = search.scale_and_minimum(groups, self.element, scale, minimum, shared)
         planes = self._planes(w, scale, minimum, upper)
-        refitted = self._refit(w, planes, upper)
+        refitted = self._refit(w, planes, upper, search.importance)
         sub = (planes["sub_scale"].ravel(), planes["sub_minimum"].ravel())
         return self._planes(w, sub[0] * refitted[0], sub[1] * refitted[1], refitted)
 
-    def _refit(self, w: Floats, planes: Planes, upper: list[Floats]) -> list[Floats]:
+    def _refit(self, w: Floats, planes: Planes, upper: list[Floats], importance: Floats | None) -> list[Floats]:
         """d and dmin once more, by least squares over the whole block for the integers that were found."""
         groups = w.reshape(len(w), -1, self.group_sizes[0])
         steps = planes["codes"].reshape(groups.shape) * planes["sub_scale"][..., None].astype(np.float32)
-        sub_minimum = planes["sub_minimum"].astype(np.float32)
-        # w = d * steps + u * sub_minimum with two unknowns; u is upper_minimum, so negative.
-        ss = np.einsum("rgk,rgk->r", steps, steps)
-        sm = np.einsum("rgk,rg->r", steps, sub_minimum)
-        mm = np.einsum("rg,rg->r", sub_minimum, sub_minimum) * np.float32(groups.shape[2])
-        ws = np.einsum("rgk,rgk->r", groups, steps)
-        wm = np.einsum("rgk,rg->r", groups, sub_minimum)
+        minimums = np.repeat(planes["sub_minimum"].astype(np.float32)[..., None], groups.shape[2], axis=2)
+        # w = d * steps + u * minimums with two unknowns; u is upper_minimum, so negative.
+        v = np.ones_like(groups) if importance is None else importance.reshape(groups.shape)
+        ss, sm, mm, ws, wm = (
+            np.einsum("rgk,rgk->r", a * v, b)
+            for a, b in ((steps, steps), (steps, minimums), (minimums, minimums), (groups, steps), (groups, minimums))
+        )
         determinant = ss * mm - sm * sm
         inverse = reciprocal(determinant)
         fitted = (ws * mm - wm * sm) * inverse, _at_most_zero((wm * ss - ws * sm) * inverse)
@@ -148,13 +144,17 @@ class TwoLevelScaled(BlockFormat):
         scale = self._signed_scale(w.reshape(-1, 16))
         return self._planes(w, scale, self._upper(w, scale))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        groups = w.reshape(-1, 16)
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        groups, search = w.reshape(-1, 16), search.over(16)
         # First what each group wants, free of the others; then again, among what the block's d can give.
-        wanted = search_scale(groups, self.element, self._signed_scale(groups), lambda scale: scale)
-        upper = self._upper(w, wanted)
-        wanted = search_scale(groups, self.element, wanted, lambda scale: self._lower(scale, upper) * upper)
-        return self._planes(w, wanted, upper)
+        wanted = search.scale(groups, self.element, self._signed_scale(groups), lambda scale: scale)
+        return [self._search_shared(w, scale, part) for scale, part in zip(wanted, search.parts, strict=True)]
+
+    def _search_shared(self, w: Floats, scale: Floats, search: Search) -> Planes:
+        upper = self._upper(w, scale)
+        groups = w.reshape(-1, 16)
+        (found,) = search.scale(groups, self.element, scale, lambda scale: self._lower(scale, upper) * upper)
+        return self._planes(w, found, upper)
 
     def _signed_scale(self, groups: Floats) -> Floats:
         """As in q4_0: the weight of largest magnitude, sign and all, becomes the least value of the element."""

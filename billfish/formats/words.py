@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.format import Format, GroupValues, Planes
-from billfish.formats.search import float16_scale, reciprocal, search_scale
+from billfish.search import Search, float16_scale, reciprocal
 from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
@@ -87,8 +87,9 @@ class ScaledWordFormat(WordFormat):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, self._smallest_scale(w))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        return self._planes(w, search_scale(w, self.element, self._smallest_scale(w), float16_scale))
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        scales = search.scale(w, self.element, self._smallest_scale(w), float16_scale)
+        return [self._planes(w, scale) for scale in scales]
 
     def _smallest_scale(self, w: Floats) -> Floats:
         """The smallest scale at which nothing clips: amax/6 for E2M1; integers reach one step further below zero."""

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from billfish.errors import DataError, complaint
-from billfish.files import write_atomically
+from billfish.files import read_text, write_atomically
 from billfish.llm.commands import load_quickly, set_threads
 from billfish.llm.evaluation import Evaluation, Truth, evaluate, usual_window
 from billfish.llm.model import Model
 from billfish.pictures import INK, add_caption, png, require
 
-MOST_TEXT = 1 << 28  # bytes of a text
 COLUMNS = ("model", "bits per weight", "perplexity", "KL divergence", "same best token")
 
 
@@ -27,7 +26,7 @@ def evaluate_models(arguments: argparse.Namespace) -> None:
             raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
     if arguments.plot:
         _check_plot(arguments.plot, arguments.against)
-    text = _read(arguments.text)
+    text = read_text("eval", "--text", arguments.text)
     against = None if arguments.against is None else load_quickly(arguments.against, arguments.device)
     truth: Truth | None = None
     records = []
@@ -126,14 +125,3 @@ def _check_plot(path: str, against: str | None) -> None:
     if Path(path).suffix != ".png":
         raise DataError(complaint("eval", "--plot", repr(path), "a name that ends in .png"))
     require()
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:  # a pipe does as well
-            data = file.read(MOST_TEXT + 1)
-        if len(data) > MOST_TEXT:
-            raise OSError(f"more than {MOST_TEXT >> 20} MB")
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(complaint("eval", "--text", f"{path!r} ({error})", "a text in UTF-8")) from None

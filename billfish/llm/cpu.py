@@ -25,6 +25,8 @@ from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations
 
+# Of a layer, of one of its inputs, and of the rows that a product multiplies.
+Observe = Callable[[int, int, Floats], object]
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -47,27 +49,31 @@ class CpuDecoder(Decoder):
         c, tensors, family = self.config, self.tensors, self.config.family
         packed: dict[str, PackedWeights | PlainWeights] = {}
 
-        def matrices(places: list[str]) -> Iterator[Tensor]:
+        def read(places: list[str]) -> Iterator[Tensor]:
             for place in places:
                 yield self._matrix(place)
             if not packed:
                 under_way()  # earlier, two threads would wait for each other to let go of the interpreter
 
         for places in self._batches():
-            packed |= dict(zip(places, self._backend.pack_all(matrices(places)), strict=True))
+            packed |= dict(zip(places, self._backend.pack_all(read(places)), strict=True))
             tensors.source.tensors.release()
         self.nbytes = self._embedding.nbytes + sum(weights.nbytes for weights in packed.values())
         self._native = _cpu.Decoder(
-            self._backend.level,
-            c.hidden,
-            c.heads,
-            c.kv_heads,
-            c.head_size,
-            c.feed_forward,
-            c.norm_epsilon,
-            family.rope == "adjacent",
-            family.gate == "gelu",
-            tensors.frequencies(),
+            level=self._backend.level,
+            hidden=c.hidden,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_size=c.head_size,
+            feed_forward=c.feed_forward,
+            epsilon=c.norm_epsilon,
+            query_scale=c.query_scale,
+            attention_cap=c.attention_cap,
+            logit_cap=c.logit_cap,
+            adjacent=family.rope == "adjacent",
+            gelu=family.gate == "gelu",
+            joint_norms=family.head_norms == "all",
+            rotations=[(rotation.frequencies.tolist(), rotation.magnitude) for rotation in tensors.rotations()],
         )
         orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
 
@@ -78,13 +84,9 @@ class CpuDecoder(Decoder):
 
         for i in range(c.layers):
             layer = f"blk.{i}."
-            self._native.add_layer(
-                tensors.vector(f"{layer}attn_norm.weight", c.hidden),
-                tensors.vector(f"{layer}ffn_norm.weight", c.hidden),
-                tensors.head_norm(f"{layer}attn_q"),
-                tensors.head_norm(f"{layer}attn_k"),
-                [native(packed[layer + name], tensors.bias(layer + name)) for name in MATRICES],
-            )
+            kind = c.kind(i)
+            matrices = [native(packed[layer + name], tensors.bias(layer + name)) for name in MATRICES]
+            self._native.add_layer(tensors.layer_vectors(layer), kind.window, kind.rotation, matrices)
         self._native.set_head(self.last_norm, native(packed["head"]))
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
@@ -113,7 +115,7 @@ class CpuDecoder(Decoder):
             reason := why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[1])
         ):
             got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
-            raise ModelError(complaint(CALL, self.tensors.matrices[place][0], got, takes))
+            raise ModelError(complaint(CALL, self.tensors.matrices[place].name, got, takes))
         return tensor
 
     # ---- computing ----------------------------------------------------------------------------------------------
@@ -166,6 +168,22 @@ class CpuDecoder(Decoder):
             for cache, tokens in passages:
                 cache.tokens.extend(tokens)
         return x
+
+    def run_layer(self, layer: int, x: Floats, cache: CpuCache, observe: Observe | None) -> None:
+        """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
+        observe(layer, input, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        with cache.lock:
+            cache.reserve(len(x))
+            for start in range(0, len(x), self.chunk):
+                part = x[start : start + self.chunk]
+                passage = (cache.keys, cache.values, start, len(part))
+                self._native.run_layers(part, [passage], DIGITS["exact"], layer, layer + 1, observe)
+
+    def normalize(self, hidden: Floats) -> Floats:
+        """Hidden states [m, hidden] behind the last norm: what the head multiplies."""
+        out = np.empty_like(hidden)
+        self._native.normalize(np.ascontiguousarray(hidden), out)
+        return out
 
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""

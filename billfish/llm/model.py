@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +26,10 @@ from billfish.llm.source import open_source
 from billfish.llm.tensors import Convert, ModelTensors, Tensor
 from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
-from billfish.typing import Activations
+from billfish.typing import Activations, Method
+
+if TYPE_CHECKING:
+    from billfish.calibration import Statistics
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -174,6 +179,8 @@ def load(
     *,
     device: str = "auto",
     quantize: str | None = None,
+    method: Method = "mse",
+    statistics: Statistics | str | os.PathLike[str] | None = None,
     convert: Convert | None = None,
     progress: bool | OnProgress = True,
 ) -> Model:
@@ -185,6 +192,7 @@ def load(
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
     that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
     standard error.
+    method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
     convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
     returns what to use.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
@@ -194,21 +202,32 @@ def load(
     if quantize is not None and convert is not None:
         raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
     try:
-        return _load(model, device, quantize, convert, progress)
+        return _load(model, device, quantize, method, statistics, convert, progress)
     except BackendUnavailable as error:
         if device != "auto":
             raise
         print(f"{error}. The CPU runs it.", file=sys.stderr)
-    return _load(model, "cpu", quantize, convert, progress)
+    return _load(model, "cpu", quantize, method, statistics, convert, progress)
 
 
-def _load(path: Path, device: str, quantize: str | None, convert: Convert | None, progress: bool | OnProgress) -> Model:
+def _load(
+    path: Path,
+    device: str,
+    quantize: str | None,
+    method: str,
+    statistics: Statistics | str | os.PathLike[str] | None,
+    convert: Convert | None,
+    progress: bool | OnProgress,
+) -> Model:
     """As :func:`load`, on a device that was checked."""
     if quantize is None:
         return Model(path, device, convert, progress)
-    from billfish.llm.quantizing import Quantizer  # here: most models are as they should be
+    from billfish.calibration import Statistics  # here: most models are as they should be
+    from billfish.llm.quantizing import Quantizer
 
-    quantizer = Quantizer(quantize, path)
+    if statistics is not None and not isinstance(statistics, Statistics):
+        statistics = Statistics.load(statistics)
+    quantizer = Quantizer(quantize, path, method, statistics)
     loaded = Model(path, device, quantizer, progress)
     quantizer.report(sys.stderr, loaded.source.name)
     return loaded

@@ -9,15 +9,16 @@ from typing import TextIO
 import numpy as np
 
 from billfish.arrays import FLOATS
+from billfish.calibration import Statistics
 from billfish.checkpoints.checkpoint import load
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.writers.plan import Quantization, Rule
-from billfish.errors import FormatError, complaint
+from billfish.errors import DataError, FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.llm.tensors import Tensor
-from billfish.quantizing import quantize_matrix
+from billfish.quantizing import check_method, quantize_matrix
 
 CALL = "llm.load"
 
@@ -26,15 +27,20 @@ class Quantizer:
     """Quantizes the tensors that `billfish quantize` would: matrices, but for the embedding, the head and what is
     quantized already. `left` says which of them had to stay, and why."""
 
-    def __init__(self, wanted: str, path: Path) -> None:
+    def __init__(self, wanted: str, path: Path, method: str = "mse", statistics: Statistics | None = None) -> None:
         """wanted: the name of a format, with a group size if it is not the format's own: "q4_0", "fp4:64"; or a mix,
-        such as "Q4_K_M", for the model at `path`."""
+        such as "Q4_K_M", for the model at `path`. method, statistics: as in :func:`billfish.quantize_checkpoint`."""
+        check_method(CALL, method)
+        if method == "gptq" and statistics is None:
+            raise DataError(complaint(CALL, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
         name, colon, group = wanted.partition(":")
         mix = mix_named(name, "billfish")
         format = get_format(mix.format if mix else name, CALL)
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
-        self._how = Quantization(format, _group_size(format, group) if colon else None, "mse", rules)
+        group_size = _group_size(format, group) if colon else None
+        self._how = Quantization(format, group_size, method, rules, statistics=statistics)
+        self._how.check_statistics(load(path))
 
     def report(self, out: TextIO, name: Callable[[str], str]) -> None:
         """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
@@ -51,7 +57,8 @@ class Quantizer:
         if k % format.block_size:
             self.left.append(Remark(name, f"K = {k} is no multiple of {format.block_size}, as {format.name} needs"))
             return tensor
-        return quantize_matrix(CALL, name, tensor, format, group_size, self._how.method, {})
+        method, known = self._how.settings(name, tensor.shape)
+        return quantize_matrix(CALL, name, tensor, format, group_size, method, {}, **known)
 
 
 def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from billfish.checkpoints.names import EMBEDDING, HEAD, ROTARY_FACTORS
 from billfish.errors import ModelError, complaint
 from billfish.llm.cache import Floats
 from billfish.llm.config import Config
+from billfish.llm.rotary import Rotation, plain_frequencies
 from billfish.llm.source import Source
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
@@ -21,8 +23,21 @@ CALL = "llm.load"
 Tensor = QuantizedTensor | Array
 Convert = Callable[[str, Tensor], Tensor]
 
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
 # The matrices of a layer, in the order in which the native decoder takes them.
-MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
+FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
+MATRICES = ATTENTION + FEED_FORWARD
+
+
+class Part(NamedTuple):
+    """What a file has for a place: a matrix, or some of its rows."""
+
+    name: str
+    shape: tuple[int, int]
+    first: int = 0  # row of the file's matrix
+    rows: int = 0  # of the file's matrix; 0: no others than these
 
 
 class ModelTensors:
@@ -39,44 +54,63 @@ class ModelTensors:
         self.kinds: set[str] = set()  # formats, and types of plain matrices, that were read
         self._stored: dict[str, tuple[int, int]] = {}  # bytes and weights of the layers' matrices that were read
         c = config
-        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
-        sizes = (
-            (q_size, c.hidden),
-            (kv_size, c.hidden),
-            (kv_size, c.hidden),
-            (c.hidden, q_size),
-            (c.feed_forward, c.hidden),
-            (c.feed_forward, c.hidden),
-            (c.hidden, c.feed_forward),
-        )
-        self.matrices: dict[str, tuple[str, tuple[int, int]]] = {}  # what the file has for them: name and shape
+        self.matrices: dict[str, Part] = {}  # by place
+        self._joined: tuple[str, Tensor] | None = None  # the last matrix of which a part was wanted
         for i in range(c.layers):
-            for name, shape in zip(MATRICES, sizes, strict=True):
-                self._check(f"blk.{i}.{name}.weight", shape)  # at once: a count of layers may be any
-                self.matrices[f"blk.{i}.{name}"] = f"blk.{i}.{name}.weight", shape
+            for place, part in self._layer_parts(f"blk.{i}."):
+                self._check(part.name, (part.rows or part.shape[0], part.shape[1]))  # at once: layers may be any number
+                self.matrices[place] = part
         # Many models use the embedding as the last matrix too.
         self.tied = HEAD not in source.tensors
-        self.matrices["head"] = EMBEDDING if self.tied else HEAD, (c.vocabulary, c.hidden)
-        for name in {EMBEDDING, self.matrices["head"][0]}:
+        self.matrices["head"] = Part(EMBEDDING if self.tied else HEAD, (c.vocabulary, c.hidden))
+        for name in {EMBEDDING, self.matrices["head"].name}:
             self._check(name, (c.vocabulary, c.hidden))
-        source.check_matrices(name for name, _ in self.matrices.values())
+        source.check_matrices({part.name for part in self.matrices.values()})
+
+    def _layer_parts(self, layer: str) -> Iterator[tuple[str, Part]]:
+        """The matrices of a layer, by place."""
+        c = self.config
+        q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
+        qkv = (("attn_q", q_size), ("attn_k", kv_size), ("attn_v", kv_size))
+        gate_up = (("ffn_gate", c.feed_forward), ("ffn_up", c.feed_forward))
+        for whole, parts in (("attn_qkv", qkv), ("ffn_up", gate_up)):
+            first, rows = 0, sum(size for _, size in parts)
+            for place, size in parts:
+                if c.family.joined:
+                    yield layer + place, Part(f"{layer}{whole}.weight", (size, c.hidden), first, rows)
+                else:
+                    yield layer + place, Part(f"{layer}{place}.weight", (size, c.hidden))
+                first += size
+        yield f"{layer}attn_output", Part(f"{layer}attn_output.weight", (c.hidden, q_size))
+        yield f"{layer}ffn_down", Part(f"{layer}ffn_down.weight", (c.hidden, c.feed_forward))
 
     def has(self, name: str) -> bool:
         return name in self.source.tensors
 
     def nbytes(self, place: str) -> int:
-        """Of the matrix for a place, as the file has it."""
-        return int(self.source.tensors.describe(self.matrices[place][0]).nbytes)
+        """Of the matrix for a place, as the file has it; of a part, about."""
+        part = self.matrices[place]
+        whole = int(self.source.tensors.describe(part.name).nbytes)
+        return whole * part.shape[0] // part.rows if part.rows else whole
 
     def packed_bytes(self) -> int:
         """About what all weights take when they are packed: plain ones as 16-bit numbers."""
-        names = {name for name, _ in self.matrices.values()} | {EMBEDDING}
+        names = {part.name for part in self.matrices.values()} | {EMBEDDING}
         abouts = [self.source.tensors.describe(name) for name in names]
         return sum(about.nbytes // (2 if about.dtype.upper() in ("F32", "FLOAT32") else 1) for about in abouts)
 
     def matrix(self, place: str) -> Tensor:
         """The matrix for a place: quantized, or plain."""
-        tensor = self._matrix(*self.matrices[place])
+        name, shape, first, rows = self.matrices[place]
+        if not rows:
+            tensor = self._matrix(name, shape)
+        else:
+            if self._joined is None or self._joined[0] != name:
+                self._joined = name, self._matrix(name, (rows, shape[1]))
+            whole, wanted = self._joined[1], np.arange(first, first + shape[0])
+            tensor = whole.take_rows(wanted) if isinstance(whole, QuantizedTensor) else whole[wanted]
+            if first + shape[0] == rows:
+                self._joined = None
         self.kinds.add(tensor.format.name if isinstance(tensor, QuantizedTensor) else tensor.dtype.name)
         if place != "head":
             self._stored[place] = tensor.nbytes, math.prod(tensor.shape)
@@ -100,19 +134,51 @@ class ModelTensors:
 
     def bias(self, place: str) -> Floats | None:
         """What a product of a layer adds, where the model has it."""
-        name = f"{place}.bias"
-        must = self.config.family.biases and place.endswith(("attn_q", "attn_k", "attn_v"))
-        return self.vector(name, self.matrices[place][1][0]) if must or self.has(name) else None
+        weight, shape, first, rows = self.matrices[place]
+        name = f"{weight.removesuffix('.weight')}.bias"
+        must = place.rpartition(".")[2] in self.config.family.biases
+        if not must and not self.has(name):
+            return None
+        return self.vector(name, rows or shape[0])[first : first + shape[0]]
 
-    def head_norm(self, place: str) -> Floats | None:
-        """The norm of every head's q or k, where the model has it."""
-        return self.vector(f"{place}_norm.weight", self.config.head_size) if self.config.family.head_norms else None
+    def layer_vectors(self, layer: str) -> list[Floats | None]:
+        """Norms and sinks of a layer, in the order in which the native decoder takes them."""
+        c, family = self.config, self.config.family
+        after = [f"{layer}{name}.weight" for name in ("post_attention_norm", "post_ffw_norm")]
+        return [
+            self.vector(f"{layer}attn_norm.weight", c.hidden),
+            self.vector(f"{layer}{family.feed_forward_norm}.weight", c.hidden),
+            self.head_norm(f"{layer}attn_q", c.heads),
+            self.head_norm(f"{layer}attn_k", c.kv_heads),
+            *(self.vector(name, c.hidden) if family.post_norms else None for name in after),
+            self.vector(f"{layer}attn_sinks.weight", c.heads) if family.sinks else None,
+        ]
 
-    def frequencies(self) -> list[float]:
-        """The angle by which each pair of a head rotates from one position to the next."""
-        c = self.config
-        factors = self.vector(ROTARY_FACTORS, c.rope_size // 2) if self.has(ROTARY_FACTORS) else None
-        return c.rope_frequencies(factors).tolist()
+    def head_norm(self, place: str, heads: int) -> Floats | None:
+        """The norm of every head's q or k, or of all heads together, where the model has it."""
+        kind, size = self.config.family.head_norms, self.config.head_size
+        return self.vector(f"{place}_norm.weight", size if kind == "each" else heads * size) if kind else None
+
+    def rotations(self) -> list[Rotation]:
+        """How layers rotate, by `LayerKind.rotation`."""
+        c, scaling = self.config, self.config.rope_scaling
+        frequencies = plain_frequencies(c.rope_size, c.rope_base)
+        name = self._factors()
+        if name is not None:
+            factors = self.vector(name, c.rope_size // 2)
+            if not (np.isfinite(factors) & (factors > 0)).all():
+                raise ModelError(complaint(CALL, self.source.name(name), "numbers that are not positive", "divisors"))
+            frequencies = frequencies / factors
+        rotations = [Rotation(scaling.scaled(frequencies, c.rope_base), scaling.magnitude)]
+        return [*rotations, Rotation(plain_frequencies(c.rope_size, c.local_base))] if c.local_base else rotations
+
+    def _factors(self) -> str | None:
+        """The tensor with the divisors of all frequencies, if there is one."""
+        if self.has(ROTARY_FACTORS):
+            return ROTARY_FACTORS
+        long = self.config.context > self.config.rope_scaling.original > 0
+        name = LONG_FACTORS if long else SHORT_FACTORS
+        return name if self.config.rope_scaling.kind == "longrope" or self.has(name) else None
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises unless the file has such a tensor."""

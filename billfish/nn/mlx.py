@@ -26,7 +26,7 @@ from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor, check_permutation
-from billfish.typing import Activations, FormatLike, Method
+from billfish.typing import Activations, AnyArray, FormatLike, Method
 
 ARRAYS = MlxArrays()
 
@@ -168,13 +168,23 @@ class MarlinLinear(base.MarlinLinear, Module):
         *,
         group_size: int | None = None,
         method: Method = "mse",
+        importance: AnyArray | None = None,
+        hessian: AnyArray | None = None,
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
         """Quantize an mlx.nn.Linear. The bias is kept as it is."""
         if not isinstance(linear, Linear):
             raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "an mlx.nn.Linear"))
-        tensor = quantize(linear.weight, format, group_size=group_size, method=method, **options)
+        tensor = quantize(
+            linear.weight,
+            format,
+            group_size=group_size,
+            method=method,
+            importance=importance,
+            hessian=hessian,
+            **options,
+        )
         layer = cls.from_quantized(tensor, linear.get("bias"), activations=activations)
         layer.train(linear.training)
         return layer

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billfish.activations import check_activations
-from billfish.errors import DTypeError, ShapeError, complaint
+from billfish.errors import DataError, DTypeError, ShapeError, complaint
 from billfish.format import get_format
 from billfish.nn.base import Walk, layer_class
 from billfish.progress import Progress
 from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatLike, Method
+
+if TYPE_CHECKING:
+    from billfish.calibration import Statistics
 
 Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
 
@@ -71,6 +75,8 @@ def quantize_model(
     activations: Activations = "exact",
     predicate: Predicate | None = None,
     merge: bool = False,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
+    calibrate: Iterable[Any] | None = None,
     progress: bool = True,
     **options: str,
 ) -> ModelReport:
@@ -84,6 +90,10 @@ def quantize_model(
     `gate_up_proj`: fewer products, of the same weights. So do such layers that are quantized already. State dicts keep
     the ordinary names. Layers that cannot be joined stay apart, and the report says why.
 
+    statistics: of the inputs of the layers, from bf.calibrate or a file, by the names of their weights. Errors then
+    count where the inputs are large. calibrate: batches to compute them from, as in bf.calibrate, for torch.
+    method="gptq" needs one of the two, with X^T X.
+
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
     that share a weight share the quantized one. All of that is in the report. An error leaves the model as it was.
@@ -96,6 +106,10 @@ def quantize_model(
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
+    inputs = _Inputs(model, statistics, calibrate, method == "gptq", progress)
+    for path, linear, _ in walk.linears:
+        if path in chosen:
+            inputs.check(path, linear, chosen[path])
     report = ModelReport(left=left)
     joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
     joint_layers: list[Any] = []
@@ -105,7 +119,8 @@ def quantize_model(
     with Progress(len(joints) + len(chosen.keys() - joined), "layers", enabled=progress) as bar:
         for joint in joints:
             bar.advance(1, joint.path)
-            layer = joint.make(chosen.get(joint.paths[0]))
+            own = chosen.get(joint.paths[0])
+            layer = joint.make(own and inputs.settings(joint.paths[0], joint.layers[0], own))
             joint_layers.append(layer)
             about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
             report.replaced.append(Replaced(joint.path, *about))
@@ -115,7 +130,7 @@ def quantize_model(
                 twin = twins.get(id(linear.weight))
                 before = after = 0
                 if twin is None:
-                    layer = layer_type.from_linear(linear, **chosen[path])
+                    layer = layer_type.from_linear(linear, **inputs.settings(path, linear, chosen[path]))
                     before, after = linear.weight.nbytes, layer.storage_bytes
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
@@ -127,6 +142,48 @@ def quantize_model(
     for joint, layer in zip(joints, joint_layers, strict=True):
         joint.put(layer)
     return report
+
+
+class _Inputs:
+    """What is known of the inputs of layers: given, or computed from batches."""
+
+    def __init__(
+        self,
+        model: Any,
+        statistics: Statistics | str | os.PathLike[str] | None,
+        batches: Iterable[Any] | None,
+        outer: bool,
+        progress: bool,
+    ) -> None:
+        call = "quantize_model"
+        if statistics is not None and batches is not None:
+            raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
+        if batches is not None:
+            from billfish.calibration.hooks import calibrate  # here: few calibrate
+
+            statistics = calibrate(model, batches, hessian=outer, progress=progress)
+        elif isinstance(statistics, (str, os.PathLike)):
+            from billfish.calibration import Statistics
+
+            statistics = Statistics.load(statistics)
+        self._statistics = statistics
+
+    def check(self, path: str, linear: Any, settings: dict[str, Any]) -> None:
+        """Raises if they are of another model, or not enough for the method, before anything is changed."""
+        if self._statistics is not None:
+            shape, method = tuple(linear.weight.shape), settings["method"]
+            self._statistics.check_matrix("quantize_model", f"{path}.weight", shape, method)
+        elif settings["method"] == "gptq":
+            got, takes = "None for 'gptq'", "statistics with X^T X, or batches to calibrate with"
+            raise DataError(complaint("quantize_model", "statistics", got, takes))
+
+    def settings(self, path: str, linear: Any, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a layer, with what is known of its inputs. Joint layers have the same inputs."""
+        if self._statistics is None:
+            return settings
+        shape = tuple(linear.weight.shape)
+        method, known = self._statistics.settings("quantize_model", f"{path}.weight", shape, settings["method"])
+        return {**settings, "method": method, **known}
 
 
 def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:

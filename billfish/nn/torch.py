@@ -21,7 +21,7 @@ from billfish.nn.torch_watch import order_array, to_numpy, to_torch
 from billfish.nn.torch_weights import ORDER, Packed, Weights, packed_beside
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations, FormatLike, Method
+from billfish.typing import Activations, AnyArray, FormatLike, Method
 from billfish.watched import is_watched, wants_gradient, wants_numbers_alone
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         *,
         group_size: int | None = None,
         method: Method = "mse",
+        importance: AnyArray | None = None,
+        hessian: AnyArray | None = None,
         activations: Activations = "exact",
         **options: str,
     ) -> MarlinLinear:
@@ -128,7 +130,13 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
             raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "a torch.nn.Linear"))
         weight = linear.weight.detach()
         tensor = quantize(
-            weight if weight.is_cuda else weight.cpu(), format, group_size=group_size, method=method, **options
+            weight if weight.is_cuda else weight.cpu(),
+            format,
+            group_size=group_size,
+            method=method,
+            importance=importance,
+            hessian=hessian,
+            **options,
         )
         layer = cls.from_quantized(tensor, linear.bias, activations=activations, device=weight.device)
         return layer.train(linear.training)

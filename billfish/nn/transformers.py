@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from billfish.about import ABOUT
 from billfish.activations import check_activations
+from billfish.calibration import Statistics
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names, is_gguf
 from billfish.errors import BackendUnavailable, FormatError, ShapeError, complaint
@@ -64,6 +65,7 @@ class BillfishConfig(QuantizationConfigMixin):
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
     modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
     output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
+    statistics: as in bf.quantize_model: from bf.calibrate, or a file. They are not saved with the model.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class BillfishConfig(QuantizationConfigMixin):
         modules: dict[str, dict[str, Any]] | None = None,
         modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
+        statistics: Statistics | str | os.PathLike[str] | None = None,
     ) -> None:
         call = "BillfishConfig"
         known = get_format(format, call)
@@ -91,6 +94,13 @@ class BillfishConfig(QuantizationConfigMixin):
             if "format" in own:
                 own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
+        if isinstance(statistics, (str, os.PathLike)):
+            statistics = Statistics.load(statistics)
+        self.statistics = statistics
+
+    def to_dict(self) -> dict[str, Any]:
+        unsaved = ("statistics", "source")
+        return {name: deepcopy(value) for name, value in self.__dict__.items() if name not in unsaved}
 
     def settings(self, path: str) -> dict[str, Any]:
         """What MarlinLinear.from_linear is told for a layer."""
@@ -107,9 +117,6 @@ class LoadConfig(BillfishConfig):
     def __init__(self, weights: Checkpoint, places: Places, activations: Activations) -> None:
         super().__init__(activations=activations)
         self.source: tuple[Checkpoint, Places] | None = (weights, places)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: deepcopy(value) for name, value in self.__dict__.items() if name != "source"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadConfig:
         return self  # transformers copies configurations; this one holds an open file and a mesh
@@ -172,9 +179,18 @@ class BillfishQuantizer(HfQuantizer):
                 settings = config.settings(path)
                 try:
                     get_format(settings["format"]).check_k("BillfishConfig", module.in_features)
+                    self._check_statistics(path, module, settings["method"])
                     self.chosen[path] = settings
                 except ShapeError as error:
                     self.left[path] = str(error)
+
+    def _check_statistics(self, path: str, module: Any, method: str) -> None:
+        """Raises unless what is known of a layer's inputs is of this model, and enough for the method."""
+        statistics, call = self.quantization_config.statistics, "BillfishConfig"
+        if statistics is not None:
+            statistics.check_matrix(call, f"{path}.weight", (module.out_features, module.in_features), method)
+        elif method == "gptq":
+            raise FormatError(complaint(call, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
 
     def _check_names(self, model: Any) -> None:
         """Raises for names that no layer has: whoever wrote them meant one."""
@@ -200,7 +216,7 @@ class BillfishQuantizer(HfQuantizer):
         return name == "weight" and path in self.chosen
 
     def get_quantize_ops(self) -> ConversionOps:
-        return QuantizeWeight(self.chosen)
+        return QuantizeWeight(self.chosen, self.quantization_config.statistics)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         if self.storage.intersection(converter.target_patterns):
@@ -247,8 +263,8 @@ class BillfishQuantizer(HfQuantizer):
 class QuantizeWeight(ConversionOps):
     """A Linear that has just been read becomes a MarlinLinear, and its weight is gone before the next one is read."""
 
-    def __init__(self, chosen: dict[str, dict[str, Any]]) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: dict[str, dict[str, Any]], statistics: Statistics | None) -> None:
+        self.chosen, self.statistics = chosen, statistics
 
     def convert(  # type: ignore[override]  # transformers passes all by name, these among them
         self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: Any, **kwargs: Any
@@ -257,7 +273,12 @@ class QuantizeWeight(ConversionOps):
         path = full_layer_name.rpartition(".")[0]
         linear = model.get_submodule(path)
         linear.weight = torch.nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
-        model.set_submodule(path, MarlinLinear.from_linear(linear, **self.chosen[path]))
+        settings = dict(self.chosen[path])
+        if self.statistics is not None:
+            name, shape = f"{path}.weight", tuple(linear.weight.shape)
+            settings["method"], known = self.statistics.settings("BillfishConfig", name, shape, settings["method"])
+            settings |= known
+        model.set_submodule(path, MarlinLinear.from_linear(linear, **settings))
         missing_keys.discard(full_layer_name)
         return {}
 

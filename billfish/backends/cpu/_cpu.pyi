@@ -1,5 +1,6 @@
 """What bind.cpp offers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -26,17 +27,16 @@ class Decoder:
         head_size: int,
         feed_forward: int,
         epsilon: float,
+        query_scale: float,
+        attention_cap: float,
+        logit_cap: float,
         adjacent: bool,
         gelu: bool,
-        frequencies: list[float],
+        joint_norms: bool,
+        rotations: list[tuple[list[float], float]],
     ) -> None: ...
     def add_layer(
-        self,
-        attention_norm: NDArray[Any],
-        feed_forward_norm: NDArray[Any],
-        q_norm: NDArray[Any] | None,
-        k_norm: NDArray[Any] | None,
-        matrices: list[PackedMatrix],
+        self, vectors: list[NDArray[Any] | None], window: int, rotation: int, matrices: list[PackedMatrix]
     ) -> None: ...
     def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
     def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...
@@ -44,6 +44,16 @@ class Decoder:
     def run(
         self, x: NDArray[Any], passages: list[tuple[NDArray[Any], NDArray[Any], int, int]], digits: int
     ) -> None: ...
+    def run_layers(
+        self,
+        x: NDArray[Any],
+        passages: list[tuple[NDArray[Any], NDArray[Any], int, int]],
+        digits: int,
+        first: int,
+        last: int,
+        observe: Callable[[int, int, NDArray[Any]], object] | None,
+    ) -> None: ...
+    def normalize(self, x: NDArray[Any], out: NDArray[Any]) -> None: ...
     def finish(self, x: NDArray[Any], digits: int, out: NDArray[Any]) -> None: ...
     def seconds(self) -> dict[str, float]: ...
 
@@ -90,6 +100,7 @@ def multiply_codes(
     scale: NDArray[Any],
     y: NDArray[Any],
 ) -> None: ...
+def add_outer(level: str, x: NDArray[Any], sums: NDArray[Any]) -> None: ...
 def kept_bytes() -> int: ...
 def digest(data: NDArray[Any]) -> int: ...
 def read_rate(level: str, megabytes: int) -> float: ...

@@ -27,7 +27,7 @@ from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.writers.awq import AwqTarget
 from billfish.checkpoints.writers.base import Item, Target, json_bytes, safetensors_file, safetensors_files
 from billfish.checkpoints.writers.compressed_tensors import CompressedTensorsTarget
-from billfish.checkpoints.writers.engine import Output, write
+from billfish.checkpoints.writers.engine import Output, check_free, write
 from billfish.checkpoints.writers.gguf import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
 from billfish.checkpoints.writers.gptq import Gptq2Target, GptqTarget
 from billfish.checkpoints.writers.mlx import MlxTarget
@@ -79,12 +79,27 @@ def export(
     """Write a checkpoint to `path`."""
     target, sources = settings.target, identity(checkpoint.files)  # before anything is read
     _check_path(call, path, target)
-    checkpoint = _for_gguf(call, checkpoint, settings) if isinstance(target, GgufTarget) else for_folders(checkpoint)
-    planned = plan(checkpoint, settings)
+    checkpoint, planned = _planned(call, checkpoint, settings)
     refuse(call, planned, settings)
     output = _output(checkpoint, sources, path, planned, settings)
     write(call, path, output, progress)
     return _report(checkpoint, path, planned, target, output)
+
+
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
+    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first."""
+    _check_path(call, path, settings.target)
+    check_free(call, path)
+    refuse(call, _planned(call, checkpoint, settings)[1], settings)
+
+
+def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
+    """The checkpoint under the target's names, and what becomes of its tensors."""
+    if isinstance(settings.target, GgufTarget):
+        checkpoint = _for_gguf(call, checkpoint, settings)
+    else:
+        checkpoint = settings.target.arranged(for_folders(checkpoint))
+    return checkpoint, plan(checkpoint, settings)
 
 
 def _check_path(call: str, path: Path, target: Target) -> None:
@@ -131,12 +146,14 @@ def _move(about: Description, item: Item) -> Done:
 def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:
     """What is to be written; the plan's notes get what is left out."""
     target, items, notes = settings.target, planned.items, planned.notes
+    statistics = settings.quantization.statistics if settings.quantization else None
     on_disk = bool(checkpoint.files)  # what is in memory is never the same again
     inputs = {
         "billfish": __version__,
         "sources": sources if on_disk else secrets.token_hex(),
         "method": settings.quantization.method if settings.quantization else "",
         "requantize": settings.requantize,
+        "statistics": statistics.digest if statistics else "",
     }
     unchanged = functools.partial(is_current, checkpoint.files, sources)
     config = _config(checkpoint, notes)

@@ -102,13 +102,19 @@ class SourceChanged(CheckpointError):
 def write(call: str, out: Path, output: Output, progress: bool | OnProgress = False) -> None:
     """Write `output` to `out`, which must not exist. `progress` is told of the bytes that were left to write."""
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
-        raise _exists(call, out)  # and nothing of ours to end or to clear up, where we might not be allowed to lock
+    check_free(call, out)
     try:
         with only_writer(call, out) as scratch:
             _write_alone(call, out, output, progress, Partial(call, out, scratch))
     except OSError as error:
         raise _refused(call, out, error, "a place that can be written to") from None
+
+
+def check_free(call: str, out: Path) -> None:
+    """Raises if `out` exists, and nothing of ours is to end or to clear up, where we might not be allowed to lock."""
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
+        raise _exists(call, out)
 
 
 def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial) -> None:

@@ -3,6 +3,7 @@
 plan.json    what the output is to be
 digests      of the pieces that are written, 32 bytes each, in order
 output       the unfinished files
+states       what a calibration needs to go on
 
 A folder of that name may be somebody else's. It is ours if `plan.json` is a plan as we write it, and nothing is in the
 folder but what the plan names. Any other folder, a file or a link is neither written to nor removed.
@@ -24,7 +25,13 @@ from billfish.files import sync
 
 MARKER = {"billfish": "plan of an unfinished output"}
 NOBODYS = ".DS_Store"  # macOS puts one into each folder that somebody looks at
-KINDS = {"plan.json": stat.S_ISREG, "digests": stat.S_ISREG, "output": stat.S_ISDIR, NOBODYS: stat.S_ISREG}
+KINDS = {
+    "plan.json": stat.S_ISREG,
+    "digests": stat.S_ISREG,
+    "output": stat.S_ISDIR,
+    "states": stat.S_ISDIR,
+    NOBODYS: stat.S_ISREG,
+}
 MAX_PLAN_BYTES = 100_000_000  # a plan has some hundred bytes for each file of the output
 DIGEST_BYTES = 32
 MAX_DIGEST_BYTES = DIGEST_BYTES << 20  # of a million pieces

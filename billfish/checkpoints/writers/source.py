@@ -19,7 +19,7 @@ Identity = list[tuple[str, int, int, str]]
 
 def identity(files: Iterable[MappedFile]) -> Identity:
     """Name, size, time of change and digest of each. The time tells of changes between the samples."""
-    return [(file.path.name, file.size, _time(file.path), _digest(file)) for file in files]
+    return [(file.path.name, file.size, _time(file.path), digest_of(file)) for file in files]
 
 
 def is_current(files: Iterable[MappedFile], known: Identity) -> bool:
@@ -37,7 +37,7 @@ def _time(path: Path) -> int:
         raise damaged(path, f"what cannot be opened ({error.strerror})", "a file that stays") from None
 
 
-def _digest(file: MappedFile) -> str:
+def digest_of(file: MappedFile) -> str:
     """Of the mapped bytes, as they are what is read: the path may lead to another file by now."""
     digest = hashlib.blake2b(digest_size=32)
     head = min(HEAD_BYTES, file.size)

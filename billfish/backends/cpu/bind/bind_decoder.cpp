@@ -6,12 +6,14 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
 #include "bind/bind.h"
 #include "decoder/decoder.h"
 #include "levels.h"
+#include "threads/threads.h"
 
 namespace nb = nanobind;
 using namespace billfish;
@@ -26,6 +28,16 @@ using Order = Contiguous<const int32_t>;
 // Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
 using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
 
+// Keys, values, start, count.
+using PythonPassage = std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>;
+
+std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
+  std::vector<Passage> passages;
+  for (const auto& [keys, values, start, count] : rows)
+    passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+  return passages;
+}
+
 const DecoderKernels& find_kernels(const std::string& name) {
 #define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
   BILLFISH_LEVELS(KERNELS_OF)
@@ -36,14 +48,18 @@ const DecoderKernels& find_kernels(const std::string& name) {
 class PythonDecoder {
  public:
   PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
-                float epsilon, bool adjacent, bool gelu, const std::vector<double>& frequencies)
+                float epsilon, float query_scale, float attention_cap, float logit_cap, bool adjacent, bool gelu, bool joint_norms,
+                const std::vector<std::tuple<std::vector<double>, double>>& rotations)
       : level_(find_level(level)), decoder_(level_, find_kernels(level),
-                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, adjacent, gelu}, frequencies) {}
+                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, attention_cap, logit_cap, adjacent, gelu, joint_norms},
+                 rotations_of(rotations)) {}
 
-  void add_layer(Numbers attention_norm, Numbers feed_forward_norm, std::optional<Numbers> q_norm, std::optional<Numbers> k_norm,
-                 const std::vector<PackedMatrix>& m) {
-    decoder_.add_layer({keep(attention_norm), keep(feed_forward_norm), keep(q_norm), keep(k_norm), keep(m[0]), keep(m[1]),
-                        keep(m[2]), keep(m[3]), keep(m[4]), keep(m[5]), keep(m[6])});
+  // vectors: as in LayerVectors.
+  void add_layer(const std::vector<std::optional<Numbers>>& vectors, int64_t window, int rotation, const std::vector<PackedMatrix>& m) {
+    const float* v[7];
+    for (size_t i = 0; i < 7; i++) v[i] = keep(vectors[i]);
+    decoder_.add_layer({{v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, window, rotation, keep(m[0]), keep(m[1]), keep(m[2]), keep(m[3]),
+                        keep(m[4]), keep(m[5]), keep(m[6])});
   }
 
   void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
@@ -63,14 +79,32 @@ class PythonDecoder {
 
   void set_head(Numbers norm, const PackedMatrix& matrix) { norm_ = keep(norm), head_ = keep(matrix); }
 
-  // Each passage is (keys, values, start, count).
-  void run(Contiguous<float> x, const std::vector<std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>>& rows, int digits) const {
-    std::vector<Passage> passages;
-    for (const auto& [keys, values, start, count] : rows)
-      passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+  void run(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits) const {
+    const std::vector<Passage> passages = passages_of(rows);
     float* data = x.data();
     const Computing computing;
     decoder_.run(data, passages, digits);
+  }
+
+  // observe(layer, input, rows [count, width]); the rows are there while it runs.
+  void run_layers(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, int64_t first, int64_t last,
+                  std::optional<nb::callable> observe) const {
+    const std::vector<Passage> passages = passages_of(rows);
+    float* data = x.data();
+    Observe told = nullptr;
+    if (observe) told = [&](int64_t layer, LayerInput input, const float* seen, int64_t count, int64_t width) {
+      nb::gil_scoped_acquire python;
+      (*observe)(layer, int(input), nb::ndarray<nb::numpy, const float, nb::ndim<2>>(seen, {size_t(count), size_t(width)}, nb::none()));
+    };
+    const Computing computing;
+    decoder_.run_layers(data, passages, digits, first, last, told);
+  }
+
+  void normalize(Numbers x, Contiguous<float> out) const {
+    const float* data = x.data();
+    const int64_t m = int64_t(x.shape(0));
+    const Computing computing;
+    decoder_.normalize(data, m, norm_, out.data());
   }
 
   // By name of the part.
@@ -88,6 +122,11 @@ class PythonDecoder {
   }
 
  private:
+  static std::vector<Rotation> rotations_of(const std::vector<std::tuple<std::vector<double>, double>>& tables) {
+    std::vector<Rotation> rotations;
+    for (const auto& [frequencies, magnitude] : tables) rotations.push_back({frequencies, magnitude});
+    return rotations;
+  }
   const float* keep(const Numbers& array) {
     arrays_.push_back(array);
     return array.data();
@@ -111,18 +150,42 @@ class PythonDecoder {
   std::vector<Order> orders_;
 };
 
+// sums [k, k] += x^T x for x [rows, k], on and above the diagonal. Each sum has one order, whoever computes it.
+void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
+  const DecoderKernels& kernels = find_kernels(level);
+  const int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1)), padded = (rows + 3) / 4 * 4, sixteens = (k + 15) / 16;
+  const float* data = x.data();
+  float* out = sums.data();
+  const Computing computing;
+  std::vector<float> columns(size_t(sixteens * 16 * padded));  // x transposed, with zeros behind rows and columns
+  parallel_for(sixteens, [&](int64_t first, int64_t last) {
+    for (int64_t j = first * 16; j < std::min(last * 16, k); j++)
+      for (int64_t row = 0; row < rows; row++) columns[size_t(j * padded + row)] = data[row * k + j];
+  });
+  parallel_for(sixteens, [&](int64_t first, int64_t last) {
+    for (int64_t sixteen = first; sixteen < last; sixteen++) kernels.add_outer(data, columns.data(), rows, k, sixteen, out);
+  });
+}
+
 }  // namespace
 
 void billfish::bind_decoder(nb::module_& module) {
   nb::class_<PythonDecoder>(module, "Decoder")
-      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, bool, bool, const std::vector<double>&>())
-      .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg())
+      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, float, float, bool, bool, bool,
+                    const std::vector<std::tuple<std::vector<double>, double>>&>(),
+           nb::arg("level"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("feed_forward"),
+           nb::arg("epsilon"), nb::arg("query_scale"), nb::arg("attention_cap"), nb::arg("logit_cap"), nb::arg("adjacent"),
+           nb::arg("gelu"), nb::arg("joint_norms"), nb::arg("rotations"))
+      .def("add_layer", &PythonDecoder::add_layer)
       .def("set_embedding", &PythonDecoder::set_embedding)
       .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)
       .def("run", &PythonDecoder::run)
+      .def("run_layers", &PythonDecoder::run_layers, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
+      .def("normalize", &PythonDecoder::normalize)
       .def("finish", &PythonDecoder::finish)
       .def("seconds", &PythonDecoder::seconds);
+  module.def("add_outer", &add_outer);
   module.attr("KEY_BLOCK") = KEY_BLOCK;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

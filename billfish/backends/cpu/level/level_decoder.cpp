@@ -2,10 +2,11 @@
 #include "layout/problem.h"
 #include BILLFISH_SIMD
 #include "decoder/kernels.h"
+#include "decoder/outer.h"
 
 namespace BILLFISH_ISA {
 
 extern const billfish::DecoderKernels decoder_kernels;
-const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend};
+const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend, soften, add_outer};
 
 }  // namespace BILLFISH_ISA

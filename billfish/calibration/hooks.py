@@ -1,0 +1,200 @@
+"""Statistics of any model of torch: batches run through it, and hooks see what its Linear layers multiply.
+
+Stacks of experts, as transformers has them (`gate_up_proj` [E, 2 I, H], `down_proj` [E, H, I]), are seen as well: by
+the tokens that were routed to each expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any
+
+import numpy as np
+
+from billfish.calibration.statistics import CALL, InputStatistics, Statistics
+from billfish.calibration.sums import Sums
+from billfish.checkpoints.hyperparameters import ARCHITECTURE_OF
+from billfish.errors import DataError, DTypeError, complaint
+from billfish.progress import Progress
+
+
+def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, progress: bool = True) -> Statistics:
+    """Statistics of the inputs of every Linear layer of a torch.nn.Module, by the names of their weights.
+
+    batches: what the model is called with: a mapping by keywords, a tuple or a list one after the other, all else as
+    the one argument. Where a batch has an `attention_mask` [batch, tokens], tokens that it hides do not count.
+    hessian: whether to keep X^T X [K, K] of each layer, too. All of them are in memory, where the inputs are.
+    progress: whether to draw a bar on terminals, where `batches` has a length.
+
+    `bf.quantize_model(model, ..., statistics=...)` takes them, and so does `bf.quantize_checkpoint` for its files.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        takes = "a torch.nn.Module; bf.calibrate_checkpoint is for files of language models"
+        raise DTypeError(complaint(CALL, "model", f"a {type(model).__name__}", takes))
+    watch = Watch(model, hessian)
+    total = len(batches) if isinstance(batches, Sized) else 0
+    with Progress(total, "batches", enabled=progress and total > 0) as bar, watch, torch.no_grad():
+        for batch in batches:
+            watch.mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, (tuple, list)):
+                model(*batch)
+            else:
+                model(batch)
+            bar.advance(1)
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    return Statistics(
+        watch.found(), architecture=ARCHITECTURE_OF.get(kind, kind), shapes=watch.shapes, texts=("batches",)
+    )
+
+
+class DeviceSums:
+    """As Sums, of rows on a GPU, where they stay."""
+
+    def __init__(self, k: int, outer: bool, device: Any) -> None:
+        torch = sys.modules["torch"]
+        self.count = 0
+        self.squares = torch.zeros(k, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(k, k, dtype=torch.float32, device=device) if outer else None
+
+    def add(self, rows: Any) -> None:
+        self.count += len(rows)
+        self.squares += rows.double().square().sum(dim=0)
+        if self.outer is not None:
+            self.outer.addmm_(rows.T, rows)
+
+    def finish(self, name: str) -> InputStatistics:
+        outer = None if self.outer is None else self.outer.cpu().numpy()
+        known = InputStatistics(self.squares.cpu().numpy(), np.array(self.count, np.int64), outer)
+        known.check(name)
+        return known
+
+
+class Watch:
+    """Hooks on a model while it lives as a context; `found` has what they saw."""
+
+    def __init__(self, model: Any, outer: bool) -> None:
+        self.mask: Any = None  # of the batch that runs: which tokens count
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._outer, self._model = outer, model
+        self._sums: dict[tuple[str, int | None], Sums | DeviceSums] = {}  # of a matrix, or of one expert of a stack
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        for module in self._model.modules():
+            self._hooks.callback(setattr, module, "training", module.training)
+        self._model.eval()
+        for path, module in self._model.named_modules():
+            if _is_linear(module):
+                self.shapes[_join(path, "weight")] = (module.out_features, module.in_features)
+                self._hook(module, self._see_linear(_join(path, "weight")))
+            elif _is_stack(module):
+                for part in ("gate_up_proj", "down_proj"):
+                    experts, n, k = getattr(module, part).shape
+                    swapped = getattr(module, "is_transposed", False)
+                    self.shapes[_join(path, part)] = (experts, k, n) if swapped else (experts, n, k)
+                self._hook(module, self._see_experts(path))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _hook(self, module: Any, see: Callable[[Any, Any, Any], None]) -> None:
+        self._hooks.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+
+    def found(self) -> dict[str, InputStatistics]:
+        """The statistics of all matrices; raises for one that no batch came to."""
+        known: dict[str, InputStatistics] = {}
+        for name, shape in self.shapes.items():
+            if len(shape) == 2:
+                known[name] = self._finished(name, None)
+            else:
+                known[name] = self._stack(name, *shape)
+        if not known:
+            raise DataError(complaint(CALL, "model", f"a {type(self._model).__name__}", "a model with Linear layers"))
+        return known
+
+    def _finished(self, name: str, expert: int | None) -> InputStatistics:
+        if (name, expert) not in self._sums:
+            raise DataError(complaint(CALL, name, "no input in any batch", "batches that reach every layer"))
+        return self._sums[name, expert].finish(name)
+
+    def _stack(self, name: str, experts: int, n: int, k: int) -> InputStatistics:
+        squares, counts = np.zeros((experts, k)), np.zeros(experts, np.int64)
+        outer = np.zeros((experts, k, k), np.float32) if self._outer else None
+        for expert in range(experts):
+            if (name, expert) in self._sums:
+                seen = self._finished(name, expert)
+                squares[expert], counts[expert] = seen.squares, seen.counts
+                if outer is not None:
+                    outer[expert] = seen.outer
+        known = InputStatistics(squares, counts, outer)
+        known.check(name)
+        return known
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def _see_linear(self, name: str) -> Callable[[Any, Any, Any], None]:
+        def see(module: Any, arguments: Any, keywords: Any) -> None:
+            x = arguments[0] if arguments else next(iter(keywords.values()))
+            self._add(name, None, self._counted(x))
+
+        return see
+
+    def _see_experts(self, path: str) -> Callable[[Any, Any, Any], None]:
+        def see(module: Any, arguments: Any, keywords: Any) -> None:
+            x, chosen = [*arguments, *keywords.values()][:2]
+            if chosen.shape[0] != x.shape[0]:
+                raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+            for expert in range(module.gate_up_proj.shape[0]):
+                rows = x[(chosen == expert).any(dim=-1)]
+                if len(rows):
+                    self._add(_join(path, "gate_up_proj"), expert, rows)
+                    self._add(_join(path, "down_proj"), expert, _opened(module, expert, rows))
+
+        return see
+
+    def _counted(self, x: Any) -> Any:
+        """The rows [tokens, K] of x that the batch's mask does not hide."""
+        mask = self.mask
+        if mask is not None and mask.ndim == 2 and tuple(x.shape[:-1]) == tuple(mask.shape):
+            return x[mask.to(x.device).bool()]
+        return x.reshape(-1, x.shape[-1])
+
+    def _add(self, name: str, expert: int | None, rows: Any) -> None:
+        if not len(rows):
+            return
+        rows, key = rows.detach().float().contiguous(), (name, expert)
+        on_cpu = rows.device.type == "cpu"
+        if key not in self._sums:
+            k = rows.shape[-1]
+            self._sums[key] = Sums(k, self._outer) if on_cpu else DeviceSums(k, self._outer, rows.device)
+        self._sums[key].add(rows.numpy() if on_cpu else rows)
+
+
+def _opened(module: Any, expert: int, rows: Any) -> Any:
+    """What an expert's `down_proj` multiplies."""
+    weight = module.gate_up_proj[expert]
+    both = rows @ (weight if getattr(module, "is_transposed", False) else weight.T)
+    if getattr(module, "has_bias", False):
+        both = both + module.gate_up_proj_bias[expert]
+    return module._apply_gate(both)
+
+
+def _is_linear(module: Any) -> bool:
+    torch, ours = sys.modules["torch"], sys.modules.get("billfish.nn.torch")
+    return isinstance(module, torch.nn.Linear) or (ours is not None and isinstance(module, ours.MarlinLinear))
+
+
+def _is_stack(module: Any) -> bool:
+    """Whether a module is a stack of gated experts, as transformers has them."""
+    stacks = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+    return all(getattr(stack, "ndim", 0) == 3 for stack in stacks) and hasattr(module, "_apply_gate")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

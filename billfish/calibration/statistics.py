@@ -1,0 +1,253 @@
+"""What is known of the inputs of matrices: sums over the tokens of a text, by the name of each matrix."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.container import MappedFile
+from billfish.checkpoints.names import EMBEDDING, HEAD, gguf_name, model_name
+from billfish.checkpoints.writers.source import digest_of
+from billfish.errors import DataError, complaint
+
+CALL = "calibrate"
+LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
+STACK = re.compile(r"(.+\.experts)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class InputStatistics:
+    """Sums over the inputs x [K] of a matrix, or of each of E experts of a stack.
+
+    squares: of x^2, float64 [K] or [E, K].
+    counts: how many x there were, int64 [] or [E].
+    outer: of x x^T, float32 [K, K] or [E, K, K]; None where it was not asked for.
+    """
+
+    squares: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    outer: NDArray[np.float32] | None = None
+
+    def check(self, name: str, call: str = CALL) -> None:
+        """Raises unless the sums are such as inputs have. `outer` is only looked at where it is used: it is large."""
+        *experts, k = self.squares.shape or (0,)
+        shapes = [self.counts.shape == tuple(experts), len(experts) <= 1 and k > 0]
+        if self.outer is not None:
+            shapes.append(self.outer.shape == (*experts, k, k))
+        if not all(shapes):
+            got = (
+                f"squares {self.squares.shape}, counts {self.counts.shape}, outer {getattr(self.outer, 'shape', None)}"
+            )
+            raise _refused(call, name, got, "[K], [] and [K, K], or the same for E experts")
+        if not np.isfinite(self.squares).all() or (self.squares < 0).any():
+            raise _refused(call, name, "sums of squares that are negative or not finite", "numbers from 0 on")
+        if (self.counts < 0).any() or not (self.counts > 0).any():
+            raise _refused(call, name, f"{int(self.counts.sum())} tokens", "at least one")
+
+    def importance(self, expert: int | None = None) -> NDArray[np.float32]:
+        """The mean square of each input: [K], or [E, K] for all experts. An expert that saw no token gets the mean of
+        the others'."""
+        return self._mean(self.squares, expert).astype(np.float32)
+
+    def hessian(self, name: str, call: str = CALL, expert: int | None = None) -> NDArray[np.float32]:
+        """The mean of x x^T: [K, K] or [E, K, K], of experts as :meth:`importance`. Raises unless there is one."""
+        if self.outer is None:
+            takes = "statistics with X^T X: `billfish calibrate --hessian`, or calibrate(..., hessian=True)"
+            raise _refused(call, name, "mean squares alone", takes)
+        mean: NDArray[np.float32] = self._mean(self.outer, expert)
+        if not np.isfinite(mean).all():
+            raise _refused(call, name, "X^T X with numbers that are not finite", "finite numbers")
+        return mean
+
+    def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
+        if self.counts.ndim == 0:
+            return sums / sums.dtype.type(self.counts)
+        if expert is None:
+            return np.stack([self._mean(sums, i) for i in range(len(self.counts))])
+        if self.counts[expert]:
+            return sums[expert] / sums.dtype.type(self.counts[expert])
+        seen = np.flatnonzero(self.counts)
+        return sum((self._mean(sums, int(i)) for i in seen), np.zeros_like(sums[0])) / sums.dtype.type(len(seen))
+
+
+class Statistics(Mapping[str, InputStatistics]):
+    """Statistics of the inputs of a model's matrices, by their names: those of GGUF, of a folder, or of a module.
+
+    Matrices that multiply the same inputs, as q, k and v do, share one InputStatistics.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, InputStatistics],
+        *,
+        architecture: str = "",
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        window: int = 512,
+        texts: Sequence[str] = (),
+        run: str = "",
+    ) -> None:
+        """architecture, shapes: the model that they are of: GGUF's or the configuration's name of its kind, and the
+        shape [N, K] of each matrix; llama.cpp's files know neither. window: tokens that saw each other. texts: names.
+        run: what they were computed from, as a digest."""
+        self._inputs = dict(inputs)
+        self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
+        self.shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
+        self.file: MappedFile | None = None  # where the arrays are
+        for name, known in self._inputs.items():
+            known.check(name)
+
+    def __getitem__(self, name: str) -> InputStatistics:
+        return self._inputs[self._own(name)]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and any(own in self._inputs for own in _names_of(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inputs)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def _own(self, name: str) -> str:
+        """The name that a matrix has here."""
+        return next((own for own in _names_of(name) if own in self._inputs), name)
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether there is X^T X for every matrix."""
+        return all(known.outer is not None for known in self._inputs.values())
+
+    @property
+    def tokens(self) -> int:
+        """How many the statistics are of."""
+        return max((int(known.counts.max()) for known in self._inputs.values()), default=0)
+
+    @property
+    def model_digest(self) -> str:
+        """Of the names and shapes of the matrices."""
+        return model_digest(self.shapes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that is here: other statistics make other weights."""
+        if self.file is not None:
+            return digest_of(self.file)
+        digest = hashlib.blake2b(repr((sorted(self._inputs), self.architecture)).encode(), digest_size=32)
+        for name in sorted(self._inputs):
+            known = self._inputs[name]
+            for array in (known.squares, known.counts, known.outer):
+                digest.update(b"" if array is None else np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    # ---- for one matrix -----------------------------------------------------------------------------------------
+
+    def check_model(self, call: str, architecture: str, names: Iterable[str]) -> None:
+        """Raises if they are of another kind of model, or of layers that a model with these tensors does not have."""
+        if self.architecture and architecture and self.architecture != architecture:
+            got, takes = f"those of a model of kind {self.architecture!r}", f"those of this model, of {architecture!r}"
+            raise _refused(call, "statistics", got, takes)
+        layers = {int(found[1]) for name in names if (found := LAYER_NAME.match(name))}
+        for name in self:
+            found = LAYER_NAME.match(name)
+            if found and layers and int(found[1]) not in layers:
+                got, takes = "statistics of a matrix that is not there", f"those of a model of {len(layers)} layers"
+                raise _refused(call, name, got, takes)
+
+    def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
+        """Raises unless these are statistics of a model with such a matrix, enough for the method."""
+        if name not in self:
+            if not _may_be_missing(name):
+                got, takes = "no statistics of its inputs", f"statistics of this model; these know {self._examples()}"
+                raise _refused(call, name, got, takes)
+            return
+        known, expected = self[name], self.shapes.get(self._own(name), ())
+        if len(shape) == 2 and expected not in ((), tuple(shape)):
+            raise _refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
+        experts = (shape[0],) if len(shape) == 3 else ()
+        if known.squares.shape != (*experts, shape[-1]) and not _is_flat_stack(known, shape):
+            got = f"statistics of {known.squares.shape[-1]} inputs, counts {known.counts.shape}"
+            raise _refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
+        if method == "gptq" and known.outer is None:
+            known.hessian(name, call)
+
+    def settings(
+        self, call: str, name: str, shape: Sequence[int], method: str, expert: int | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """The method and the further arguments of `quantize_matrix` for a matrix, or for one of a stack. Embeddings and
+        the last layer, which llama.cpp's files may lack, are searched for without."""
+        self.check_matrix(call, name, shape, method)
+        if name not in self:
+            return "mse" if method == "gptq" else method, {}
+        known = self[name]
+        if _is_flat_stack(known, shape):
+            known = InputStatistics(known.squares.reshape(shape[0], -1), np.repeat(known.counts, shape[0]))
+        further: dict[str, Any] = {"importance": known.importance(expert)}
+        if method == "gptq":
+            further["hessian"] = known.hessian(name, call, expert)
+        return method, further
+
+    def _examples(self) -> str:
+        return ", ".join([*self._inputs][:3])
+
+    # ---- files --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+        """Statistics from a file that :meth:`save` or `billfish calibrate` wrote, or from an imatrix file of llama.cpp
+        (GGUF, or the older .dat). Arrays are views of the file."""
+        from billfish.calibration.file import read_statistics
+
+        return read_statistics(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """To one file. Its name says in which layout: .safetensors is ours; .gguf and .dat are llama.cpp's, which have
+        no place for X^T X."""
+        from billfish.calibration.file import write_statistics
+
+        write_statistics(self, Path(path))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
+        return self  # nobody changes them, and they may be large
+
+    def __repr__(self) -> str:
+        outer = ", with X^T X" if self.has_outer else ""
+        return f"Statistics({len(self)} matrices, {self.tokens} tokens{outer})"
+
+
+def model_digest(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Of names and shapes of matrices."""
+    listed = sorted((name, list(shape)) for name, shape in shapes.items())
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
+
+
+def _names_of(name: str) -> Iterator[str]:
+    """The names that a matrix may have in statistics."""
+    for known in (name, f"{name}.weight"):
+        for other in (known, gguf_name(known), model_name(known)):
+            if other is not None:
+                yield other
+                stack = STACK.fullmatch(other.replace(".block_sparse_moe.", ".mlp."))
+                if stack:  # as transformers has it, where gate and up are one
+                    yield f"{stack[1]}.{stack[2] if stack[2] == 'down' else 'gate_up'}_proj"
+
+
+def _may_be_missing(name: str) -> bool:
+    return bool({EMBEDDING, HEAD} & set(_names_of(name)))
+
+
+def _is_flat_stack(known: InputStatistics, shape: Sequence[int]) -> bool:
+    """Whether the numbers of all experts lie in one row, as in files of llama.cpp that do not know their count."""
+    return len(shape) == 3 and known.counts.ndim == 0 and known.squares.size == shape[0] * shape[2]
+
+
+def _refused(call: str, name: str, got: str, takes: str) -> DataError:
+    return DataError(complaint(call, name, got, takes))

@@ -1,0 +1,182 @@
+"""method="gptq": columns are rounded one after the other, and the error of each is carried on to those after it.
+
+The scales and offsets of all groups are fixed beforehand, by the search that is weighted with the Hessian's diagonal.
+What is left is to choose codes so that the error of the product is small: d H d^T for each row d = w - q of the error,
+with H = X^T X of the inputs. With H = G^T G, G lower triangular, that error is a sum over columns,
+
+    |G d|^2 = sum over j of G_jj^2 (target_j - q_j)^2,    target_j = w_j + sum over i < j of (G_ji / G_jj) (w_i - q_i)
+
+so each column rounds its target, which knows the errors of all columns before. This is GPTQ, written without an
+inverse of H. Columns go in the order of decreasing H_jj. Only codes change, so nothing about the order is stored.
+
+Same inputs give the same bits for any number of threads: rows go in slices that do not depend on it, and matrices are
+multiplied in tiles of TILE^3 products, which are too few for a BLAS to share them out among threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DataError, complaint
+from billfish.format import Format, Planes
+from billfish.machine import with_known_floats
+from billfish.parallel import map_rows
+from billfish.search import reciprocal
+
+Doubles = NDArray[np.float64]
+
+TILE = 48
+SLICE_ROWS = 10 * TILE  # at most: so many that NumPy's overhead for each column does not show
+DAMPING = 0.1  # of the mean of the diagonal, added to it: what calibration does not show is not nothing
+
+
+class Carry(NamedTuple):
+    """How errors are carried on. K here is rounded up to whole tiles."""
+
+    order: NDArray[np.intp]  # [K of the matrix], the columns in which order they are rounded
+    factors: Doubles  # [K, K], strictly lower: G_ji / G_jj
+    weights: Doubles  # [K]: G_jj^2
+    damping: float  # what was added to the diagonal of H
+
+
+@with_known_floats
+def quantize_gptq(
+    call: str,
+    format: Format,
+    w: NDArray[np.float32],
+    group_size: int,
+    hessian: NDArray[Any],
+    importance: NDArray[Any] | None,
+    options: dict[str, str],
+) -> Planes:
+    """Quantize W [N, K] with a Hessian [K, K] to planes. A row that gets worse by it keeps the codes of the search.
+
+    importance: [K], for the scales; None takes the Hessian's diagonal.
+    """
+    if importance is None:
+        importance = np.diagonal(hessian)
+    searched = format.quantize(w, group_size, "mse", importance, **options)
+    carry = carry_of(call, hessian)
+    n, k = w.shape
+    slices = -(-n // SLICE_ROWS)
+
+    def round_rows(start: int, stop: int) -> NDArray[np.uint8]:
+        planes = {name: plane[start:stop] if plane.ndim else plane for name, plane in searched.items()}
+        return _round_rows(format, w[start:stop], planes, group_size, carry)
+
+    step = _whole_tiles(-(-n // slices))
+    return format.with_codes(searched, np.concatenate(map_rows(round_rows, n, k, step=step)))
+
+
+def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
+    """G of a Hessian [K, K] that is finite and symmetric; raises if it is not positive."""
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    k, order = len(diagonal), np.argsort(-diagonal, kind="stable")
+    damping = DAMPING * float(diagonal.mean()) or 1.0  # of nothing but zeros, all columns are alike
+    padded = _whole_tiles(k)
+    g = np.eye(padded)
+    g[:k, :k] = hessian[np.ix_(order, order)]
+    g[np.arange(k), np.arange(k)] += damping
+    try:
+        _factorize(g)
+    except np.linalg.LinAlgError:
+        got, takes = "a matrix that is not positive semidefinite", "X^T X of the inputs X [tokens, K]"
+        raise DataError(complaint(call, "hessian", got, takes)) from None
+    roots = np.diagonal(g).copy()
+    g /= roots[:, None]
+    g[np.arange(padded), np.arange(padded)] = 0
+    return Carry(order, g, roots * roots, damping)
+
+
+def _factorize(a: Doubles) -> None:
+    """A symmetric [K, K], of which the lower half counts, becomes G: lower triangular, A = G^T G.
+
+    From the last tile of rows to the first: what is above and to the left loses the share of the tile's rows.
+    """
+    tiles = _tiled(a)
+    for p in reversed(range(len(tiles))):
+        own = tiles[p, p]
+        own = own[::-1, ::-1]  # Cholesky's factor is L L^T: from the last to the first it is G^T G
+        root = np.linalg.cholesky(own)[::-1, ::-1].T
+        tiles[p, p] = root
+        tiles[p, :p] = np.matmul(np.linalg.inv(root).T, tiles[p, :p])
+        for row in range(p):
+            tiles[row, : row + 1] -= np.matmul(tiles[p, row].T, tiles[p, : row + 1])
+    a[np.triu_indices(len(a), 1)] = 0
+
+
+def _round_rows(
+    format: Format, w: NDArray[np.float32], planes: Planes, group_size: int, carry: Carry
+) -> NDArray[np.uint8]:
+    """The codes [n, K] of rows w [n, K]. Inside, columns are rows: each is contiguous, and they are in order."""
+    n, k = w.shape
+    groups = carry.order // group_size
+    scale, zero, minimum = (None if x is None else x.T.copy() for x in format.group_values(planes))
+    assert scale is not None
+    inverse = reciprocal(scale)
+    element = format.element
+
+    exact = np.zeros((len(carry.factors), _whole_tiles(n)))
+    exact[:k, :n] = w.T[carry.order]
+    wrong = np.zeros_like(exact)
+    wrong[:k, :n] = exact[:k, :n] - format.decode(planes, group_size).T[carry.order]
+    before = _errors(wrong, _carried(carry.factors, wrong), carry)[:n]
+
+    targets = exact.copy()
+    levels = np.zeros((k, n), np.float32)
+    for start in range(0, len(targets), TILE):
+        for j in range(start, min(start + TILE, k)):
+            group = groups[j]
+            targets[j] += np.einsum("i,in->n", carry.factors[j, start:j], wrong[start:j])
+            x = targets[j, :n].astype(np.float32)
+            if minimum is not None:
+                x -= minimum[group]
+            x *= inverse[group]
+            if zero is not None:
+                x += zero[group]
+            value = levels[j] = element.round(x)
+            if zero is not None:
+                value = value - zero[group]
+            value = value * scale[group]
+            if minimum is not None:
+                value += minimum[group]
+            wrong[j, :n] = exact[j, :n] - value
+        _carry_on(carry.factors, wrong, start // TILE, targets)
+    better = _errors(wrong, targets - exact + wrong, carry)[:n] < before
+    codes = np.empty((n, k), np.uint8)
+    codes[:, carry.order] = element.encode(levels).T
+    return np.where(better[:, None], codes, planes["codes"])
+
+
+def _errors(wrong: Doubles, residual: Doubles, carry: Carry) -> Doubles:
+    """d H d^T of each column d of `wrong` [K, n], where `residual` is target - q."""
+    damped = np.einsum("k,kn,kn->n", carry.weights, residual, residual)
+    return damped - carry.damping * np.einsum("kn,kn->n", wrong, wrong)
+
+
+def _carried(factors: Doubles, wrong: Doubles) -> Doubles:
+    """wrong + factors @ wrong."""
+    result = wrong.copy()
+    for p in range(len(wrong) // TILE):
+        _tiled(result)[p] += np.matmul(_tiled(factors)[p, p], _tiled(wrong)[p])
+        _carry_on(factors, wrong, p, result)
+    return result
+
+
+def _carry_on(factors: Doubles, wrong: Doubles, p: int, targets: Doubles) -> None:
+    """Add the share of columns, those of tile p, to the targets of all columns after them."""
+    below = _tiled(factors)[p + 1 :, p][:, None]  # [tiles, 1, TILE, TILE]
+    _tiled(targets)[p + 1 :] += np.matmul(below, _tiled(wrong)[p])
+
+
+def _tiled(a: Doubles) -> Doubles:
+    """[m, n] as tiles [m / TILE, n / TILE, TILE, TILE] of the same memory."""
+    m, n = a.shape
+    return a.reshape(m // TILE, TILE, n // TILE, TILE).transpose(0, 2, 1, 3)
+
+
+def _whole_tiles(length: int) -> int:
+    return -(-length // TILE) * TILE

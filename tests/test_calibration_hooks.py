@@ -1,0 +1,105 @@
+"""Statistics of models of torch, by hooks: against inputs that are computed apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import billfish as bf
+
+
+class Twice(torch.nn.Module):
+    """One layer that is called twice, and one that never is."""
+
+    def __init__(self, reaches_all: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.dropout, self.reaches_all = torch.nn.Dropout(0.5), reaches_all
+
+    def forward(self, x, attention_mask=None):
+        y = self.dropout(self.a(self.a(x)))
+        return self.b(y) if self.reaches_all else y
+
+
+def sums(*inputs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    x = torch.cat([part.detach().reshape(-1, part.shape[-1]) for part in inputs]).double().numpy()
+    return (x**2).sum(axis=0), x.T @ x
+
+
+def test_every_call_of_every_layer_counts():
+    model, x = Twice().train(), torch.randn(3, 5, 8)
+    known = bf.calibrate(model, [x, (x + 1,), {"x": x * 2}], hessian=True, progress=False)
+    assert model.training
+    assert model.dropout.training
+    model.eval()
+    inputs = [x, x + 1, x * 2]
+    squares, outer = sums(*inputs, *(model.a(part) for part in inputs))
+    assert known["a.weight"].counts == 90
+    np.testing.assert_allclose(known["a.weight"].squares, squares, rtol=1e-5)
+    np.testing.assert_allclose(known["a"].outer, outer, rtol=1e-4, atol=1e-3)
+    squares, _ = sums(*(model.a(model.a(part)) for part in inputs))
+    np.testing.assert_allclose(known["b.weight"].squares, squares, rtol=1e-5)
+    assert known.shapes == {"a.weight": (8, 8), "b.weight": (4, 8)}
+    assert not model.a._forward_pre_hooks
+
+
+def test_tokens_that_the_mask_hides_do_not_count():
+    model, x = Twice(), torch.randn(2, 4, 8)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    known = bf.calibrate(model, [{"x": x, "attention_mask": mask}], progress=False)
+    model.eval()
+    squares, _ = sums(x[mask.bool()], model.a(x)[mask.bool()])
+    np.testing.assert_allclose(known["a.weight"].squares, squares, rtol=1e-5)
+    assert known["b.weight"].counts == 5
+
+
+def test_quantized_layers_are_seen():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8))
+    bf.quantize_model(model, "q4_0", progress=False)
+    known = bf.calibrate(model, [torch.randn(6, 32)], progress=False)
+    assert list(known) == ["0.weight", "1.weight"]
+
+
+def test_what_cannot_be_calibrated_is_refused_by_name():
+    with pytest.raises(bf.DTypeError, match=r"\[calibrate\] model: got a list; takes a torch\.nn\.Module"):
+        bf.calibrate([], [])
+    with pytest.raises(bf.DataError, match=r"b\.weight: got no input in any batch"):
+        bf.calibrate(Twice(reaches_all=False), [torch.randn(2, 8)], progress=False)
+    with pytest.raises(bf.DataError, match="a model with Linear layers"):
+        bf.calibrate(torch.nn.Sequential(torch.nn.ReLU()), [torch.randn(2, 8)], progress=False)
+    with pytest.raises(bf.DataError, match=r"a\.weight: got sums of squares"):
+        bf.calibrate(Twice(), [torch.full((2, 8), torch.inf)], progress=False)
+
+
+def test_each_expert_of_a_mixture_is_known_by_its_tokens():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config).eval()
+    [experts] = [module for module in model.modules() if type(module).__name__ == "MixtralExperts"]
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    experts.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[:2]))
+    known = bf.calibrate(model, [torch.arange(8).reshape(1, 8)], hessian=True, progress=False)
+    [(x, chosen)] = seen
+    [up] = [name for name in known if name.endswith("experts.gate_up_proj")]
+    down = up.replace("gate_up_proj", "down_proj")
+    assert known[up].squares.shape == (6, 32)
+    assert known[down].outer.shape == (6, 48, 48)
+    assert known[up].counts.sum() == 16
+    for expert in range(6):
+        rows = x[(chosen == expert).any(dim=1)]
+        gate, both = (rows @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+        for name, inputs in ((up, rows), (down, torch.nn.functional.silu(gate) * both)):
+            squares, outer = sums(inputs)
+            assert known[name].counts[expert] == len(rows)
+            np.testing.assert_allclose(known[name].squares[expert], squares, rtol=1e-4, atol=1e-12)
+            np.testing.assert_allclose(known[name].outer[expert], outer, rtol=1e-3, atol=1e-9)
+    # The names of a GGUF file, or of a folder with gate and up apart, find them.
+    assert known["blk.0.ffn_gate_exps.weight"] is known[up]
+    assert known["blk.0.ffn_down_exps.weight"] is known[down]
