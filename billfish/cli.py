@@ -146,8 +146,16 @@ def parser() -> argparse.ArgumentParser:
     for command in (quantize, convert):
         command.add_argument("source", metavar="IN", help="a .gguf or .safetensors file, or a model's folder")
         command.add_argument("out", metavar="OUT", help="a folder to create, or a file: .gguf or .safetensors")
+    wanted = quantize.add_mutually_exclusive_group(required=True)
+    wanted.add_argument(
+        "--format", metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+    )
+    wanted.add_argument(
+        "--bits", type=float, metavar="B", help="so many for a weight on average: a format for each matrix, by damage"
+    )
+    quantize.add_argument("--formats", metavar="LIST", help="with --bits: which may be chosen (mxfp4,iq4_nl,q5_0,q8_0)")
     quantize.add_argument(
-        "--format", required=True, metavar="NAME", help="a name that `billfish formats` lists, or a mix such as Q4_K_M"
+        "--plan", metavar="FILE", help="with --bits: the choice, as rules for --keep; read if it is there, else written"
     )
     quantize.add_argument("--group-size", type=int, metavar="G", help="weights that share a scale; -1: a whole row")
     quantize.add_argument("--method", default="mse", metavar="NAME", help="rtn, mse or gptq (mse)")

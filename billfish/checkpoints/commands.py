@@ -80,7 +80,10 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 def quantize_and_print(
     source: str,
     out: str,
-    format: str,
+    format: str | None,
+    bits: float | None,
+    formats: str | None,
+    plan: str | None,
     keep: list[str],
     method: Any,
     imatrix: str | None,
@@ -90,8 +93,17 @@ def quantize_and_print(
     """`billfish quantize`. Rules read REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
     if calibrate is True or (method == "gptq" and not calibrate and imatrix is None):
         print("calibrating with the text that billfish carries; --calibrate TEXT takes another", file=sys.stderr)
-    known = {"method": method, "statistics": imatrix, "calibrate": calibrate}
-    print(quantize_checkpoint(source, out, format, keep=dict(map(_rule, keep)), **known, **options))
+    rules, known = dict(map(_rule, keep)), {"method": method, "statistics": imatrix, "calibrate": calibrate}
+    if format is not None:
+        for name, value in (("formats", formats), ("plan", plan)):
+            if value is not None:
+                raise FormatError(complaint("quantize", f"--{name}", f"{value!r} beside --format", "it beside --bits"))
+        print(quantize_checkpoint(source, out, format, keep=rules, **known, **options))
+        return
+    from billfish.calibration.spending import quantize_to_bits  # here: it runs the model
+
+    assert bits is not None
+    print(quantize_to_bits(source, out, bits, formats, plan, rules, **known, **options))
 
 
 def convert_and_print(source: str, out: str, to: Any, **options: Any) -> None:
