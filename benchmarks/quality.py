@@ -14,6 +14,7 @@ Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; g
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -49,12 +50,12 @@ def test_text() -> str:
 
 
 def statistics_of(folder: Path, tokens: int) -> Statistics:
-    """Of SmolLM2's inputs, from the first tokens of Python's documentation."""
-    text = folder / "calibration.txt"
+    """Of SmolLM2's inputs, from the first tokens of Python's documentation. A folder may have them already."""
+    text, made = folder / "calibration.txt", folder / f"{tokens}.safetensors"
+    if made.exists():
+        return Statistics.load(made)
     text.write_text("\n\n".join(topics[name] for name in sorted(topics)))
-    return calibrate_checkpoint(
-        default_model(), folder / f"{tokens}.safetensors", text=text, hessian=True, tokens=tokens
-    )
+    return calibrate_checkpoint(default_model(), made, text=text, hessian=True, tokens=tokens)
 
 
 def cases(formats: str, methods: str) -> Iterator[dict[str, Any]]:
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--folder", type=Path, help="where statistics are kept; 400 MB (nowhere)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="with libggml-base.so: measure its quantizer, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
     arguments = parser.parse_args()
@@ -128,7 +130,8 @@ def main() -> None:
     missing = [
         case for case in cases(arguments.formats, methods) if not any(case.items() <= r.items() for r in records)
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = arguments.folder or stack.enter_context(tempfile.TemporaryDirectory())
         counts = sorted({case["calibration_tokens"] for case in missing} - {0})
         started = time.perf_counter()
         statistics = {count: statistics_of(Path(folder), count) for count in counts}
@@ -164,6 +167,7 @@ def measure(
             "same_best": found.same_best,
             "perplexity": found.perplexity,
             "perplexity_error": found.perplexity_error,
+            "device": model.decoder.device,
             "seconds_to_quantize": quantized - started,
         }
         records.append(record)
