@@ -51,7 +51,7 @@ class Case:
         rng, made = np.random.default_rng(0), {}
         for name in PARTS[self.part]:
             n, k = SHAPES[name]
-            rows = bf.quantize(rng.standard_normal((DISTINCT_ROWS, k), np.float32) / np.sqrt(k), self.format)
+            rows = bf.quantize(rng.standard_normal((DISTINCT_ROWS, k), np.float32) / np.float32(k**0.5), self.format)
             order = [rng.integers(0, DISTINCT_ROWS, n) for _ in range(EXPERTS)]
             made[name] = bf.QuantizedExperts.from_tensors([rows.take_rows(rows_of) for rows_of in order])
         return made
