@@ -9,6 +9,7 @@ from __future__ import annotations
 from billfish.format import Format
 from billfish.formats.affine import AffineFormat, ZeroPointFormat
 from billfish.formats.fp4 import Mxfp4, Nvfp4
+from billfish.formats.fp8 import FloatScaled
 from billfish.formats.ggml import MinimumBlock, Mxfp4Gguf, Nvfp4Gguf, ScaledBlock
 from billfish.formats.kquants import TwoLevelMinimum, TwoLevelScaled
 from billfish.formats.words import ScaledWordFormat
@@ -20,6 +21,7 @@ PLAIN = (
     AffineFormat.group_values,
     ScaledBlock.group_values,
     MinimumBlock.group_values,
+    FloatScaled.group_values,
 )
 # Small integers of a group times the float16 of a block.
 TWO_LEVELS = (TwoLevelMinimum.group_values, TwoLevelScaled.group_values)

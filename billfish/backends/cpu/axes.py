@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu.packed import GROUPS
-from billfish.elements import Element, Integer, Signed
+from billfish.elements import FP8, Element, Integer, Signed
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
@@ -27,6 +27,8 @@ CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
 # x, codes and scales are finite (power_of_row of activations/quantize.h). Others go as float32, multiplied last.
 LARGEST_E8M0 = 127 + 32
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-64, 2.0**32
+# The largest scale of E4M3 codes. Kernels have 2^-120 of their values, so such a scale is multiplied by 2^120.
+LARGEST_E4M3_SCALE = 2.0**7
 
 
 @dataclass
@@ -69,7 +71,10 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
     group = min(tensor.group_size, CHUNK)
     layout = Layout("", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     layout.codes, layout.bias, layout.table, layout.factor = axis
-    _add_scales(layout, format, tensor.scale_planes)
+    if layout.codes == "e4m3":
+        _add_scales_of_e4m3(layout, tensor)
+    else:
+        _add_scales(layout, format, tensor.scale_planes)
     if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
         chunks = -(-tensor.shape[1] // CHUNK)
         index = np.arange(chunks) * CHUNK // tensor.group_size
@@ -93,13 +98,18 @@ def _code_axis(element: Element) -> tuple[str, int, tuple[int, ...], float] | No
             return "s8", 0, (), 1.0
         bits = max(2, element.bits)
         return (f"u{bits}", element.bias, (), 1.0) if 0 <= element.bias < 2**bits else None
+    if type(element).decode is not Element.decode:
+        return None
+    if np.array_equal(element.values, FP8.values, equal_nan=True):
+        return "e4m3", 0, (), 1.0
+    if element.bits > 4:
+        return None
     # A table of small integers; E2M1 as twice its values, which the scale makes up for.
     values, factor = element.values, 1.0
     if not np.array_equal(values, np.rint(values)):
         values, factor = values * 2, 0.5
-    whole = np.array_equal(values, np.rint(values)) and np.abs(values).max() <= 127
-    if element.bits > 4 or not whole or type(element).decode is not Element.decode:
-        return None
+    if not np.array_equal(values, np.rint(values)) or np.abs(values).max() > 127:
+        return "floats", 0, tuple(np.resize(element.values, 16).astype("<f4").tobytes()), 1.0
     return "table", 0, tuple(int(v) & 0xFF for v in np.resize(values, 16)), factor
 
 
@@ -124,6 +134,26 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         layout.factor *= (128 if means in HALVED else 256) * float(planes["global_scale"])
     else:
         _add_floats(layout, format, planes, np.float32(shift))
+
+
+def _add_scales_of_e4m3(layout: Layout, tensor: QuantizedTensor) -> None:
+    """Scales of E4M3. A NaN among the codes of a group, which kernels do not know, is a NaN in its scale instead."""
+    format, group = tensor.format, tensor.group_size
+    codes = format.unpack_codes(tensor.storage)
+    starts = np.arange(0, codes.shape[1], group)
+    spoilt = np.logical_or.reduceat(codes & 0x7F == 0x7F, starts, axis=1)
+    if meaning(format) in E8M0 and not spoilt.any():
+        scale = tensor.scale_planes["scale"]
+        if not ((scale == 0) | (scale > 127 + np.log2(LARGEST_E4M3_SCALE))).any():
+            layout.scales, layout.group_fields = "e8m0", [scale]
+            return
+    _add_floats(layout, format, tensor.scale_planes, np.float32(0))
+    fields = layout.group_fields
+    fields[0] = np.where(spoilt, np.float32(np.nan), fields[0])
+    largest = np.abs(fields[0][np.isfinite(fields[0])]).max(initial=0)
+    if largest > LARGEST_E4M3_SCALE and layout.scales == "f32":
+        layout.factor = 2.0 ** int(np.frexp(largest)[1])
+        fields[0] = fields[0] / np.float32(layout.factor)
 
 
 def _moderate(factor: float) -> bool:
