@@ -23,7 +23,7 @@ from billfish.formats.kquants import Q2_K, Q3_K, Iq4Xs, SixBitPairs
 from billfish.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.formats.words import WordFormat
 
-# Block, and (run of bytes, bits) of each field of codes -> group, minimums (None: either way), as in layout/file_codes.h.
+# Block, and (run of bytes, bits) of each field of codes -> group, minimums (None: either way): layout/file_codes.h.
 CODE_LAYOUTS: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, bool | None]] = {
     (32, ((1, 4),)): (32, None),
     (32, ((1, 8),)): (32, None),

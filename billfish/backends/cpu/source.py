@@ -20,7 +20,16 @@ from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 # The order of the enums in layout/problem.h.
-SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes", "six_bits_apart")
+SCALES_IN_BLOCKS = (
+    "apart",
+    "halves",
+    "looked_up",
+    "six_bit_pairs",
+    "nibble_pairs",
+    "six_bits",
+    "signed_bytes",
+    "six_bits_apart",
+)
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
 # A byte for each code, in rows: what a format's planes are.
 CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
@@ -97,7 +106,7 @@ def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dic
 
 @cache
 def byte_numbers(format: Format) -> NDArray[np.float32] | None:
-    """What each byte of a row stands for, [256, 1] or, where it holds two codes, [256, 2]; None if not rows of bytes."""
+    """What each byte of a row stands for: [256, 1], or [256, 2] where it holds two codes; None if not rows of bytes."""
     kind = type(format)
     rows = kind.unpack_codes in (ByteRows.unpack_codes, Nf4.unpack_codes)
     scales = kind.unpack_scales in (ByteRows.unpack_scales, Nf4.unpack_scales)
