@@ -24,7 +24,7 @@ class Nf4(FloatScaled):
     name = "nf4"
     element = NF4
     scale = "f32"
-    group_sizes = (64, 128, 256, 512, 1024, 2048, 4096)
+    group_sizes = (64, 128, 256, 512, 1024)
     block_size = 8
     layout = "u8 [N, K/2], f32 [N, K/g]"
 
