@@ -255,7 +255,7 @@ def test_scales_that_do_not_fit(tmp_path, scales, about, message):
 
 
 def nf4_folder(folder: Path, name: str, **changed: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray]:
-    """What bitsandbytes made (tests/vectors/make_nf4_vectors.py), as a folder; the original, if kept, and its meaning."""
+    """What bitsandbytes made (tests/vectors/make_nf4_vectors.py), as a folder; the original and its meaning."""
     recorded = load_file(VECTORS)
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     write_config(folder, quantization_config=config)

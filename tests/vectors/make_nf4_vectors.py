@@ -4,7 +4,7 @@
     python tests/vectors/make_nf4_vectors.py
 
 Three matrices: `plain` with float32 absmax, `double` with double quantization, and `wide` with blocks of 128. A name
-such as `double.weight.absmax` is that of a checkpoint; `plain.original` is what was quantized, and `plain.expected` what
+such as `double.weight.absmax` is that of a checkpoint; `plain.original` is what was quantized, `plain.expected` what
 bitsandbytes makes of it again, both in float32.
 """
 
