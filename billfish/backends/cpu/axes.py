@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cpu.packed import GROUPS
+from billfish.backends.cpu.packed import FLOAT_CODES, GROUPS
 from billfish.elements import FP8, Element, Integer, Signed
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
-from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning, offsets_of
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
@@ -27,8 +27,6 @@ CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
 # x, codes and scales are finite (power_of_row of activations/quantize.h). Others go as float32, multiplied last.
 LARGEST_E8M0 = 127 + 32
 LEAST_FACTOR, LARGEST_FACTOR = 2.0**-64, 2.0**32
-# The largest scale of E4M3 codes. Kernels have 2^-120 of their values, so such a scale is multiplied by 2^120.
-LARGEST_E4M3_SCALE = 2.0**7
 
 
 @dataclass
@@ -50,8 +48,11 @@ def why_never(format: Format) -> str:
     """Why the kernels cannot multiply with a format, or ""."""
     if not decodes_plainly(format):
         return f"{format.name} has a way of its own to decode"
-    if _code_axis(format.element) is None:
+    axis = _code_axis(format.element)
+    if axis is None:
         return f"it has no kernels for the {format.element.name} codes of {format.name}"
+    if axis[0] in FLOAT_CODES and any(offsets_of(format)):
+        return f"it has no kernels for the {format.element.name} codes of {format.name} with offsets"
     return ""
 
 
@@ -71,10 +72,9 @@ def layout_of(tensor: QuantizedTensor) -> Layout:
     group = min(tensor.group_size, CHUNK)
     layout = Layout("", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     layout.codes, layout.bias, layout.table, layout.factor = axis
+    _add_scales(layout, format, tensor.scale_planes)
     if layout.codes == "e4m3":
-        _add_scales_of_e4m3(layout, tensor)
-    else:
-        _add_scales(layout, format, tensor.scale_planes)
+        _spoil_groups_with_nan(layout, tensor)
     if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
         chunks = -(-tensor.shape[1] // CHUNK)
         index = np.arange(chunks) * CHUNK // tensor.group_size
@@ -136,24 +136,14 @@ def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
         _add_floats(layout, format, planes, np.float32(shift))
 
 
-def _add_scales_of_e4m3(layout: Layout, tensor: QuantizedTensor) -> None:
-    """Scales of E4M3. A NaN among the codes of a group, which kernels do not know, is a NaN in its scale instead."""
-    format, group = tensor.format, tensor.group_size
-    codes = format.unpack_codes(tensor.storage)
-    starts = np.arange(0, codes.shape[1], group)
+def _spoil_groups_with_nan(layout: Layout, tensor: QuantizedTensor) -> None:
+    """Kernels do not know that two codes of E4M3 are NaN: where a group has one, its scale is NaN instead."""
+    codes = tensor.format.unpack_codes(tensor.storage)
+    starts = np.arange(0, codes.shape[1], tensor.group_size)
     spoilt = np.logical_or.reduceat(codes & 0x7F == 0x7F, starts, axis=1)
-    if meaning(format) in E8M0 and not spoilt.any():
-        scale = tensor.scale_planes["scale"]
-        if not ((scale == 0) | (scale > 127 + np.log2(LARGEST_E4M3_SCALE))).any():
-            layout.scales, layout.group_fields = "e8m0", [scale]
-            return
-    _add_floats(layout, format, tensor.scale_planes, np.float32(0))
-    fields = layout.group_fields
-    fields[0] = np.where(spoilt, np.float32(np.nan), fields[0])
-    largest = np.abs(fields[0][np.isfinite(fields[0])]).max(initial=0)
-    if largest > LARGEST_E4M3_SCALE and layout.scales == "f32":
-        layout.factor = 2.0 ** int(np.frexp(largest)[1])
-        fields[0] = fields[0] / np.float32(layout.factor)
+    if spoilt.any():
+        _add_floats(layout, tensor.format, tensor.scale_planes, np.float32(0))
+        layout.group_fields[0] = np.where(spoilt, np.float32(np.nan), layout.group_fields[0])
 
 
 def _moderate(factor: float) -> bool:

@@ -9,23 +9,48 @@ namespace BILLFISH_ISA {
 
 using billfish::FEW_FLOAT_ROWS;
 
-// Codes to numbers, which are `raised` times too small: their scales are so many times larger. `load` are the codes of row vector R of a
-// quad, a byte each, and `numbers` what they stand for.
-struct E4M3 {
+// Codes to numbers: `load` are the codes of row vector R of a quad, a byte each, and `numbers` what they stand for, divided by `reduced`.
+// Scales make up for that, if they can: `Whole` is the element for those that would be too large.
+struct WholeE4M3 {
   static constexpr int bits = 8;
-  static constexpr float raised = 0x1p120f;
-  explicit E4M3(const Weights&) {}
+  static constexpr float reduced = 1;
+  using Whole = WholeE4M3;
+  explicit WholeE4M3(const Weights&) {}
   template <int R> static Bytes load(const uint8_t* quad) { return load_bytes(quad + R * VECTOR_BYTES); }
+  FourFloats numbers(Bytes codes) const {
+    FourFloats four = e4m3_to_floats(codes);
+    unroll<4>([&](auto k) INLINED { four.k[k] = multiply(four.k[k], splat(0x1p120f)); });
+    return four;
+  }
+};
+struct E4M3 : WholeE4M3 {
+  static constexpr float reduced = 0x1p120f;
+  using WholeE4M3::WholeE4M3;
   FourFloats numbers(Bytes codes) const { return e4m3_to_floats(codes); }
 };
 struct TableOfFloats {
   static constexpr int bits = 4;
-  static constexpr float raised = 1;
+  static constexpr float reduced = 1;
+  using Whole = TableOfFloats;
   explicit TableOfFloats(const Weights& w) : table(load_table(w.table)) {}
   template <int R> static Bytes load(const uint8_t* quad) { return field<4, R>(quad); }
   FourFloats numbers(Bytes codes) const { return look_up(table, codes); }
   FloatTable table;
 };
+
+// The scales of a run of blocks, for which there is room for 16 groups. Returns whether they make up for numbers that are reduced.
+template <class Element> bool read_scales_for(const Weights& w, const TileShape& shape, const Blocks& run, GroupScales* scales) {
+  read_scales<false>(w, shape, run.stream, run.count, scales, 0, 1);
+  if constexpr (Element::reduced == 1) return false;
+  const int groups = shape.groups_in(int(run.count));
+  bool large = false;
+  for (int g = 0; g < groups; g++)
+    for (int i = 0; i < TILE_ROWS; i++) large |= __builtin_fabsf(scales[g].scale[i]) > 0x1p7f;
+  if (large) return false;
+  for (int g = 0; g < groups; g++)
+    for (int i = 0; i < TILE_ROWS; i++) scales[g].scale[i] *= Element::reduced;
+  return true;
+}
 
 template <class Element> constexpr int QUAD_BYTES = ROW_VECTORS * VECTOR_BYTES * Element::bits / 8;
 
@@ -86,15 +111,20 @@ template <class Element> auto float_codes_kernel(int64_t rows) {
 template <class Element>
 void multiply_few_float_codes(const Element& element, const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
+  const typename Element::Whole whole(w);
   const int64_t x_stride = x.blocks * BLOCK;
   GroupScales scales[16];
   for (int64_t tile = first; tile < last; tile++) {
     alignas(64) float sums[FEW_FLOAT_ROWS * TILE_ROWS] = {};
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
       const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
-      read_scales<false>(w, shape, run.stream, run.count, scales, 0, Element::raised);
+      const bool reduced = read_scales_for<Element>(w, shape, run, scales);
+      auto add = [&](auto kernel, const auto& of, int64_t row) {
+        kernel(of, run, shape.groups_in_span(), scales, x.x + row * x_stride + chunk * CHUNK, x_stride, sums + row * TILE_ROWS);
+      };
       for (int64_t row = 0; row < x.m; row += X_ROWS)
-        float_codes_kernel<Element>(x.m - row)(element, run, shape.groups_in_span(), scales, x.x + row * x_stride + chunk * CHUNK, x_stride, sums + row * TILE_ROWS);
+        if (reduced) add(float_codes_kernel<Element>(x.m - row), element, row);
+        else add(float_codes_kernel<typename Element::Whole>(x.m - row), whole, row);
     }
     write_tile(sums, w.factor, nullptr, bias, w.n, tile, 0, x.m, y);
   }
@@ -113,12 +143,13 @@ template <class Element> __attribute__((flatten, noinline)) void decode_float_co
 
 template <class Element> void multiply_element(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const Element element(w);
+  const typename Element::Whole whole(w);
   if (x.m <= FEW_FLOAT_ROWS) return multiply_few_float_codes(element, w, x, bias, y, first, last);
   alignas(64) float values[CHUNK * TILE_ROWS];
   GroupScales scales[16];
   multiply_values(w, x, bias, y, first, last, [&](const TileShape& shape, const Blocks& run) {
-    read_scales<false>(w, shape, run.stream, run.count, scales, 0, Element::raised);
-    decode_float_codes(element, run, shape.groups_in_span(), scales, values);
+    if (read_scales_for<Element>(w, shape, run, scales)) decode_float_codes(element, run, shape.groups_in_span(), scales, values);
+    else decode_float_codes(whole, run, shape.groups_in_span(), scales, values);
     return values;
   }, w.factor);
 }
