@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
+import checkpoint_samples as samples
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from checkpoint_samples import MODULE, compressor, scheme, write_config
-from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 from support import ALL_BYTES, assert_same_bits, gaussian, multiply
 
@@ -18,7 +17,6 @@ import billfish as bf
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.elements import FP8, NF4
 
-VECTORS = Path(__file__).with_name("vectors") / "nf4.safetensors"
 LEVELS = pytest.mark.parametrize("level", _cpu.levels())
 NAME = f"{MODULE}.weight"
 
@@ -197,21 +195,13 @@ def test_mxfp8_folders_of_compressed_tensors(tmp_path):
     assert_same_bits(bf.dequantize(q), expected)
 
 
-def write_fp8(folder: Path, shape: tuple[int, ...], scales: np.ndarray, name: str, **about: object) -> np.ndarray:
-    codes = np.random.default_rng(3).integers(0, 0x7F, shape, dtype=np.uint8)
-    write_config(folder, quantization_config={"quant_method": "fp8", **about})
-    arrays = {NAME: codes.view(ml_dtypes.float8_e4m3fn), f"{NAME}{name}": scales}
-    save_file(arrays, folder / "model.safetensors")
-    return arrays[NAME].astype(np.float32)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu])
 @pytest.mark.parametrize("shape", [(300, 520), (3, 130, 256)])
 def test_folders_with_scales_of_blocks(tmp_path, shape, dtype):
     """DeepSeek's layout: weight_scale_inv is multiplied, and rows and columns may end inside a block."""
     *stack, n, k = shape
     scales = np.random.default_rng(4).uniform(0.5, 2, (*stack, -(-n // 128), -(-k // 128))).astype(dtype)
-    values = write_fp8(tmp_path, shape, scales, "_scale_inv", weight_block_size=[128, 128])
+    values = samples.fp8(tmp_path, shape, scales, "_scale_inv", weight_block_size=[128, 128])
     spread = np.repeat(np.repeat(scales.astype(np.float32), 128, axis=-2), 128, axis=-1)[..., :n, :k]
     found = bf.load(tmp_path)
     assert (found.describe(NAME).layout, found.describe(NAME).shape) == ("fp8", shape)
@@ -220,7 +210,7 @@ def test_folders_with_scales_of_blocks(tmp_path, shape, dtype):
 
 
 def test_folders_of_modelopt_with_one_scale(tmp_path):
-    values = write_fp8(tmp_path, (24, 64), np.array(0.37, np.float32), "_scale", quant_method="modelopt")
+    values = samples.fp8(tmp_path, (24, 64), np.array(0.37, np.float32), "_scale", quant_method="modelopt")
     q = bf.load(tmp_path)[NAME]
     assert (q.format.name, q.group_size) == ("fp8", 64)
     assert_same_bits(bf.dequantize(q), values * np.float32(0.37))
@@ -228,7 +218,7 @@ def test_folders_of_modelopt_with_one_scale(tmp_path):
 
 def test_a_folder_of_fp8_is_saved_and_comes_back(tmp_path):
     scales = np.random.default_rng(5).uniform(0.5, 2, (2, 2)).astype(np.float32)
-    write_fp8(tmp_path / "a", (256, 256), scales, "_scale_inv", weight_block_size=[128, 128])
+    samples.fp8(tmp_path / "a", (256, 256), scales, "_scale_inv", weight_block_size=[128, 128])
     q = bf.load(tmp_path / "a")[NAME]
     bf.save({NAME: q}, tmp_path / "b")
     again = bf.load(tmp_path / "b")[NAME]
@@ -246,7 +236,7 @@ def test_a_folder_of_fp8_is_saved_and_comes_back(tmp_path):
     ],
 )
 def test_scales_that_do_not_fit(tmp_path, scales, about, message):
-    write_fp8(tmp_path, (24, 256), scales, "_scale", **about)
+    samples.fp8(tmp_path, (24, 256), scales, "_scale", **about)
     with pytest.raises(bf.CheckpointError, match=message):
         bf.load(tmp_path)[NAME]
 
@@ -254,23 +244,9 @@ def test_scales_that_do_not_fit(tmp_path, scales, about, message):
 # ---- folders of bitsandbytes ----------------------------------------------------------------------------------------
 
 
-def nf4_folder(folder: Path, name: str, **changed: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray]:
-    """What bitsandbytes made (tests/vectors/make_nf4_vectors.py), as a folder; the original and its meaning."""
-    recorded = load_file(VECTORS)
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    write_config(folder, quantization_config=config)
-    parts = {part: array for part, array in recorded.items() if part.startswith(f"{name}.weight")}
-    parts = {NAME + part.removeprefix(f"{name}.weight"): array for part, array in parts.items()}
-    for part, array in changed.items():
-        key = f"{NAME}.{part}".replace("__state", ".quant_state.bitsandbytes__nf4").replace("..", ".")
-        parts = {**parts, key: array} if array is not None else {k: v for k, v in parts.items() if k != key}
-    save_file(parts, folder / "model.safetensors")
-    return recorded.get(f"{name}.original"), recorded[f"{name}.expected"]
-
-
 @pytest.mark.parametrize("name", ["plain", "double", "wide"])
 def test_nf4_folders_of_bitsandbytes(tmp_path, name):
-    _, expected = nf4_folder(tmp_path, name)
+    _, expected = samples.nf4(tmp_path, name)
     found = bf.load(tmp_path)
     assert list(found) == [NAME]
     assert (found.describe(NAME).layout, found.describe(NAME).shape) == ("bitsandbytes", expected.shape)
@@ -282,7 +258,7 @@ def test_nf4_folders_of_bitsandbytes(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["plain", "wide"])
 def test_plain_rounding_to_nf4_has_the_bytes_of_bitsandbytes(tmp_path, name):
-    original, _ = nf4_folder(tmp_path, name)
+    original, _ = samples.nf4(tmp_path, name)
     theirs = bf.load(tmp_path)[NAME]
     ours = bf.quantize(original, "nf4", group_size=theirs.group_size, method="rtn")
     for part, array in theirs.storage.items():
@@ -297,14 +273,14 @@ def state(**changed: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"__state": state(shape=[20])}, "no shape"),
-        ({"__state": np.frombuffer(b"{no", np.uint8)}, "no shape"),
-        ({"__state": state(shape=[20, 1 << 40])}, "bytes"),
-        ({"__state": state(blocksize=0)}, "blocksize 0"),
-        ({"__state": state(blocksize=96)}, "NF4 in blocks of 96 for rows of 1024"),
-        ({"__state": state(nested_blocksize=-1)}, "nested_blocksize -1"),
-        ({"__state": state(nested_blocksize=128)}, "nested_absmax.*shape"),
-        ({"__state": state(nested_offset="x")}, "no nested_offset"),
+        ({"state": state(shape=[20])}, "no shape"),
+        ({"state": np.frombuffer(b"{no", np.uint8)}, "no shape"),
+        ({"state": state(shape=[20, 1 << 40])}, "bytes"),
+        ({"state": state(blocksize=0)}, "blocksize 0"),
+        ({"state": state(blocksize=96)}, "NF4 in blocks of 96 for rows of 1024"),
+        ({"state": state(nested_blocksize=-1)}, "nested_blocksize -1"),
+        ({"state": state(nested_blocksize=128)}, "nested_absmax.*shape"),
+        ({"state": state(nested_offset="x")}, "no nested_offset"),
         ({"absmax": np.zeros(7, np.uint8)}, "absmax.*shape"),
         ({"absmax": np.zeros(320, np.float32)}, "absmax.*type F32"),
         ({"absmax": None}, "absmax and quant_map"),
@@ -313,6 +289,6 @@ def state(**changed: object) -> np.ndarray:
     ],
 )
 def test_damaged_nf4(tmp_path, changed, message):
-    nf4_folder(tmp_path, "double", **changed)
+    samples.nf4(tmp_path, "double", **changed)
     with pytest.raises(bf.CheckpointError, match=message):
         bf.load(tmp_path)[NAME]

@@ -23,6 +23,7 @@ from billfish.format import Format, get_format
 from billfish.storage import Array, Storage
 
 STATE = ".quant_state.bitsandbytes__"
+LARGEST_OFFSET = 3e38  # of float32
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
@@ -91,7 +92,8 @@ def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
             if part not in parts:
                 raise CheckpointError(complaint(CALL, name, f"no {part}", "one, for double quantization"))
             check_part(parts[part], ("F32",), (size,))
-        if type(state.get("nested_offset")) not in (int, float):
+        offset = state.get("nested_offset")
+        if type(offset) not in (int, float) or abs(offset) > LARGEST_OFFSET:
             raise CheckpointError(complaint(CALL, found.name, "no nested_offset", "a number"))
     matrix = Nf4Matrix(weight, parts, shape, state)
     matrix.parts |= {found.name}
