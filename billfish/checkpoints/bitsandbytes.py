@@ -93,7 +93,7 @@ def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
                 raise CheckpointError(complaint(CALL, name, f"no {part}", "one, for double quantization"))
             check_part(parts[part], ("F32",), (size,))
         offset = state.get("nested_offset")
-        if type(offset) not in (int, float) or abs(offset) > LARGEST_OFFSET:
+        if not isinstance(offset, (int, float)) or abs(offset) > LARGEST_OFFSET:
             raise CheckpointError(complaint(CALL, found.name, "no nested_offset", "a number"))
     matrix = Nf4Matrix(weight, parts, shape, state)
     matrix.parts |= {found.name}
