@@ -109,6 +109,17 @@ def dequant_fp4_pair(q: Words, skip_flop: bool = False) -> Any:
     return raw if skip_flop else raw * np.float16(2**14)
 
 
+def dequant_fp8_pair(q: Words, skip_flop: bool = False) -> Any:
+    """Two codes of E4M3, each in bits 15..8 of its lane; whatever lies below them is ignored.
+
+    As for E2M1: four exponent bits against five make a shift of 1, bias 7 against 15 a factor of 2^8. The two codes
+    that are NaN read as 480, the number that E4M3 gave up for them.
+    """
+    q = words(q)
+    raw = lanes((q & both(0x8000, q)) | ((q & both(0x7F00, q)) >> 1))
+    return raw if skip_flop else raw * np.float16(2**8)
+
+
 def dequant_fp4_x8(word: Words, scale: Halves) -> Halves:
     """All eight codes of a word, in order of k, times a scale: [...] -> [..., 8].
 

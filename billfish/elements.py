@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.device_array import look_up
+from billfish.scales import decode_e4m3, encode_e4m3
 
 Codes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -26,8 +27,8 @@ class Element(ABC):
         self.bits = bits
         self.values: Floats = np.asarray(values, np.float32)
         self.values.setflags(write=False)
-        self.low = float(self.values.min())
-        self.high = float(self.values.max())
+        self.low = float(np.nanmin(self.values))
+        self.high = float(np.nanmax(self.values))
 
     def decode(self, codes: Codes) -> Floats:
         """The value of each code, float32."""
@@ -122,6 +123,47 @@ class E2M1(Element):
         return codes
 
 
+class E4M3(Element):
+    """Eight-bit floats, sign : 4 exponent : 3 mantissa, bias 7, up to 448; no infinity, and two codes are NaN."""
+
+    def __init__(self) -> None:
+        super().__init__("e4m3", 8, decode_e4m3(np.arange(256, dtype=np.uint8)))
+
+    def round(self, x: Floats) -> Floats:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: Floats) -> Codes:
+        """Ties to even, saturating at 448; NaN stays NaN."""
+        return encode_e4m3(np.clip(x, np.float32(self.low), np.float32(self.high)))
+
+
+class SortedFloats(Element):
+    """Any 16 floats from -1 to 1, the least first. Ties go down.
+
+    The numbers are at least 1/16 apart, so no more than one middle between two of them lies in a cell of that size.
+    """
+
+    CELLS = 16  # for each unit of x
+
+    def __init__(self, name: str, values: Any) -> None:
+        super().__init__(name, 4, values)
+        middles = ((self.values[:-1].astype(np.float64) + self.values[1:]) / 2).astype(np.float32)
+        edges = np.arange(-self.CELLS, self.CELLS + 1) / self.CELLS
+        below = np.searchsorted(middles, edges[:-1], side="left")  # how many middles lie below each cell
+        inside = np.append(middles, np.float32(np.inf))[below]
+        self._code_of_cell = below.astype(np.uint8)
+        self._middle_of_cell = inside
+
+    def encode(self, x: Floats) -> Codes:
+        cell = np.clip(np.floor(x * np.float32(self.CELLS)), -self.CELLS, self.CELLS - 1) + np.float32(self.CELLS)
+        at = cell.astype(np.int32)
+        codes: Codes = look_up(self._code_of_cell, at)
+        return codes + (x > look_up(self._middle_of_cell, at)).astype(np.uint8)
+
+    def round(self, x: Floats) -> Floats:
+        return self.decode(self.encode(x))
+
+
 U2 = Integer("u2", 2)
 U3B4 = Integer("u3b4", 3, bias=4)
 U4 = Integer("u4", 4)
@@ -137,7 +179,30 @@ FP4 = E2M1()
 E2M1X2 = Table("e2m1x2", 4, [int(2 * v) for v in FP4.values])
 # ggml's non-linear levels: closer together where Gaussian weights are dense.
 IQ4NL = Table("iq4nl", 4, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+FP8 = E4M3()
+# bitsandbytes' levels: quantiles of a Gaussian, with both ends and zero among them.
+NF4 = SortedFloats(
+    "nf4",
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
 
 ELEMENTS: dict[str, Element] = {
-    e.name: e for e in (U2, U3B4, U4, U4B8, U5, U5B16, U6B32, U8, U8B128, S8, FP4, E2M1X2, IQ4NL)
+    e.name: e for e in (U2, U3B4, U4, U4B8, U5, U5B16, U6B32, U8, U8B128, S8, FP4, E2M1X2, IQ4NL, FP8, NF4)
 }

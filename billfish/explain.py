@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from billfish import bits
-from billfish.elements import E2M1, E2M1X2, FP4, Element, Integer, Signed, Table
+from billfish.elements import E2M1, E2M1X2, E4M3, FP4, Element, Integer, Signed, SortedFloats, Table
 from billfish.errors import DataError, complaint
 from billfish.format import FORMATS, Format, GroupValues, Planes, aliases_of
 from billfish.scales import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
@@ -133,6 +133,8 @@ def walks(element: Element) -> list[Walk]:
             Walk("float16: shift the fields into place, times 2^14", 12, bits.dequant_fp4_pair),
             Walk("bfloat16: the same with shift 6 and 2^126", 12, bits.dequant_fp4_pair_bf16),
         ]
+    if isinstance(element, E4M3):
+        return [Walk("float16: shift the fields into place, times 2^8", 8, bits.dequant_fp8_pair)]
     if element.name == "u4b8":
         return [
             Walk("float16, low nibble: the magic number 1024", 0, bits.dequant_u4b8_lo),
@@ -273,7 +275,17 @@ def fields(element: Element, code: int) -> list[tuple[str, str, str]]:
             ("exponent", pattern[1:3], "bias 1" if exponent else "0"),
             ("mantissa", pattern[3], f"{meaning} = {abs(float(element.values[code])):g}"),
         ]
-    if isinstance(element, Table):
+    if isinstance(element, E4M3):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        meaning = f"2^({exponent} - 7) * (1 + {mantissa}/8)" if exponent else f"subnormal: {mantissa}/8 * 2^-6"
+        if code & 0x7F == 0x7F:
+            meaning = "all ones"
+        return [
+            ("sign", pattern[0], "minus" if code & 0x80 else "plus"),
+            ("exponent", pattern[1:5], "bias 7" if exponent else "0"),
+            ("mantissa", pattern[5:], f"{meaning} = {abs(float(element.values[code])):g}"),
+        ]
+    if isinstance(element, (Table, SortedFloats)):
         doubled = f", twice E2M1's {FP4.values[code]:g}" if element is E2M1X2 else ""
         return [("index", pattern, f"table[{code}] = {element.values[code]:g}{doubled}")]
     if isinstance(element, Signed):

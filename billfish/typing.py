@@ -38,6 +38,8 @@ FormatName: TypeAlias = Literal[
     "fp4",
     "mxfp4",
     "nvfp4",
+    "fp8",
+    "mxfp8",
     "q4_0",
     "q4_1",
     "q5_0",
@@ -52,6 +54,8 @@ FormatName: TypeAlias = Literal[
     "q6_k",
     "q2_k",
     "q3_k",
+    "iq4_xs",
+    "nf4",
 ]
 FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of a format that somebody registered
 Method: TypeAlias = Literal["rtn", "mse", "gptq"]

@@ -52,6 +52,8 @@ def make_sources(folder: Path, container: str) -> dict[str, Path]:
     samples.compressed_fp4(folder / "mxfp4", "mxfp4")
     samples.modelopt(folder / "modelopt")
     samples.gpt_oss(folder / "gpt-oss")
+    samples.fp8(folder / "fp8")
+    samples.nf4(folder / "nf4")
     samples.mlx(folder / "mlx")
     samples.write_config(folder / "sharded")
     for i in range(3):

@@ -14,7 +14,7 @@ import ml_dtypes
 import mlx.core as mx
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
 N, K = 24, 256
@@ -239,6 +239,35 @@ def modelopt(folder: Path, multiplier: float = 0.0123) -> np.ndarray:
     )
     scale = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(multiplier)
     return fp4_values(packed) * np.repeat(scale, 16, axis=1)
+
+
+def fp8(
+    folder: Path,
+    shape: tuple[int, ...] = (N, K),
+    scales: np.ndarray | None = None,
+    name: str = "_scale_inv",
+    **about: Any,
+) -> np.ndarray:
+    """Bytes of E4M3 beside scales; returns the bytes' values, without them."""
+    codes = np.random.default_rng(3).integers(0, 0x7F, shape, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    if scales is None:
+        scales = np.linspace(0.5, 2, K // 128, dtype=np.float32)[None]
+    write_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128], **about})
+    save_file({f"{MODULE}.weight": codes, f"{MODULE}.weight{name}": scales}, folder / "model.safetensors")
+    return codes.astype(np.float32)
+
+
+def nf4(folder: Path, name: str = "double", **changed: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray]:
+    """What bitsandbytes made (tests/vectors/make_nf4_vectors.py), with other parts; the original and its meaning."""
+    recorded = load_file(Path(__file__).with_name("vectors") / "nf4.safetensors")
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    write_config(folder, quantization_config=config)
+    known = {part.removeprefix(f"{name}.weight"): array for part, array in recorded.items() if f"{name}.weight" in part}
+    state = ".quant_state.bitsandbytes__nf4"
+    known |= {state if part == "state" else f".{part}": array for part, array in changed.items()}
+    arrays = {f"{MODULE}.weight{part}": array for part, array in known.items() if array is not None}
+    save_file(arrays, folder / "model.safetensors")
+    return recorded.get(f"{name}.original"), recorded[f"{name}.expected"]
 
 
 def gpt_oss(folder: Path, experts: int = 3) -> np.ndarray:

@@ -41,6 +41,9 @@ MORE_FORMATS: dict[str, dict[str, str]] = {
     "nvfp4_gguf": {},
     "q4_k": {},
     "q5_k": {},
+    "iq4_xs": {},
+    "fp8": {},
+    "mxfp8": {},
 }
 ALL_M = (1, 2, 3, 8, 9, 16, 31, 33, 64, 65, 130)
 ALL_N = (8, 64, 70, 96, 200)
@@ -66,6 +69,7 @@ def sizes_of_k(name: str) -> list[tuple[int, int | None]]:
     if not format.whole_row_groups:  # whole blocks only
         return sorted({(block * -(-size // block), None) for size in (32, 96, 304)})
     sizes = [(40, 32), (72, 64), (128 + block, 128), (304, -1)]
+    sizes = [(k, group) for k, group in sizes if group in (*format.group_sizes, -1)]
     return [*sizes, (80, 16)] if 16 in format.group_sizes else sizes
 
 

@@ -29,6 +29,7 @@ GGUF_NAMES = {
     "q5_k": "Q5_K",
     "q6_k": "Q6_K",
     "iq4_nl": "IQ4_NL",
+    "iq4_xs": "IQ4_XS",
     "mxfp4_gguf": "MXFP4",
     "nvfp4_gguf": "NVFP4",
 }

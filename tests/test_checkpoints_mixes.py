@@ -30,6 +30,7 @@ TABLE = {
     "Q5_K_S": ("q5_k", {}, {}, "q5_k"),
     "Q5_K_M": ("q5_k", {"q6_k": HALF}, {"q6_k": HALF}, "q5_k"),
     "Q6_K": ("q6_k", {}, {}, "q6_k"),
+    "IQ4_XS": ("iq4_xs", {"q5_k": ALL}, {"q5_k": [0, 1, 2, 3]}, "iq4_xs"),
 }
 
 
@@ -93,7 +94,13 @@ def test_experts():
 
 @pytest.mark.parametrize(
     ("name", "most", "more"),
-    [("q2_k", "q4_0", "q5_0"), ("q3_k_l", "q4_0", "q5_1"), ("q4_k_m", "q5_0", "q8_0"), ("q5_k_m", "q5_1", "q8_0")],
+    [
+        ("q2_k", "q4_0", "q5_0"),
+        ("q3_k_l", "q4_0", "q5_1"),
+        ("q4_k_m", "q5_0", "q8_0"),
+        ("q5_k_m", "q5_1", "q8_0"),
+        ("iq4_xs", "iq4_nl", "q5_1"),
+    ],
 )
 def test_rows_that_are_no_multiple_of_256(name, most, more):
     chosen = MIXES[name].assign(shapes(k=288, tied=True))

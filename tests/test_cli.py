@@ -98,7 +98,7 @@ def test_explain_ends_with_the_value_of_the_format(format, scale, offset):
         planes = planes_of(format, code, scale, offset)
         tensor = bf.QuantizedTensor.from_planes(format, planes)
         assert (planes["codes"] == code).all()
-        assert result == bf.dequantize(tensor)[0, 0]
+        np.testing.assert_array_equal(result, bf.dequantize(tensor)[0, 0])
         held = float(format.group_values(planes).scale[0, 0]) * (2 if format.element.name == "e2m1x2" else 1)
         assert held == pytest.approx(scale, rel=0.5 if "e8m0" in format.scale else 0.07)
 
@@ -109,13 +109,15 @@ def test_every_walk_ends_with_the_value_of_the_element(format):
         for code, value in enumerate(format.element.values):
             last = record(walk, code, format.element)[-1]
             assert last.lanes is not None
+            if np.isnan(value):
+                continue  # the tricks know no NaN
             assert (last.lanes.astype(np.float32) == value).all()
             assert (np.signbit(last.lanes) == np.signbit(value)).all()
 
 
 def test_every_element_but_a_table_has_a_walk():
     for format in bf.FORMATS.values():
-        assert bool(walks(format.element)) == (format.element.name not in ("iq4nl", "e2m1x2"))
+        assert bool(walks(format.element)) == (format.element.name not in ("iq4nl", "e2m1x2", "nf4"))
 
 
 def test_explain_shows_the_bits_moving(capsys):

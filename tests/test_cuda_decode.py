@@ -17,9 +17,10 @@ from billfish.backends.cuda.describe import Description, describe
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import group_parts, pack, pack_codes, split, unpack_codes
 from billfish.backends.cuda.weights import PLAIN, stored_codes
-from billfish.elements import FP4
+from billfish.elements import FP4, FP8
 
-ELEMENTS = ("Int4", "Int8", "E2M1", "Table4")
+ELEMENTS = ("Int4", "Int8", "E2M1", "E4M3", "Table4")
+BYTES = ("Int8", "E4M3")
 TYPES = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 KINDS = [*all_kinds(wild=True), PLAIN]
 STORAGES = storages()
@@ -74,7 +75,8 @@ def decoded(library: ctypes.CDLL, name: str, type: str, words: np.ndarray, *argu
     """The eight numbers of each fragment that `name` makes of words [fragments, words]: float64 [fragments, 8]."""
     pairs = np.empty((len(words), 4), np.uint32)
     call(library, name, np.ascontiguousarray(words), *arguments, pairs, len(words))
-    return pairs.view(TYPES[type]).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN of ml_dtypes may signal
+        return pairs.view(TYPES[type]).astype(np.float64)
 
 
 def words_of(element: str, codes: np.ndarray) -> np.ndarray:
@@ -99,6 +101,7 @@ def values_of(element: str, codes: np.ndarray) -> np.ndarray:
         "Int4": np.arange(16) - 8,
         "Int8": np.arange(256) - 128,
         "E2M1": FP4.values,
+        "E4M3": FP8.values,
         "Table4": np.asarray(TABLE) - 128,
     }[element]
     return table.astype(np.float64)[codes]
@@ -106,12 +109,12 @@ def values_of(element: str, codes: np.ndarray) -> np.ndarray:
 
 def random_codes(element: str) -> np.ndarray:
     """Every code at every place, beside all kinds of neighbours."""
-    return np.random.default_rng(0).integers(0, 256 if element == "Int8" else 16, (1 << 14, 8)).astype(np.uint8)
+    return np.random.default_rng(0).integers(0, 256 if element in BYTES else 16, (1 << 14, 8)).astype(np.uint8)
 
 
 def all_codes(element: str) -> np.ndarray:
     """Every code once in the rows g and once in the rows g + 8: [codes / 4, 8]."""
-    fours = np.arange(256 if element == "Int8" else 16, dtype=np.uint8).reshape(-1, 4)
+    fours = np.arange(256 if element in BYTES else 16, dtype=np.uint8).reshape(-1, 4)
     return by_row(fours.T, fours.T)
 
 

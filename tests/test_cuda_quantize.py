@@ -11,7 +11,7 @@ import pickle
 
 import numpy as np
 import pytest
-from foreign_formats import FOREIGN
+from cuda_support import TAKEN
 from support import assert_same_bits, gaussian, options_of
 from test_device_array import PECULIAR, assert_as_good, error_of, storable_weights_of
 
@@ -30,7 +30,7 @@ except BackendUnavailable as error:
 
 from billfish.nn.torch import MarlinLinear  # noqa: E402
 
-ALL = [*bf.FORMATS.values(), *(format() for format in FOREIGN)]
+ALL = list(TAKEN.values())
 EVERY_FORMAT = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 NAMES = pytest.mark.parametrize("name", ["q4_0", "fp4", "u4b8", "u4", "q4_k", "nvfp4", "mxfp4_gguf", "iq4_nl"])
 METHODS = pytest.mark.parametrize("method", ["rtn", "mse"])

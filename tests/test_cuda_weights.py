@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cuda_fake import FakeDriver
+from cuda_support import TAKEN
 from foreign_formats import FOREIGN
 from support import options_of, random_storage
 
@@ -190,10 +191,9 @@ def test_dequantize_reads_what_is_packed_and_nothing_else(fake):
 
 def storages() -> list:
     """Every format and group size, foreign ones too, and types of storage that only checkpoints have."""
-    formats = [*FORMATS.values(), *(format() for format in FOREIGN)]
     return [
         pytest.param(format, size, option, id=f"{format.name}-{size}-{''.join(option.values())}")
-        for format in formats
+        for format in TAKEN.values()
         for size in [*format.group_sizes, *([-1] if format.whole_row_groups else [])]
         for option in options_of(format)
     ]
@@ -251,7 +251,7 @@ def test_bricks_of_a_file_have_no_storage(fake):
         backend.unpack(weights, FORMATS["u4b8"], weights.shape, 32)
 
 
-@pytest.mark.parametrize("format", [*FORMATS.values(), *(format() for format in FOREIGN)], ids=lambda f: f.name)
+@pytest.mark.parametrize("format", TAKEN.values(), ids=lambda f: f.name)
 def test_kinds_are_spelled_and_read(format):
     kind = describe(random_tensor(format)).kind
     assert read_kind(kind.spelled()) == kind

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_fake import FakeDriver
+from cuda_support import TAKEN
 from foreign_formats import FOREIGN
 from support import assert_same_bits, gaussian, options_of
 
@@ -30,6 +31,7 @@ from billfish.quantizing import quantize_matrix
 
 ALL = [*bf.FORMATS.values(), *(format() for format in FOREIGN)]
 EVERY_FORMAT = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
+EVERY_PACKED_FORMAT = pytest.mark.parametrize("format", TAKEN.values(), ids=lambda format: format.name)
 
 
 PECULIAR = 14  # rows of weights_of(), before the ordinary ones
@@ -137,7 +139,7 @@ def test_rows_go_in_slices(monkeypatch):
 # ---- packing --------------------------------------------------------------------------------------------------------
 
 
-@EVERY_FORMAT
+@EVERY_PACKED_FORMAT
 def test_bricks_are_described_on_the_device(format):
     w = weights_of(format)
     for size in sizes_of(format):
@@ -178,7 +180,7 @@ def quantized_there(w: np.ndarray, format: Any, method: str = "rtn", **options: 
     return quantize_matrix("quantize", "w", on_device(w), format, None, method, options)
 
 
-@EVERY_FORMAT
+@EVERY_PACKED_FORMAT
 def test_storage_is_that_of_numpy(fake, format):
     w = storable_weights_of(format)
     for options in options_of(format):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from billfish.about import ABOUT
-from billfish.checkpoints import awq, compressed_tensors, gptq, mlx, modelopt, native
+from billfish.checkpoints import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx, modelopt, native
 from billfish.checkpoints.container import (
     CALL,
     MappedFile,
@@ -120,7 +120,7 @@ class Settings:
 def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Mapping[str, str]) -> dict[str, Entry]:
     """Entries by name: each module's arrays taken together where a layout knows them, all others as they are."""
     settings = Settings(config, metadata)
-    refuse_bitsandbytes(stored, settings.about)
+    bitsandbytes.refuse_other_types(stored, settings.about)
     entries: dict[str, Entry] = {}
     for name in stored:
         entry = _recognise(name, stored, settings)
@@ -156,6 +156,11 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
         found = parts(("weight", "weight_scale", "weight_scale_2"))
         is_nvfp4 = len(found) == 3 and found["weight"].kind == "U8"
         return modelopt.recognise(module, found, settings.about) if is_nvfp4 else None
+    scales = fp8.scale_of(name, stored) if stored[name].kind == "F8_E4M3" else None
+    if scales is not None:
+        return fp8.recognise(stored[name], scales, settings.about, settings.compressed)
+    if bitsandbytes.STATE in name:
+        return bitsandbytes.recognise(name.partition(bitsandbytes.STATE)[0], stored)
     if suffix == "weight" and stored[name].kind == "U32" and f"{module}.scales" in stored:
         return mlx.recognise(module, parts(("weight", "scales", "biases", "global_scale")), settings.mlx)
     if suffix in native.first_parts():
@@ -167,21 +172,10 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
 
 
 def _plain(array: Stored, stored: Mapping[str, Stored]) -> Entry:
-    # Scaled FP8 is not ours to read, and half of a number is worse than an error.
+    # Other scaled FP8 is not ours to read, and half of a number is worse than an error.
     scales = [n for n in (f"{array.name}_scale", f"{array.name}_scale_inv") if n in stored]
     if array.kind.startswith("F8_") and scales:
         return Unsupported(array.name, "plain", f"{array.kind} with {scales[0]}", [array], array.shape)
     if array.kind == "I8" and scales:
         return Unsupported(array.name, "plain", f"int-quantized weights with {scales[0]}", [array], array.shape)
     return Plain(array)
-
-
-def refuse_bitsandbytes(stored: Mapping[str, Stored], about: dict[str, Any]) -> None:
-    """Its 4-bit types are none of ours, though one is called fp4: other values, and the high nibble comes first."""
-    kinds = {name.rpartition("bitsandbytes__")[2] for name in stored if ".quant_state.bitsandbytes__" in name}
-    if about.get("quant_method") == "bitsandbytes":
-        kinds.add(str(about.get("bnb_4bit_quant_type", "8-bit")))
-    if kinds:
-        got = f"bitsandbytes {', '.join(sorted(kinds))}"
-        takes = "another layout; bitsandbytes' fp4 is not E2M1, and its nf4 and 8-bit types are not supported"
-        raise CheckpointError(complaint(CALL, "checkpoint", got, takes))

@@ -27,7 +27,8 @@ class Description:
     """What is known about a tensor before it is read.
 
     name: of the tensor in the checkpoint.
-    layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "gpt-oss", "mlx", "billfish", "plain" or "memory".
+    layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "fp8", "gpt-oss", "bitsandbytes", "mlx",
+        "billfish", "plain" or "memory".
     """
 
     name: str

@@ -20,7 +20,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 TIED_OUTPUT, OUTPUT, EMBEDDING = "q6_k", "output.weight", "token_embd.weight"
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")  # the values of attention, alone or in one matrix with others
 # For rows that end inside of a block of 256.
-IN_BLOCKS_OF_32 = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+IN_BLOCKS_OF_32 = {
+    "q2_k": "q4_0",
+    "q3_k": "q4_0",
+    "q4_k": "q5_0",
+    "q5_k": "q5_1",
+    "q6_k": "q8_0",
+    "iq4_xs": "iq4_nl",
+}
 # Matrices that stay as they are: norms, what chooses experts, positions, and small ones of recurrent models.
 NEVER = re.compile(
     r"_norm\.weight$|ffn_gate_inp\.|^position_embd\.|^token_types\.|ssm_conv1d|shortconv\.conv|time_mix_"
@@ -184,6 +191,14 @@ MIXES = {
         Mix("Q5_K_S", 16, "q5_k"),
         Mix("Q5_K_M", 17, "q5_k", Some("q6_k", outer_and_each_third), Some("q6_k", outer_and_each_third)),
         Mix("Q6_K", 18, "q6_k"),
+        Mix(
+            "IQ4_XS",
+            30,
+            "iq4_xs",
+            down=Some("q5_k", first_eighth),
+            shared_values="q5_k",
+            joined_with_8_experts="q5_k",
+        ),
     )
 }
 # llama.cpp's numbers of files in one format or type; of k-quants that of the mix with the fewest others.
@@ -202,12 +217,13 @@ FILE_TYPES = {
     "q5_k": 16,
     "q6_k": 18,
     "iq4_nl": 25,
+    "iq4_xs": 30,
     "mxfp4_gguf": 38,
     "nvfp4_gguf": 39,
 }
 
 
 def mix_named(name: str, to: str) -> Mix | None:
-    """The mix of that name, in any case. Q2_K and Q6_K are formats, too, and a mix in GGUF files alone."""
+    """The mix of that name, in any case. Q2_K, Q6_K and IQ4_XS are formats, too, and a mix in GGUF files alone."""
     known = name.lower()
     return MIXES.get(known) if to == "gguf" or known not in FORMATS else None

@@ -69,6 +69,7 @@ class Mxfp4(MicroscaledFp4):
     group_sizes = (32,)
     block_size = 32
     layout = "u8 [N, K/2], u8 [N, K/32]"
+    largest_power = 2  # the exponent of the element's largest value
 
     def group_values(self, planes: Planes) -> GroupValues:
         return GroupValues(decode_e8m0(planes["scale"]))
@@ -82,18 +83,22 @@ class Mxfp4(MicroscaledFp4):
         start = self._floor_code(w)
         return [self._planes(w, np.clip(start + step, 0, 254)) for step in (1, -1)]
 
-    @staticmethod
-    def _floor_code(w: Floats) -> NDArray[np.int32]:
-        """The rule of OCP MX and of ggml: the largest power of two in the group, over E2M1's largest, 4."""
+    def _floor_code(self, w: Floats) -> NDArray[np.int32]:
+        """The rule of OCP MX and of ggml: the largest power of two in the group, over the element's largest."""
         largest = np.abs(w).max(axis=1)
         # log2 rounded to float32, as ggml takes it: an ulp below a power of two it already gives that power. By way of
         # float64 it is the same on every machine.
-        exponent = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32)) - 2
+        exponent = np.floor(np.log2(largest.astype(np.float64)).astype(np.float32)) - self.largest_power
         return np.where(largest > 0, np.clip(exponent + 127, 0, 254), 0).astype(np.int32)
 
     def _planes(self, w: Floats, code: NDArray[np.int32]) -> Planes:
         scale = code.astype(np.uint8)[:, None]
-        return {"codes": nearest_e2m1(w * reciprocal(decode_e8m0(scale))), "scale": scale}
+        return {"codes": self._nearest(w * reciprocal(decode_e8m0(scale))), "scale": scale}
+
+    @staticmethod
+    def _nearest(x: Floats) -> NDArray[np.uint8]:
+        """Codes by ggml's rule: ties toward zero, and no negative zero."""
+        return nearest_e2m1(x)
 
 
 def nearest_e2m1(x: Floats) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """ggml's k-quants: blocks of 256 with scales on two levels, small integers per 16 or 32 weights and float16 above.
 
 q2_k q4_k q5_k    value = (d * sub_scale) * code - dmin * sub_minimum
-q3_k q6_k         value = (d * sub_scale) * code,  code and sub_scale signed
+q3_k q6_k iq4_xs  value = (d * sub_scale) * code,  code and sub_scale signed
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import U2, U3B4, U4, U5, U6B32
+from billfish.elements import IQ4NL, U2, U3B4, U4, U5, U6B32
 from billfish.format import GroupValues, Planes, register
 from billfish.formats.ggml import BlockFormat, fold, unfold
 from billfish.search import Pair, Search, extremes, float16_scale, reciprocal, signed_extreme
@@ -130,7 +130,7 @@ class TwoLevelMinimum(BlockFormat):
 
 
 class TwoLevelScaled(BlockFormat):
-    """Signed codes, with a signed scale for each group of 16."""
+    """Signed codes, with a signed scale for each group."""
 
     group_sizes = (16,)
     block_size = 256
@@ -141,18 +141,19 @@ class TwoLevelScaled(BlockFormat):
         return GroupValues(two_level(planes["scale"], planes["sub_scale"].astype(np.int16) - self.sub_bias))
 
     def round_groups(self, w: Floats, **context: Any) -> Planes:
-        scale = self._signed_scale(w.reshape(-1, 16))
+        scale = self._signed_scale(w.reshape(-1, self.group_sizes[0]))
         return self._planes(w, scale, self._upper(w, scale))
 
     def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
-        groups, search = w.reshape(-1, 16), search.over(16)
+        size = self.group_sizes[0]
+        groups, search = w.reshape(-1, size), search.over(size)
         # First what each group wants, free of the others; then again, among what the block's d can give.
         wanted = search.scale(groups, self.element, self._signed_scale(groups), lambda scale: scale)
         return [self._search_shared(w, scale, part) for scale, part in zip(wanted, search.parts, strict=True)]
 
     def _search_shared(self, w: Floats, scale: Floats, search: Search) -> Planes:
         upper = self._upper(w, scale)
-        groups = w.reshape(-1, 16)
+        groups = w.reshape(-1, self.group_sizes[0])
         (found,) = search.scale(groups, self.element, scale, lambda scale: self._lower(scale, upper) * upper)
         return self._planes(w, found, upper)
 
@@ -169,7 +170,8 @@ class TwoLevelScaled(BlockFormat):
 
     def _planes(self, w: Floats, scale: Floats, upper: Floats) -> Planes:
         sub_scale = self._lower(scale, upper)
-        codes = self.element.encode(w.reshape(-1, 16) * reciprocal(upper * sub_scale)[:, None])
+        groups = w.reshape(len(scale), -1)
+        codes = self.element.encode(groups * reciprocal(upper * sub_scale)[:, None])
         rows = len(w)
         stored = (sub_scale + self.sub_bias).astype(np.uint8 if self.sub_bias else np.int8)
         return {
@@ -276,3 +278,26 @@ class Q3_K(TwoLevelScaled):
         super().write_scales(planes, blocks)
         sub_scale = planes["sub_scale"]
         blocks["scales"] = np.concatenate([fold(sub_scale, 8, 4), fold(sub_scale >> 4, 4, 2)], axis=-1)
+
+
+@register
+class Iq4Xs(TwoLevelScaled):
+    """iq4_nl's levels, with a 6-bit scale for each 32: high bits in two bytes, and low ones in four."""
+
+    name = "iq4_xs"
+    gguf = "IQ4_XS"
+    element = IQ4NL
+    scale = "6-bit * f16"
+    group_sizes = (32,)
+    sub_range = (-32, 31)
+    sub_bias = 32
+    struct = np.dtype([("d", "<f2"), ("scales", "u1", 6), ("qs", "u1", 128)])
+
+    def read_scales(self, blocks: Array) -> Planes:
+        high, low = np.split(blocks["scales"], [2], axis=-1)
+        return {**super().read_scales(blocks), "sub_scale": unfold(low, 1, 4) | unfold(high, 1, 2) << 4}
+
+    def write_scales(self, planes: Planes, blocks: Array) -> None:
+        super().write_scales(planes, blocks)
+        sub_scale = planes["sub_scale"]
+        blocks["scales"] = np.concatenate([fold(sub_scale >> 4, 1, 2), fold(sub_scale, 1, 4)], axis=-1)

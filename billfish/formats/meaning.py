@@ -6,9 +6,14 @@ none of these, and a backend takes the float32 that `group_values` gives.
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
+
 from billfish.format import Format
 from billfish.formats.affine import AffineFormat, ZeroPointFormat
 from billfish.formats.fp4 import Mxfp4, Nvfp4
+from billfish.formats.fp8 import FloatScaled
 from billfish.formats.ggml import MinimumBlock, Mxfp4Gguf, Nvfp4Gguf, ScaledBlock
 from billfish.formats.kquants import TwoLevelMinimum, TwoLevelScaled
 from billfish.formats.words import ScaledWordFormat
@@ -20,6 +25,7 @@ PLAIN = (
     AffineFormat.group_values,
     ScaledBlock.group_values,
     MinimumBlock.group_values,
+    FloatScaled.group_values,
 )
 # Small integers of a group times the float16 of a block.
 TWO_LEVELS = (TwoLevelMinimum.group_values, TwoLevelScaled.group_values)
@@ -38,3 +44,13 @@ def meaning(format: Format) -> object:
 def decodes_plainly(format: Format) -> bool:
     """Whether value = (element[code] - zero) * scale + minimum, which is all that kernels compute."""
     return type(format).decode is Format.decode
+
+
+@cache
+def offsets_of(format: Format) -> tuple[bool, bool]:
+    """Whether groups have a zero point, and whether they have a minimum: seen in a row of zero bytes."""
+    specs = format.storage_spec(1, format.block_size, format.default_group_size)
+    planes = format.unpack_scales({name: spec.zeros() for name, spec in specs.items()})
+    with np.errstate(all="ignore"):
+        _, zero, minimum = format.group_values(planes)
+    return zero is not None, minimum is not None

@@ -19,22 +19,23 @@ from billfish.format import Format
 from billfish.formats.affine import AffineFormat
 from billfish.formats.fp4 import MicroscaledFp4, Nvfp4
 from billfish.formats.ggml import BlockFormat, Nvfp4Gguf
-from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs
+from billfish.formats.kquants import Q2_K, Q3_K, Iq4Xs, SixBitPairs
 from billfish.formats.meaning import E4M3, E8M0, PLAIN, TWO_LEVELS, WITH_MINIMUM, decodes_plainly, meaning
 from billfish.formats.words import WordFormat
 
-# (run of bytes, bits) of each field of codes -> block, group, minimums (None: either way), as in layout/file_codes.h.
-CODE_LAYOUTS: dict[tuple[tuple[int, int], ...], tuple[int, int, bool | None]] = {
-    ((1, 4),): (32, 32, None),
-    ((1, 8),): (32, 32, None),
-    ((16, 4),): (32, 32, None),
-    ((16, 4), (1, 1)): (32, 32, None),
-    ((8, 4),): (64, 16, False),
-    ((32, 2),): (256, 16, True),
-    ((32, 2), (32, 1)): (256, 16, False),
-    ((32, 4),): (256, 32, True),
-    ((32, 4), (32, 1)): (256, 32, True),
-    ((64, 4), (32, 2)): (256, 16, False),
+# Block, and (run of bytes, bits) of each field of codes -> group, minimums (None: either way): layout/file_codes.h.
+CODE_LAYOUTS: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, bool | None]] = {
+    (32, ((1, 4),)): (32, None),
+    (32, ((1, 8),)): (32, None),
+    (32, ((16, 4),)): (32, None),
+    (32, ((16, 4), (1, 1))): (32, None),
+    (64, ((8, 4),)): (16, False),
+    (256, ((16, 4),)): (32, False),
+    (256, ((32, 2),)): (16, True),
+    (256, ((32, 2), (32, 1))): (16, False),
+    (256, ((32, 4),)): (32, True),
+    (256, ((32, 4), (32, 1))): (32, True),
+    (256, ((64, 4), (32, 2))): (16, False),
 }
 # The small integers of two levels, by the method that reads them: how layout/file_scales.h calls them, bytes, and bias.
 SMALL_INTEGERS = {
@@ -42,6 +43,7 @@ SMALL_INTEGERS = {
     Q2_K.read_scales: ("nibble_pairs", np.dtype(("u1", 16)), 0),
     Q3_K.read_scales: ("six_bits", np.dtype(("u1", 12)), 32),
     BlockFormat.read_scales: ("signed_bytes", np.dtype(("i1", 16)), 0),
+    Iq4Xs.read_scales: ("six_bits_apart", np.dtype(("u1", 6)), 32),
 }
 
 
@@ -104,7 +106,7 @@ def _blocks(format: BlockFormat) -> Structure | None:
     if methods[:2] != ours or methods[2] not in (BlockFormat.unpack_scales, Nvfp4Gguf.unpack_scales):
         return None
     fields = {name: (struct[name], struct.fields[name][1]) for name in struct.names or ()} if struct.fields else {}
-    layout = CODE_LAYOUTS.get(tuple((width, bits) for _, width, bits in format.code_fields))
+    layout = CODE_LAYOUTS.get((format.block_size, tuple((width, bits) for _, width, bits in format.code_fields)))
     group, minimum = format.group_sizes[0], "minimum" in format.fields.values()
     whole = all(
         name in fields and fields[name][0].itemsize * 8 == format.block_size * bits
@@ -112,7 +114,7 @@ def _blocks(format: BlockFormat) -> Structure | None:
     )
     if layout is None or not whole or sum(bits for _, _, bits in format.code_fields) != format.element.bits:
         return None
-    if layout[:2] != (format.block_size, group) or len(format.group_sizes) != 1 or layout[2] not in (None, minimum):
+    if layout[0] != group or len(format.group_sizes) != 1 or layout[1] not in (None, minimum):
         return None
     code_fields = tuple((fields[name][1], width, bits) for name, width, bits in format.code_fields)
     scales = _block_scales(format, fields)

@@ -16,8 +16,10 @@ from billfish.errors import FormatError, complaint
 from billfish.format import Format, Planes
 from billfish.formats.affine import AffineFormat
 from billfish.formats.fp4 import MicroscaledFp4
+from billfish.formats.fp8 import ByteRows, Mxfp8
 from billfish.formats.ggml import BlockFormat, MinimumBlock
-from billfish.formats.kquants import Q2_K, Q3_K, SixBitPairs, TwoLevelMinimum, TwoLevelScaled
+from billfish.formats.kquants import Q2_K, Q3_K, Iq4Xs, SixBitPairs, TwoLevelMinimum, TwoLevelScaled
+from billfish.formats.nf4 import Nf4
 from billfish.formats.words import WordFormat
 
 Arrays = dict[str, mx.array]
@@ -33,6 +35,12 @@ def decode(format: Format, arrays: Sequence[mx.array], group_size: int) -> mx.ar
     elif isinstance(format, AffineFormat):
         codes = _nibbles(storage["packed"]) if format.element.bits == 4 else storage["packed"]
         groups = {"scale": storage["scales"], "minimum": storage["biases"]}
+    elif isinstance(format, ByteRows):
+        bytewise = isinstance(format, Mxfp8)
+        codes, scales = storage["packed"], storage["scales"]
+        groups = {"scale": _byte_scale(format, scales, storage) if bytewise else scales}
+    elif isinstance(format, Nf4):
+        codes, groups = _nibbles(storage["packed"], first=4), {"scale": storage["scales"]}
     elif isinstance(format, MicroscaledFp4):
         codes = _nibbles(storage["packed"])
         groups = {"scale": _byte_scale(format, storage["scales"], storage)}
@@ -65,9 +73,9 @@ def _words(format: WordFormat, storage: Arrays) -> tuple[mx.array, Arrays]:
     return codes, groups
 
 
-def _nibbles(packed: mx.array) -> mx.array:
-    """Bytes [N, K/2] to codes [N, K], the low nibble first."""
-    return mx.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+def _nibbles(packed: mx.array, first: int = 0) -> mx.array:
+    """Bytes [N, K/2] to codes [N, K], the nibble at bit `first` first."""
+    return mx.stack([packed >> first & 15, packed >> (4 - first) & 15], axis=-1).reshape(packed.shape[0], -1)
 
 
 def _byte_scale(format: Format, scales: mx.array, storage: Arrays) -> mx.array:
@@ -113,6 +121,9 @@ def _block_groups(format: BlockFormat, field: Arrays, storage: Arrays) -> Arrays
         if isinstance(format, Q3_K):
             low, high = field["scales"][..., :8], field["scales"][..., 8:]
             sub_scale = unfold(low, 8, 4) | unfold(high, 4, 2) << 4
+        elif isinstance(format, Iq4Xs):
+            high, low = field["scales"][..., :2], field["scales"][..., 2:]
+            sub_scale = unfold(low, 1, 4) | unfold(high, 1, 2) << 4
         else:
             sub_scale = mx.contiguous(field["scales"]).view(mx.int8)
         return {"scale": _two_level(field["d"], sub_scale.astype(mx.int16) - format.sub_bias)}

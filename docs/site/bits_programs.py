@@ -29,7 +29,7 @@ from billfish.explain import (
 )
 from billfish.format import FORMATS, Format
 
-FLOATS = {"float16": (1, 5, 10), "bfloat16": (1, 8, 7)}  # bits of sign, exponent and mantissa
+FLOATS = {"float16": (1, 5, 10), "bfloat16": (1, 8, 7), "float32": (1, 8, 23)}  # bits of sign, exponent and mantissa
 BYTES = {"e8m0": (0, 8, 0), "e4m3": (1, 4, 3)}
 
 
@@ -47,7 +47,7 @@ def programs() -> dict[str, Any]:
 def _element(element: Element) -> dict[str, Any]:
     return {
         "bits": element.bits,
-        "values": element.values.tolist(),
+        "values": _numbers(element.values),
         "fields": [fields(element, code) for code in range(2**element.bits)],
         "walks": [_walk(walk, element) for walk in walks(element)],
     }
@@ -76,7 +76,7 @@ def _format(format: Format) -> dict[str, Any]:
     group = format.group_values(planes)
     role = "zero" if group.zero is not None else "minimum" if group.minimum is not None else None
     stored = {name: planes[name].dtype.name for name in ("scale", role) if name}
-    if stored.pop("scale") not in ("float16", "uint8") or set(stored.values()) - {"float16"}:
+    if stored.pop("scale") not in ("float16", "float32", "uint8") or set(stored.values()) - {"float16"}:
         raise ValueError(f"{format.name} has a scale or an offset that the page cannot round to its type")
     return {
         "element": format.element.name,
@@ -93,7 +93,9 @@ def _format(format: Format) -> dict[str, Any]:
 
 def _encoding(format: Format) -> str:
     """How the number is stored that a user's scale becomes."""
-    return next((name for name in BYTES if name in format.scale), "float16")
+    if byte_scale(format):
+        return next(name for name in BYTES if name in format.scale)
+    return str(planes_of(format, 0, 1.0, None)["scale"].dtype.name)
 
 
 def _held(format: Format) -> list[float | None]:

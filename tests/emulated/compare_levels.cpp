@@ -38,7 +38,8 @@ const Kind KINDS[] = {
     {"q8_0", Codes::s8, Scales::f16, 32, 0},         {"mxfp4", Codes::table, Scales::e8m0, 32, 0},     {"nvfp4", Codes::table, Scales::e4m3, 16, 0},
     {"fp4:16", Codes::table, Scales::f16, 16, 0},    {"fp4:32", Codes::table, Scales::f16, 32, 0},     {"float32", Codes::u4, Scales::f32, 64, 8},
     {"minimum", Codes::s8, Scales::f32_minimum, 32, 0}, {"plain f32", Codes::f32, Scales::none, 32, 0}, {"plain f16", Codes::f16, Scales::none, 32, 0},
-    {"plain bf16", Codes::bf16, Scales::none, 32, 0},
+    {"plain bf16", Codes::bf16, Scales::none, 32, 0}, {"iq4_xs", Codes::table, Scales::sub, 32, 0},      {"fp8", Codes::e4m3, Scales::f32, 128, 0},
+    {"mxfp8", Codes::e4m3, Scales::e8m0, 32, 0},     {"nf4", Codes::floats, Scales::f32, 64, 0},
 };
 const int8_t TWICE_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -98,7 +99,11 @@ struct Matrix {
   // y [m, n] of this level, for x [m, k]; digits as in Prepared.
   std::vector<float> multiply(const Level& level, const std::vector<float>& x, int digits) const {
     Weights w = weights;
-    for (int i = 0; i < 16; i++) w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
+    for (int i = 0; i < 16; i++) {
+      const float number = float(i * i - 100) / 99;
+      if (w.codes == Codes::floats) std::memcpy(w.table + 4 * i, &number, 4);
+      else w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
+    }
     const TileShape shape(w, level.tile_rows);
     const int64_t tiles = (w.n + shape.rows - 1) / shape.rows, m = int64_t(x.size()) / w.k;
     std::vector<uint8_t> stream(size_t(tiles) * shape.tile_bytes);

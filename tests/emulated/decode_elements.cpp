@@ -54,7 +54,7 @@ template <class E, class S, class T> void decode_prescaled(const u32* words, con
     decode_prescaled<E2M1<T>, S, T>(words, stored, group, a, count);                                                      \
   }
 #define EXPORT_TYPE(T)                                                                                                    \
-  EXPORT(Int4, T) EXPORT(Int8, T) EXPORT(E2M1, T) EXPORT(Table4, T)                                                       \
+  EXPORT(Int4, T) EXPORT(Int8, T) EXPORT(E2M1, T) EXPORT(E4M3, T) EXPORT(Table4, T)                                       \
   EXPORT_SCALED(Int4, T) EXPORT_SCALED(Int8, T) EXPORT_PRESCALED(ScaleE5M2, T) EXPORT_PRESCALED(ScaleE5M3, T)
 EXPORT_TYPE(F16)
 EXPORT_TYPE(BF16)

@@ -68,6 +68,7 @@ SHIFTED(_mm512_slli_epi16, __m512i, uint16_t, <<)
 SHIFTED(_mm512_srli_epi16, __m512i, uint16_t, >>)
 SHIFTED(_mm512_slli_epi32, __m512i, uint32_t, <<)
 SHIFTED(_mm512_srli_epi32, __m512i, uint32_t, >>)
+SHIFTED(_mm512_srai_epi32, __m512i, int32_t, >>)
 #undef SHIFTED
 
 // Bit 4a + 2b + c of the table, for each bit of the three.
@@ -81,6 +82,9 @@ EMULATED __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int 
 }
 EMULATED __m512i _mm512_shuffle_epi8(__m512i v, __m512i index) {  // within each 16 bytes
   return __m512i::of<uint8_t>([=](int i) { return index.bytes[i] & 128 ? 0 : v.bytes[i / 16 * 16 + (index.bytes[i] & 15)]; });
+}
+EMULATED __m512 _mm512_permutexvar_ps(__m512i index, __m512 v) {
+  return {__m512i::of<float>([=](int i) { return v.get<float>(index.get<int32_t>(i) & 15); })};
 }
 EMULATED __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i u, __m512i s) {
   return __m512i::of<int32_t>([=](int lane) {

@@ -27,9 +27,9 @@ from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem,
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
-from billfish.backends.cpu.packed import Axes, PackedWeights
+from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
-from billfish.backends.cpu.source import codes_of, prepack_fields, source_of
+from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.formats.ggml import BlockFormat
@@ -108,7 +108,8 @@ class CpuBackend(Backend):
         if problem.device != "cpu":
             return False, f"it computes in CPU memory, and the array is on {problem.device}"
         if problem.operation == "dequantize":
-            return structure_of(problem.format) is not None, f"it does not read the storage of {problem.format.name}"
+            reads = structure_of(problem.format) is not None or byte_numbers(problem.format) is not None
+            return reads, f"it does not read the storage of {problem.format.name}"
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 
@@ -190,7 +191,10 @@ class CpuBackend(Backend):
         x, weights = product.x, product.weights
         assert isinstance(x, IntegerActivations)
         y = np.empty((len(x.codes), product.n), np.float32)
-        if len(y):
+        if len(y) and weights.axes.codes in FLOAT_CODES:
+            rows = np.ascontiguousarray(x.values(weights.shape[1]), np.float32)
+            _cpu.multiply(weights.level, weights.description, weights.data, rows, 0, None, y)
+        elif len(y):
             codes, scale = np.ascontiguousarray(x.codes, np.int8), np.ascontiguousarray(x.scale, np.float32)
             _cpu.multiply_codes(weights.level, weights.description, weights.data, codes, scale, y)
         return y
@@ -228,9 +232,9 @@ class CpuBackend(Backend):
         s = source_of(tensor)
         raw = target.view(np.uint32 if target.dtype.itemsize == 4 else np.uint16)
         kind = OUTPUTS.index(target.dtype.name)
-        _cpu.dequantize(
-            self.level, s.data, s.words, s.about, s.scale, s.minimum, s.zero, s.byte_values, s.scaled_tables, raw, kind
-        )
+        fields = s.scale, s.minimum, s.zero
+        tables = s.byte_values, s.scaled_tables, s.numbers
+        _cpu.dequantize(self.level, s.data, s.words, s.about, *fields, *tables, raw, kind)
         if target is not wanted:
             wanted[...] = target
 

@@ -140,6 +140,7 @@ def dequantize(
     zero: Field | None,
     byte_values: NDArray[Any] | None,
     scaled_tables: NDArray[Any] | None,
+    numbers: NDArray[Any] | None,
     out: NDArray[Any],
     kind: int,
 ) -> None: ...

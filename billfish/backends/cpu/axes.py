@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cpu.packed import GROUPS
-from billfish.elements import Element, Integer, Signed
+from billfish.backends.cpu.packed import FLOAT_CODES, GROUPS
+from billfish.elements import FP8, Element, Integer, Signed
 from billfish.format import Format, GroupValues, Planes
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.kquants import Q2_K
-from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning
+from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning, offsets_of
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
@@ -53,8 +53,11 @@ def why_never(format: Format) -> str:
     """Why the kernels cannot multiply with a format, or ""."""
     if not decodes_plainly(format):
         return f"{format.name} has a way of its own to decode"
-    if _code_axis(format.element) is None:
+    axis = _code_axis(format.element)
+    if axis is None:
         return f"it has no kernels for the {format.element.name} codes of {format.name}"
+    if axis[0] in FLOAT_CODES and any(offsets_of(format)):
+        return f"it has no kernels for the {format.element.name} codes of {format.name} with offsets"
     return ""
 
 
@@ -75,6 +78,8 @@ def layout_of(tensor: QuantizedTensor, in_floats: bool = False) -> Layout:
     layout = Layout("", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     layout.codes, layout.bias, layout.table, layout.factor = axis
     _add_scales(layout, format, tensor.scale_planes, in_floats)
+    if layout.codes == "e4m3":
+        _spoil_groups_with_nan(layout, tensor)
     if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
         chunks = -(-tensor.shape[1] // CHUNK)
         index = np.arange(chunks) * CHUNK // tensor.group_size
@@ -98,13 +103,18 @@ def _code_axis(element: Element) -> tuple[str, int, tuple[int, ...], float] | No
             return "s8", 0, (), 1.0
         bits = max(2, element.bits)
         return (f"u{bits}", element.bias, (), 1.0) if 0 <= element.bias < 2**bits else None
+    if type(element).decode is not Element.decode:
+        return None
+    if np.array_equal(element.values, FP8.values, equal_nan=True):
+        return "e4m3", 0, (), 1.0
+    if element.bits > 4:
+        return None
     # A table of small integers; E2M1 as twice its values, which the scale makes up for.
     values, factor = element.values, 1.0
     if not np.array_equal(values, np.rint(values)):
         values, factor = values * 2, 0.5
-    whole = np.array_equal(values, np.rint(values)) and np.abs(values).max() <= 127
-    if element.bits > 4 or not whole or type(element).decode is not Element.decode:
-        return None
+    if not np.array_equal(values, np.rint(values)) or np.abs(values).max() > 127:
+        return "floats", 0, tuple(np.resize(element.values, 16).astype("<f4").tobytes()), 1.0
     return "table", 0, tuple(int(v) & 0xFF for v in np.resize(values, 16)), factor
 
 
@@ -131,6 +141,16 @@ def _add_scales(layout: Layout, format: Format, planes: Planes, in_floats: bool)
         layout.factor *= (128 if means in HALVED else 256) * float(planes["global_scale"])
     else:
         _add_floats(layout, format, planes, np.float32(shift))
+
+
+def _spoil_groups_with_nan(layout: Layout, tensor: QuantizedTensor) -> None:
+    """Kernels do not know that two codes of E4M3 are NaN: where a group has one, its scale is NaN instead."""
+    codes = tensor.format.unpack_codes(tensor.storage)
+    starts = np.arange(0, codes.shape[1], tensor.group_size)
+    spoilt = np.logical_or.reduceat(codes & 0x7F == 0x7F, starts, axis=1)
+    if spoilt.any():
+        _add_floats(layout, tensor.format, tensor.scale_planes, np.float32(0))
+        layout.group_fields[0] = np.where(spoilt, np.float32(np.nan), layout.group_fields[0])
 
 
 def _moderate(factor: float) -> bool:

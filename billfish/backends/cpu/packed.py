@@ -20,7 +20,8 @@ from billfish.format import Format, get_format
 from billfish.tensor import check_permutation
 
 # The order of the enums in layout/problem.h; what these have behind it is in plain.py.
-CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table")
+CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table", "e4m3", "floats")
+FLOAT_CODES = ("e4m3", "floats")  # these are multiplied with x in float32, whatever was asked for
 SCALES = (
     "f16",
     "f16_minimum",

@@ -11,15 +11,26 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout
-from billfish.elements import Signed
+from billfish.elements import Element, Signed
 from billfish.format import Format
-from billfish.formats.meaning import E4M3, E8M0, meaning
+from billfish.formats.fp8 import ByteRows
+from billfish.formats.meaning import E4M3, E8M0, PLAIN, decodes_plainly, meaning
+from billfish.formats.nf4 import Nf4
 from billfish.formats.structure import Structure, structure_of
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
 
 # The order of the enums in layout/problem.h.
-SCALES_IN_BLOCKS = ("apart", "halves", "looked_up", "six_bit_pairs", "nibble_pairs", "six_bits", "signed_bytes")
+SCALES_IN_BLOCKS = (
+    "apart",
+    "halves",
+    "looked_up",
+    "six_bit_pairs",
+    "nibble_pairs",
+    "six_bits",
+    "signed_bytes",
+    "six_bits_apart",
+)
 FIELD_KINDS = ("none", "float16", "bfloat16", "float32", "uint8", "looked_up")
 # A byte for each code, in rows: what a format's planes are.
 CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
@@ -37,6 +48,7 @@ class Source:
     zero: _cpu.Field | None = None
     byte_values: NDArray[np.float32] | None = None
     scaled_tables: NDArray[np.uint8] | None = None
+    numbers: NDArray[np.float32] | None = None
 
 
 def codes_of(tensor: QuantizedTensor) -> Source:
@@ -68,12 +80,17 @@ def as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
 def source_of(tensor: QuantizedTensor) -> Source:
     """Codes and scales of a tensor whose storage the kernels read."""
     structure, format, storage = structure_of(tensor.format), tensor.format, tensor.storage
-    assert structure is not None
-    source = codes_of(tensor)
+    if structure is None:
+        structure = CODE_BYTES
+        packed = np.ascontiguousarray(storage["packed"])
+        source = Source(packed, False, _about(tensor, structure, packed.shape[1]), numbers=byte_numbers(format))
+    else:
+        source = codes_of(tensor)
     if meaning(format) in (*E8M0, *E4M3):
         with np.errstate(over="ignore", invalid="ignore"):  # scales of a file may be NaN or infinite
             source.byte_values = byte_values(format) * np.float32(storage.get("global_scale", 1))
-        source.scaled_tables = None if "global_scale" in storage else scaled_tables(format)
+        if source.numbers is None and "global_scale" not in storage:
+            source.scaled_tables = scaled_tables(format)
     if structure.scales == "apart":
         words = structure.words
         source.scale = _field(storage["scales"], words, source.byte_values is not None)
@@ -100,6 +117,19 @@ def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dic
         "minimum_offset": structure.minimum_offset,
         "sub_offset": structure.sub_offset,
     }
+
+
+@cache
+def byte_numbers(format: Format) -> NDArray[np.float32] | None:
+    """What each byte of a row stands for: [256, 1], or [256, 2] where it holds two codes; None if not rows of bytes."""
+    kind = type(format)
+    rows = kind.unpack_codes in (ByteRows.unpack_codes, Nf4.unpack_codes)
+    scales = kind.unpack_scales in (ByteRows.unpack_scales, Nf4.unpack_scales)
+    known = meaning(format) in (*PLAIN, *E8M0) and decodes_plainly(format)
+    if not (rows and scales and known) or type(format.element).decode is not Element.decode:
+        return None
+    every = {"packed": np.arange(256, dtype=np.uint8)[:, None]}
+    return np.ascontiguousarray(format.element.decode(format.unpack_codes(every)))
 
 
 @cache

@@ -9,7 +9,7 @@
 //
 // An element decodes one fragment: `words` registers of codes to the four pairs, times `raw`, a power of two that the scale
 // makes up for where that is free. `place` is the way back: where the first code of a pair goes in its word; the second
-// goes 16 bits further round, or one byte for Int8, whose second word has pairs 2 and 3 (SECOND). `take` undoes `place`.
+// goes 16 bits further round, or one byte for Int8 and E4M3, whose second word has pairs 2 and 3 (SECOND). `take` undoes `place`.
 //
 // Integers can be decoded and multiplied by their scales at once. A code by itself, under a mask, is a number already:
 // code * 2^-24 in float16, a subnormal one, and code * 2^-133 in bfloat16. So fma(that, scale * 2^15, -8 * scale * 2^-9)
@@ -154,6 +154,36 @@ template <class T> struct E2M1 {
   // Without a scale, products that small would get lost.
   static constexpr float unit_low = T::is_half ? raw : 1, unit_high = unit_low, center = 0;
   static constexpr u32 units_low = T::is_half ? 0x04000400 : T::ones, units_high = units_low;
+  DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
+    decode(q, a);
+    if constexpr (!T::is_half)
+#pragma unroll
+      for (int p = 0; p < 4; p++) a[p] = T::mul2(a[p], unraw);
+  }
+};
+
+// Eight-bit floats s eeee mmm, laid out as Int8's bytes. At the top of 16 bits, all but the sign moved down by one, they are a float16
+// times 2^-8; moved down by four, a bfloat16 times 2^-120. Magnitude 0x7f is NaN: adding 1 carries into the place of the sign for that
+// alone, from where one subtraction makes an exponent of ones.
+template <class T> struct E4M3 {
+  static constexpr int words = 2;
+  static constexpr float raw = T::is_half ? 0x1p-8f : 0x1p-120f;
+  static constexpr u32 unraw = T::is_half ? 0x5c005c00 : 0x7b807b80;  // 1 / raw, a pair of them
+  static constexpr float fused = 0;  // not so
+  DEVICE u32 place(u32 code, int pair) { return Int8<T>::place(code, pair); }
+  DEVICE u32 take(u32 q, int pair) { return Int8<T>::take(q, pair); }
+  DEVICE u32 two(u32 tops) {  // 0xBB00AA00
+    const u32 magnitude = tops & 0x7f007f00, carried = magnitude + 0x01000100 & 0x80008000;
+    const u32 number = and_or(tops, 0x80008000, magnitude >> (T::is_half ? 1 : 4));
+    return number | (carried - (carried >> (T::is_half ? 6 : 9)));
+  }
+  DEVICE void decode(const u32* q, u32 (&a)[4]) {
+#pragma unroll
+    for (int p = 0; p < 4; p++) a[p] = two(permute(q[p / 2], 0, p % 2 ? 0x3424 : 0x1404));
+  }
+  // Without a scale, products as small as bfloat16's would get lost.
+  static constexpr float unit_low = T::is_half ? raw : 1, unit_high = unit_low, center = 0;
+  static constexpr u32 units_low = T::is_half ? 0x1c001c00 : T::ones, units_high = units_low;
   DEVICE void decode_plain(const u32* q, u32 (&a)[4]) {
     decode(q, a);
     if constexpr (!T::is_half)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.kind import BRICK, GROUPS, Kind
-from billfish.elements import FP4, Element
+from billfish.elements import FP4, FP8, Element
 from billfish.errors import FormatError
 from billfish.format import Format, Planes
-from billfish.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning
+from billfish.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning, offsets_of
 from billfish.scales import decode_e4m3
 from billfish.tensor import QuantizedTensor
 
@@ -78,16 +78,6 @@ def why_not(format: Format, group_size: int, k: int) -> str:
 
 
 @cache
-def offsets_of(format: Format) -> tuple[bool, bool]:
-    """Whether groups have a zero point, and whether they have a minimum: seen in a row of zero bytes."""
-    specs = format.storage_spec(1, format.block_size, format.default_group_size)
-    planes = format.unpack_scales({name: spec.zeros() for name, spec in specs.items()})
-    with np.errstate(all="ignore"):
-        _, zero, minimum = format.group_values(planes)
-    return zero is not None, minimum is not None
-
-
-@cache
 def code_axis(element: Element, offset: bool) -> CodeAxis | None:
     """The kernels' element that has this one's values, or None."""
     values = element.values
@@ -95,6 +85,8 @@ def code_axis(element: Element, offset: bool) -> CodeAxis | None:
         return None
     if np.array_equal(values.view(np.uint32), FP4.values.view(np.uint32)):
         return CodeAxis("E2M1")
+    if np.array_equal(values, FP8.values, equal_nan=True):
+        return CodeAxis("E4M3")
     negative_zero = (values == 0) & np.signbit(values)
     if not np.array_equal(values, np.rint(values)) or negative_zero.any():
         return None

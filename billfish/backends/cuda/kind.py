@@ -12,7 +12,7 @@ from billfish.errors import FormatError, complaint
 
 COURSE, BRICK = 16, 128  # rows of a course, k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
-ELEMENTS = ("Int4", "Int8", "E2M1", "Table4", "Half")  # Half: plain weights
+ELEMENTS = ("Int4", "Int8", "E2M1", "E4M3", "Table4", "Half")  # Half: plain weights
 SCALES = ("ScaleF16", "ScaleF32", "ScaleE5M2", "ScaleE5M3")
 OFFSETS = ("NONE", "ZERO", "MINIMUM")
 
@@ -40,7 +40,7 @@ class Kind:
     @property
     def words(self) -> int:
         """32-bit words of codes for each lane and 16 x 16 fragment."""
-        return {"Int8": 2, "Half": 4}.get(self.element, 1)
+        return {"Int8": 2, "E4M3": 2, "Half": 4}.get(self.element, 1)
 
     @property
     def scale_dtype(self) -> np.dtype[Any]:

@@ -64,6 +64,20 @@ struct E2M1X2 {
   }
 };
 
+// sign : 4 exponent : 3 mantissa, the same way: 8 is added to the exponent, and 2v - 2^-6 is right where it is 0. The largest magnitude,
+// 480, stands for NaN.
+struct Float8 {
+  template <typename Bits>
+  static METAL_FUNC half2 pair(uint word, uint, int j) {
+    const uint top = Bits::raw(word, j) << 8;
+    const half2 v = as_type<half2>(((top & 0x7F007F00u) >> 1) + 0x20002000u);
+    half2 magnitude = min(v, fma(v, half2(half(2)), half2(half(-0.015625))));
+    if (magnitude.x == half(480)) magnitude.x = as_type<half>(ushort(0x7E00));
+    if (magnitude.y == half(480)) magnitude.y = as_type<half>(ushort(0x7E00));
+    return as_type<half2>(as_type<uint>(magnitude) | (top & 0x80008000u));
+  }
+};
+
 constant half IQ4NL_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 // An index into 16 levels that follow no rule.

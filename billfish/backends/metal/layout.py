@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import E2M1, E2M1X2, IQ4NL, Element, Integer, Signed
+from billfish.elements import E2M1, E2M1X2, E4M3, IQ4NL, Element, Integer, Signed
 from billfish.format import Format, Planes
 from billfish.formats.fp4 import Mxfp4, Nvfp4
 from billfish.formats.ggml import Mxfp4Gguf, Nvfp4Gguf
-from billfish.formats.meaning import E4M3, PLAIN, meaning
+from billfish.formats.meaning import E4M3 as E4M3_SCALES
+from billfish.formats.meaning import PLAIN, meaning
 from billfish.formats.words import WordFormat, pack_words
 from billfish.tensor import QuantizedTensor
 
@@ -70,6 +71,8 @@ def element_axis(element: Element) -> str | None:
         return "Element<Packed<0>, E2M1X2>"
     if element is IQ4NL:
         return "Element<Packed<0>, Looked>"
+    if type(element) is E4M3:
+        return "Element<Whole, Float8>"
     if type(element) is Signed:
         return "Element<Whole, Integer<128>>"
     if type(element) is Integer and element.bits in (4, 5, 8):
@@ -103,7 +106,7 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     arrays = {name: at_least(array) for name, array in arrays.items()}
     for name in ("high", "offsets"):
         arrays.setdefault(name, arrays["codes"])  # never read
-    arrays["factor"] = np.asarray(planes["global_scale"] if meaning(format) in E4M3 else 1, np.float32)
+    arrays["factor"] = np.asarray(planes["global_scale"] if meaning(format) in E4M3_SCALES else 1, np.float32)
     axes = Axes(element, axis, kind)
     return MetalWeights(format.name, (n, k), 0 if tensor.group_size >= k else tensor.group_size, axes, arrays)
 

@@ -5,7 +5,7 @@
 const bitsMachine = (programs) => {
   const view = new DataView(new ArrayBuffer(8));
 
-  // ---- floats of 8 and 16 bits -------------------------------------------------------------------------------------
+  // ---- floats of 8 to 32 bits ---------------------------------------------------------------------------------------
 
   /** Bits of exponent and mantissa, and the bias of the exponent. */
   function layout(kind) {
@@ -124,7 +124,7 @@ const bitsMachine = (programs) => {
 
   /** The bits that a format stores for a scale. */
   function storedScale(format, scale) {
-    if (!format.held_scales) return toBits("float16", round("float16", scale));
+    if (!format.held_scales) return toBits(format.scale, round(format.scale, scale));
     const { starts, bytes } = programs.bytes[format.scale];
     const at = place(Math.fround(scale));
     return bytes[starts.findLastIndex((start) => start <= at)];
@@ -132,14 +132,14 @@ const bitsMachine = (programs) => {
 
   /** The scale to ask for, so that a format stores these bits. */
   function scaleOf(format, bits) {
-    return format.held_scales ? programs.bytes[format.scale].meant[bits] ?? NaN : fromBits("float16", bits);
+    return format.held_scales ? programs.bytes[format.scale].meant[bits] ?? NaN : fromBits(format.scale, bits);
   }
 
   /** What a format makes of a scale and an offset: the numbers of a group, or why they are refused. */
   function group(format, scale, offset) {
     const stored = storedScale(format, scale);
     const meant = format.held_scales ? scaleOf(format, stored) : scale;
-    const held = format.held_scales ? format.held_scales[stored] ?? NaN : fromBits("float16", stored);
+    const held = format.held_scales ? format.held_scales[stored] ?? NaN : fromBits(format.scale, stored);
     const negative = (x) => x < 0 || Object.is(x, -0);
     if (![held, meant].every(Number.isFinite) || negative(held) !== negative(scale)) {
       return { refused: fill(format.refused_scale, { asked: scale }) };

@@ -171,8 +171,8 @@
       element.fields[number].forEach((texts, i) => texts.forEach((text, j) => write(rows[i][j], text)));
       value.hidden = "refused" in group;
       if (!value.hidden) {
-        const left = machine.fill(format.formula, { ...group, value: element.values[number] });
-        const result = machine.general(machine.decode(element.values[number], group), 9);
+        const left = machine.fill(format.formula, { ...group, value: element.values[number] ?? NaN });
+        const result = machine.general(machine.decode(element.values[number] ?? NaN, group), 9);
         value.replaceChildren(left, " = ", make("strong", {}, result));
       }
       const offset = state.offset === null ? "" : ` --offset ${state.offset}`;

@@ -11,10 +11,10 @@ namespace billfish {
 // Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory.
 class Prepared {
  public:
-  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Plain weights want none.
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none.
   void begin(const Level& level, const Weights& w, int64_t m, int digits) {
     level_ = &level, kind_ = w;
-    digits_ = is_plain(w) ? 0 : digits > 0 ? digits : level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
+    digits_ = wants_floats(w) ? 0 : digits > 0 ? digits : level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
     if (digits_ > 0) {
       integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_), nullptr, nullptr};
@@ -62,13 +62,13 @@ class Prepared {
   // Tiles [first, last) of w, which is of the kind that this was made for.
   void multiply(const Weights& w, const float* bias, float* y, int64_t first, int64_t last) const {
     if (digits_ > 0) level_->multiply8(w, integers, bias, y, first, last);
-    else (is_plain(w) ? level_->multiply_plain : level_->multiply_exact)(w, exact, bias, y, first, last);
+    else (wants_floats(w) ? level_->multiply_floats : level_->multiply_exact)(w, exact, bias, y, first, last);
   }
 
-  // Plain weights of every type want the same of x.
+  // All weights that want floats want the same of x.
   bool is_for(const Weights& w) const {
-    if (kind_.order != w.order || is_plain(kind_) != is_plain(w)) return false;
-    return is_plain(w) || (kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias);
+    if (kind_.order != w.order || wants_floats(kind_) != wants_floats(w)) return false;
+    return wants_floats(w) || (kind_.codes == w.codes && kind_.scales == w.scales && kind_.group == w.group && kind_.bias == w.bias);
   }
 
   size_t bytes() const { return bytes_of(codes_, scale_, totals_, power_, values_, sums_, starts_, wide_); }

@@ -274,7 +274,7 @@ using FieldArray = std::tuple<Contiguous<const uint8_t>, int, int64_t, int64_t>;
 // Fields are there where scales are not inside the blocks, and byte_values where they are bytes.
 void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool words, nb::dict about, std::optional<FieldArray> scale,
                 std::optional<FieldArray> minimum, std::optional<FieldArray> zero, std::optional<Contiguous<const float>> byte_values,
-                std::optional<Contiguous<const uint8_t>> scaled_tables, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
+                std::optional<Contiguous<const uint8_t>> scaled_tables, std::optional<Contiguous<const float>> numbers, nb::ndarray<nb::c_contig, nb::device::cpu> out, int type) {
   const Level& level = find_level(name);
   Storage s = storage_of(bytes.data(), about);
   auto field = [](const std::optional<FieldArray>& given) {
@@ -285,6 +285,7 @@ void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool w
   s.scale = field(scale), s.minimum = field(minimum), s.zero = field(zero);
   s.byte_values = byte_values ? byte_values->data() : nullptr;
   s.scaled_tables = scaled_tables ? scaled_tables->data() : nullptr;
+  s.numbers = numbers ? numbers->data() : nullptr, s.per_byte = numbers ? int32_t(numbers->shape(1)) : 0;
   void* target = out.data();
   const Computing computing;
   parallel_for(s.n, [&](int64_t first, int64_t last) {
@@ -373,7 +374,7 @@ NB_MODULE(_cpu, module) {
   module.def("multiply_codes", &multiply_codes);
   module.def("kept_bytes", [] { return kept_rows().bytes() + kept_by_experts(); }, "What this thread keeps of the room for x that calls took.");
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
-             nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
+             nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
   module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
   module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");

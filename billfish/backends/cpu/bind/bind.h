@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -48,7 +49,8 @@ struct Description {
 
   Weights weights(const Level& level, const uint8_t* stream) const {
     Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
-    for (size_t i = 0; i < table.size() && i < 16; i++) w.table[i] = uint8_t(table[i] + level.signed_bias);
+    const int bias = w.codes == Codes::table ? level.signed_bias : 0;
+    for (size_t i = 0; i < std::min(table.size(), sizeof w.table); i++) w.table[i] = uint8_t(table[i] + bias);
     return w;
   }
 };

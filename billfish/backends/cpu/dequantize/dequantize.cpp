@@ -206,19 +206,46 @@ struct Run {
     }
     float* target = type == 0 && padded == count ? static_cast<float*>(out) + at : values;
     decode(row, k, p, padded, target);
+    if (target == values) put_values(values, count, out, at, type);
+  }
+
+  // Codes [k, k + count) of a row of bytes that stand for one number each, or for two.
+  template <int PER> void look_up_run(int64_t row, int64_t k, int64_t count, void* out, int type) {
+    const int64_t end = k + count;
+    const uint8_t* bytes = s.bytes + row * s.row_bytes;
+    alignas(64) float values[SHORT_RUN];
+    float* to = values;
+    read_groups(s, row, k, count, groups);
+    const float* scale = groups.scale;
+    for (int64_t i = k; i < end; scale++)
+      for (const int64_t last = std::min(end, (i / s.group + 1) * s.group); i < last; i += PER)
+        unroll<PER>([&](auto j) INLINED { *to++ = s.numbers[bytes[i / PER] * PER + j] * *scale; });
+    put_values(values, count, out, row * s.k + k, type);
+  }
+
+  // To the type of the output, from number `at` of it on.
+  static void put_values(const float* values, int64_t count, void* out, int64_t at, int type) {
     uint16_t* narrow = static_cast<uint16_t*>(out) + at;
     if (type == 1)
       for (int64_t i = 0; i < count; i++) narrow[i] = float_to_half_fast(values[i]);
     else if (type == 2)
       for (int64_t i = 0; i < count; i++) narrow[i] = float_to_bfloat(values[i]);
-    else if (target == values)
-      std::memcpy(static_cast<float*>(out) + at, values, size_t(count) * 4);
+    else std::memcpy(static_cast<float*>(out) + at, values, size_t(count) * 4);
   }
 };
 
 }  // namespace
 
 void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64_t last) {
+  if (s.numbers) {
+    Run run(s);
+    for (int64_t row = first; row < last; row++)
+      for (int64_t k = 0; k < s.k; k += SHORT_RUN) {
+        const int64_t count = std::min(SHORT_RUN, s.k - k);
+        s.per_byte == 1 ? run.look_up_run<1>(row, k, count, out, type) : run.look_up_run<2>(row, k, count, out, type);
+      }
+    return;
+  }
   Storage rows = s;
   if (s.k % s.block == 0 && s.k % s.group == 0) {  // then rows follow one another like blocks, and are one long row
     const int64_t before = first * s.k * (type == 0 ? 4 : 2);

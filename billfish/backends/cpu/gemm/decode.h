@@ -151,7 +151,7 @@ struct Table {
   alignas(16) uint8_t values[16];
 };
 
-// Calls f with the decoder for these codes; plain weights have none.
+// Calls f with the decoder for these codes. Weights that want floats have none: see gemm_float_codes.h and gemm_plain.h.
 template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
   switch (codes) {
     case billfish::Codes::u2: return f(Twos{});
@@ -161,7 +161,7 @@ template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
     case billfish::Codes::u6: return f(Sixes{});
     case billfish::Codes::s8: return f(Whole{});
     case billfish::Codes::table: return f(Looked{});
-    case billfish::Codes::f32: case billfish::Codes::f16: case billfish::Codes::bf16: return;
+    case billfish::Codes::e4m3: case billfish::Codes::floats: case billfish::Codes::f32: case billfish::Codes::f16: case billfish::Codes::bf16: return;
   }
 }
 

@@ -205,9 +205,10 @@ inline FewKernel few_kernel(const Weights& w) {
         case Scales::f16: return halves ? add_chunks<Looked, Scales::f16, 2> : add_chunks<Looked, Scales::f16, 1>;
         case Scales::e8m0: return halves ? nullptr : add_chunks<Looked, Scales::e8m0, 1>;
         case Scales::e4m3: return halves ? add_chunks<Looked, Scales::e4m3, 2> : nullptr;
+        case Scales::sub: return halves ? nullptr : add_chunks<Looked, Scales::sub, 1>;
         default: return nullptr;
       }
-    case Codes::f32: case Codes::f16: case Codes::bf16: return nullptr;
+    case Codes::e4m3: case Codes::floats: case Codes::f32: case Codes::f16: case Codes::bf16: return nullptr;
   }
   return nullptr;
 }

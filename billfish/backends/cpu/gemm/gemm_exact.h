@@ -145,9 +145,9 @@ template <int FIRST> __attribute__((flatten, noinline)) void add_values(const fl
   });
 }
 
-// values_of(shape, run) are the values of a run of blocks, [k][TILE_ROWS], where a cache has them.
+// values_of(shape, run) are the values of a run of blocks, [k][TILE_ROWS], where a cache has them. Sums are multiplied by `factor`.
 template <class ValuesOf>
-void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last, ValuesOf values_of) {
+void multiply_values(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last, ValuesOf values_of, float factor = 1) {
   // Rows of x go in panels of 128. A chunk of a panel, 128 KiB, stays in the second-level cache while all tiles pass over it.
   const int64_t padded = x.bundles() * X_ROWS, panel = std::min<int64_t>(128, padded);
   const TileShape shape(w, TILE_ROWS);
@@ -166,7 +166,7 @@ void multiply_values(const Weights& w, const ActivationsExact& x, const float* b
           unroll<ROW_VECTORS / SUM_VECTORS>([&](auto part) { add_values<decltype(part)::value * SUM_VECTORS>(values, from, run.count * BLOCK, to); });
       }
     for (int64_t tile = first; tile < last; tile++)
-      write_tile(sums + (tile - first) * panel * TILE_ROWS, 1, nullptr, bias, w.n, tile, first_row, std::min(last_row, x.m), y);
+      write_tile(sums + (tile - first) * panel * TILE_ROWS, factor, nullptr, bias, w.n, tile, first_row, std::min(last_row, x.m), y);
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace BILLFISH_ISA {
 
-using billfish::FEW_PLAIN_ROWS;
+using billfish::FEW_FLOAT_ROWS;
 
 // LANES numbers of the stream to float32, exactly.
 struct Float32 {
@@ -66,7 +66,7 @@ template <class Number> void multiply_numbers(const Weights& w, const Activation
   const TileShape shape(w, TILE_ROWS);
   const int64_t x_stride = x.blocks * BLOCK;
   for (int64_t tile = first; tile < last; tile++) {
-    alignas(64) float sums[FEW_PLAIN_ROWS * TILE_ROWS] = {};
+    alignas(64) float sums[FEW_FLOAT_ROWS * TILE_ROWS] = {};
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
       const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
       for (int64_t row = 0; row < x.m; row += X_ROWS)
@@ -86,7 +86,7 @@ template <class Number> const float* floats_of(const Blocks& run, float* buffer)
 }
 
 template <class Number> void multiply_type(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (x.m <= FEW_PLAIN_ROWS) return multiply_numbers<Number>(w, x, bias, y, first, last);
+  if (x.m <= FEW_FLOAT_ROWS) return multiply_numbers<Number>(w, x, bias, y, first, last);
   alignas(64) float buffer[CHUNK * TILE_ROWS];
   multiply_values(w, x, bias, y, first, last, [&](const TileShape&, const Blocks& run) { return floats_of<Number>(run, buffer); });
 }

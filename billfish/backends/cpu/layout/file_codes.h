@@ -102,7 +102,9 @@ template <class F> inline void with_codes(const Storage& s, F&& f) {
   switch (layout_of(low.width, low.bits, high.width, high.bits)) {
     case layout_of(1, 4): return f(RowNibbles());
     case layout_of(1, 8): return f(RowBytes());
-    case layout_of(16, 4): return f(FileCodes<32, 32, Minimums::perhaps, BitField<16, 4>>());
+    case layout_of(16, 4):
+      if (s.block == 256) return f(FileCodes<256, 32, Minimums::never, BitField<16, 4>>());
+      return f(FileCodes<32, 32, Minimums::perhaps, BitField<16, 4>>());
     case layout_of(16, 4, 1, 1): return f(FileCodes<32, 32, Minimums::perhaps, BitField<16, 4>, BitField<1, 1>>());
     case layout_of(8, 4): return f(FileCodes<64, 16, Minimums::never, BitField<8, 4>>());
     case layout_of(32, 2): return f(FileCodes<256, 16, Minimums::always, BitField<32, 2>>());

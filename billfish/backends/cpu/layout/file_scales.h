@@ -104,6 +104,10 @@ inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, G
       return each([&](const uint8_t* sub, float d, float, int64_t first) {
         put_scales<16>(out.scale + first, times(Counted(128)(load_sixteen(sub) ^ uint8_t(128)), d));
       });
+    case Storage::six_bits_apart:
+      return each([&](const uint8_t* sub, float d, float, int64_t first) {
+        for (int i = 0; i < 8; i++) out.scale[first + i] = d * float((sub[2 + i / 2] >> (i % 2 * 4) & 15) + (sub[i / 4] >> (i % 4 * 2) & 3) * 16 - 32);
+      });
     case Storage::apart: case Storage::halves: return;
   }
 }

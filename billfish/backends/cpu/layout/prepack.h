@@ -62,10 +62,10 @@ struct BlockPacker {
       case Codes::u2: put_fields<2>(0, 0, out); break;
       case Codes::u3: put_sixes<2>(out); break;
       case Codes::u4: put_fields<4>(0, 0x10101010u * high_flip, out); break;  // every other vector's codes
-      case Codes::table: put_fields<4>(0, 0, out); break;
+      case Codes::table: case Codes::floats: put_fields<4>(0, 0, out); break;
       case Codes::u5: put_fives(out); break;
       case Codes::u6: put_sixes<1>(out); break;
-      case Codes::s8: put_fields<8>(0, 0, out); break;
+      case Codes::s8: case Codes::e4m3: put_fields<8>(0, 0, out); break;
       case Codes::f32: case Codes::f16: case Codes::bf16: break;  // no codes: see pack_plain_tile
     }
   }
@@ -171,7 +171,7 @@ template <class Bits> inline void pack_plain_tile(const Weights& w, const uint8_
 
 // Whether blocks are as long as a chunk, and have small integers for their groups below a float16 for all of them.
 inline bool has_two_levels(const Storage& s) {
-  return s.scales == Storage::six_bit_pairs || s.scales == Storage::nibble_pairs || s.scales == Storage::six_bits || s.scales == Storage::signed_bytes;
+  return s.scales >= Storage::six_bit_pairs;
 }
 
 // These integers for rows [first, last), a byte each as kernels have them (see gemm/scales.h), with a field for each kind; `bytes` keeps them.
@@ -190,6 +190,8 @@ inline std::vector<Field> small_integers(const Storage& s, int64_t first, int64_
           *scale++ = i < 4 ? from[i] & 63 : uint8_t((from[i + 4] & 15) | from[i - 4] >> 6 << 4);
           *minimum++ = i < 4 ? from[i + 4] & 63 : uint8_t(from[i + 4] >> 4 | from[i] >> 6 << 4);
         }
+      else if (s.scales == Storage::six_bits_apart)
+        for (int i = 0; i < 8; i++) *scale++ = uint8_t((from[2 + i / 2] >> (i % 2 * 4) & 15) + (from[i / 4] >> (i % 4 * 2) & 3) * 16 - 32 + 128);
       else
         for (int i = 0; i < 16; i++) {
           const int low = from[i % 8] >> (i / 8 * 4) & 15, high = from[8 + i % 4] >> (i / 4 * 2) & 3;

@@ -12,8 +12,9 @@ constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once fo
 // A thread keeps room for x, and for the scores of attention, from call to call: so much of each at most. More is given back at once.
 constexpr size_t KEPT_BYTES = 8 << 20;
 
-// How the bits of a code are stored; see gemm/decode.h. The last three are plain weights: no codes but the numbers themselves.
-enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, f32, f16, bf16 };
+// How the bits of a code are stored; see gemm/decode.h. Those of e4m3 and floats stand for numbers that int8 does not hold: bytes of E4M3,
+// and nibbles that are indices into 16 float32. The last three are plain weights: no codes but the numbers themselves.
+enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, e4m3, floats, f32, f16, bf16 };
 
 // What may be in the bytes that dot() gets: unsigned codes below 64, signed values above -128, or any signed bytes.
 enum class Operand { codes, values, bytes };
@@ -32,11 +33,13 @@ struct Weights {
   int32_t bias;           // what a code has more than its value
   int32_t group;          // k that share a scale: 16, 32, 64, 128 or 256
   float factor;           // multiplies every scale; 1 where there are minimums
-  uint8_t table[16];      // for Codes::table
+  uint8_t table[64];      // for Codes::table, 16 bytes; for Codes::floats, 16 float32
   const int32_t* order = nullptr;  // [k], or null: column j of the stream is multiplied with x[order[j]]
 };
 
 inline bool is_plain(const Weights& w) { return w.codes == Codes::f32 || w.codes == Codes::f16 || w.codes == Codes::bf16; }
+// Weights that are multiplied with x in float32 alone, whatever was asked for: x in integers would gain nothing.
+inline bool wants_floats(const Weights& w) { return is_plain(w) || w.codes == Codes::e4m3 || w.codes == Codes::floats; }
 
 // How many int8 digits make x exact; see quantize_exactly.
 constexpr int EXACT_DIGITS = 4;
@@ -104,9 +107,9 @@ struct ActivationsExact {
   int64_t bundles() const { return (m + lanes - 1) / lanes; }
 };
 
-// So many rows are multiplied with plain weights straight from the stream, and these kernels take x row by row.
-constexpr int FEW_PLAIN_ROWS = 8;
-inline int32_t lanes_of_floats(const Weights& w, int64_t m) { return is_plain(w) && m <= FEW_PLAIN_ROWS ? 1 : 4; }
+// So many rows are multiplied with weights that want floats straight from the stream, and these kernels take x row by row.
+constexpr int FEW_FLOAT_ROWS = 8;
+inline int32_t lanes_of_floats(const Weights& w, int64_t m) { return wants_floats(w) && m <= FEW_FLOAT_ROWS ? 1 : 4; }
 
 // Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
 // billfish.formats.ggml.unfold. A second field holds the next higher bits.
@@ -125,7 +128,7 @@ struct GroupField {
 // Quantized weights as a file holds them, for dequantize. Rows of bytes or nibbles count as blocks of 32.
 struct Storage {
   // Where scales are: in fields of their own, or in each block, in the ways of ggml's formats; see file_scales.h.
-  enum Scales : int32_t { apart, halves, looked_up, six_bit_pairs, nibble_pairs, six_bits, signed_bytes };
+  enum Scales : int32_t { apart, halves, looked_up, six_bit_pairs, nibble_pairs, six_bits, signed_bytes, six_bits_apart };
   const uint8_t* bytes;
   int64_t n, k, row_bytes;
   int32_t block, block_bytes, group;
@@ -139,6 +142,9 @@ struct Storage {
   const float* byte_values;  // [256]
   // Where every value times every scale of byte_values fits a bfloat16: [256, 2, 16], low bytes of the products, then high ones.
   const uint8_t* scaled_tables;
+  // Of rows of bytes that stand for numbers which are no small integers: what each byte means, [256, per_byte]; else null.
+  const float* numbers;
+  int32_t per_byte;  // 1, or 2 where a byte holds two codes
 };
 
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
@@ -156,7 +162,7 @@ struct Level {
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
-  void (*multiply_plain)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
+  void (*multiply_floats)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);  // of weights that want floats
   // out [count] of gate [count] and up [count]; it may be one of them.
   void (*open_gate)(const float* gate, const float* up, Gate activation, int64_t count, float* out);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
@@ -179,7 +185,7 @@ inline int code_bits(Codes codes) {
     case Codes::u3: return 3;
     case Codes::u5: return 5;
     case Codes::u6: return 6;
-    case Codes::s8: return 8;
+    case Codes::s8: case Codes::e4m3: return 8;
     case Codes::f16: case Codes::bf16: return 16;
     case Codes::f32: return 32;
     default: return 4;

@@ -137,4 +137,29 @@ template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
   return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(rows + ROW))), 7));
 }
 
+// Four k of LANES rows, as Bytes has them: k[j] is byte j of every lane, as a number.
+struct FourFloats {
+  Floats k[4];
+};
+// Bytes seeeemmm to 2^-120 of the E4M3 value: sign, exponent and mantissa where float32 has them. A shift that keeps the sign brings all three
+// into place, with copies of the sign between them.
+template <int K> Floats e4m3_byte(Bytes v) {
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * K), 4), _mm256_set1_epi32(int32_t(0x87f00000))));
+}
+inline FourFloats e4m3_to_floats(Bytes v) { return {{e4m3_byte<0>(v), e4m3_byte<1>(v), e4m3_byte<2>(v), e4m3_byte<3>(v)}}; }
+// 16 float32 in two registers: a look-up in both, of which bit 3 of the index, moved to where the sign is, takes one.
+struct FloatTable { Floats low, high; };
+inline FloatTable load_table(const uint8_t* numbers) {
+  const float* p = reinterpret_cast<const float*>(numbers);
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+template <int K> Floats look_up_byte(const FloatTable& table, Bytes index) {
+  const __m256i at = _mm256_srli_epi32(index, 8 * K);  // the look-up takes three bits of it
+  const Floats low = _mm256_permutevar8x32_ps(table.low, at), high = _mm256_permutevar8x32_ps(table.high, at);
+  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+}
+inline FourFloats look_up(const FloatTable& table, Bytes index) {
+  return {{look_up_byte<0>(table, index), look_up_byte<1>(table, index), look_up_byte<2>(table, index), look_up_byte<3>(table, index)}};
+}
+
 }  // namespace BILLFISH_ISA

@@ -127,4 +127,22 @@ template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
   return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + ROW))), 7));
 }
 
+// Four k of LANES rows, as Bytes has them: k[j] is byte j of every lane, as a number.
+struct FourFloats {
+  Floats k[4];
+};
+// Bytes seeeemmm to 2^-120 of the E4M3 value: sign, exponent and mantissa where float32 has them. A shift that keeps the sign brings all three
+// into place, with copies of the sign between them.
+template <int K> Floats e4m3_byte(Bytes v) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * K), 4), _mm512_set1_epi32(int32_t(0x87f00000))));
+}
+inline FourFloats e4m3_to_floats(Bytes v) { return {{e4m3_byte<0>(v), e4m3_byte<1>(v), e4m3_byte<2>(v), e4m3_byte<3>(v)}}; }
+// A look-up in 16 float32, which takes four bits of each index.
+using FloatTable = Floats;
+inline FloatTable load_table(const uint8_t* numbers) { return _mm512_loadu_ps(numbers); }
+template <int K> Floats look_up_byte(const FloatTable& table, Bytes index) { return _mm512_permutexvar_ps(_mm512_srli_epi32(index, 8 * K), table); }
+inline FourFloats look_up(const FloatTable& table, Bytes index) {
+  return {{look_up_byte<0>(table, index), look_up_byte<1>(table, index), look_up_byte<2>(table, index), look_up_byte<3>(table, index)}};
+}
+
 }  // namespace BILLFISH_ISA

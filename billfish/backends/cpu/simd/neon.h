@@ -178,4 +178,27 @@ template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
   return vmulq_n_f32(vreinterpretq_f32_u32(bits), 0x1p112f);
 }
 
+// Four k of LANES rows, as Bytes has them: k[j] is byte j of every lane, as a number.
+struct FourFloats {
+  Floats k[4];
+};
+// Bytes seeeemmm to 2^-120 of the E4M3 value: sign, exponent and mantissa where float32 has them. A shift that keeps the sign brings all three
+// into place, with copies of the sign between them.
+inline FourFloats e4m3_to_floats(Bytes v) {
+  const int32x4_t lanes = vreinterpretq_s32_u8(v), keep = vdupq_n_s32(int32_t(0x87f00000));
+  const auto number = [&](int32x4_t top) { return vreinterpretq_f32_s32(vandq_s32(vshrq_n_s32(top, 4), keep)); };
+  return {{number(vshlq_n_s32(lanes, 24)), number(vshlq_n_s32(lanes, 16)), number(vshlq_n_s32(lanes, 8)), number(lanes)}};
+}
+// 16 float32, byte by byte: one look-up gives a byte of 16 numbers, and four of them are then put together.
+using FloatTable = uint8x16x4_t;
+inline FloatTable load_table(const uint8_t* numbers) { return vld4q_u8(numbers); }
+inline FourFloats look_up(const FloatTable& table, Bytes index) {
+  Bytes byte[4];
+  for (int i = 0; i < 4; i++) byte[i] = vqtbl1q_u8(table.val[i], index);
+  const auto pairs = [](Bytes a, Bytes b) { return uint16x8x2_t{{vreinterpretq_u16_u8(vtrn1q_u8(a, b)), vreinterpretq_u16_u8(vtrn2q_u8(a, b))}}; };
+  const uint16x8x2_t low = pairs(byte[0], byte[1]), high = pairs(byte[2], byte[3]);
+  return {{vreinterpretq_f32_u16(vtrn1q_u16(low.val[0], high.val[0])), vreinterpretq_f32_u16(vtrn1q_u16(low.val[1], high.val[1])),
+           vreinterpretq_f32_u16(vtrn2q_u16(low.val[0], high.val[0])), vreinterpretq_f32_u16(vtrn2q_u16(low.val[1], high.val[1]))}};
+}
+
 }  // namespace BILLFISH_ISA

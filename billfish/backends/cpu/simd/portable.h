@@ -127,4 +127,23 @@ template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
   return each_lane([&](int i) { return half_to_float(uint16_t(rows[ROW + i] << 7)); });
 }
 
+// Four k of LANES rows, as Bytes has them: k[j] is byte j of every lane, as a number.
+struct FourFloats {
+  Floats k[4];
+};
+template <class F> inline FourFloats each_byte(F f) {
+  FourFloats four;
+  for (int k = 0; k < 4; k++) four.k[k] = each_lane([&](int i) { return f(4 * i + k); });
+  return four;
+}
+// Bytes seeeemmm to 2^-120 of the E4M3 value: sign, exponent and mantissa where float32 has them.
+inline FourFloats e4m3_to_floats(Bytes v) {
+  return each_byte([&](int i) { return bits_to_float(uint32_t(v[i] & 128) << 24 | uint32_t(v[i] & 127) << 20); });
+}
+struct FloatTable { float numbers[16]; };  // a look-up in 16 float32
+inline FloatTable load_table(const uint8_t* numbers) { return load<FloatTable>(numbers); }
+inline FourFloats look_up(const FloatTable& table, Bytes index) {
+  return each_byte([&](int i) { return table.numbers[index[i]]; });
+}
+
 }  // namespace BILLFISH_ISA
