@@ -1,0 +1,120 @@
+"""Which kernel runs products with experts, and in which shape: docs/cuda.md has the figures, docs/words.md the words.
+
+Visits are sorted by expert on the device, so nobody here knows how many rows an expert has. What is known: how many
+visits and experts there are, and so the mean. All rows of an expert are tiles of `width` rows. CTAs walk along the
+tiles that there are, each with a share of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from billfish.backends.cuda.driver import Device, KernelLaunch
+from billfish.backends.cuda.kind import BRICK, COURSE
+from billfish.backends.cuda.plans import (
+    STAGE_NS,
+    STRIP,
+    TILE_NS,
+    Gemm,
+    Plan,
+    Shape,
+    Small,
+    fitting,
+    launch_large,
+    launch_small,
+    ring,
+    rows_at_once,
+    small_shapes,
+    spills,
+)
+
+FEW = 8  # rows of a tile of gemm_small
+FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and should not need another tile
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Visits of tokens to experts, each token to `chosen` of them."""
+
+    tokens: int
+    chosen: int
+    experts: int
+    batch_invariant: bool = False
+
+    @property
+    def visits(self) -> int:
+        return self.tokens * self.chosen
+
+    def width(self, device: Device) -> int:
+        """Rows of a tile: the fewest that most experts' rows have room in."""
+        if self.tokens <= FEW:  # a token visits an expert once
+            return next(width for width in (1, 2, 4, 8) if width >= self.tokens)
+        mean = self.visits / self.experts
+        large = device.capability == (9, 0) and not self.batch_invariant
+        widths = (FEW, 16, 32, 64, 128) if large else (FEW, 16, 32)
+        return next((width for width in widths if mean <= FILLED * width), widths[-1])
+
+    def entries(self, width: int) -> int:
+        """Tiles that the rows of all experts can be at most: those of the table that route.cu writes."""
+        busy = min(self.experts, self.visits)
+        return min(self.visits, busy + (self.visits - busy) // width)
+
+    def expected(self, width: int) -> float:
+        """Tiles of the rows of all experts if visits are even: the last tile of an expert is half full."""
+        busy = self.experts * (1 - (1 - 1 / self.experts) ** self.visits)
+        return min(self.entries(width), max(busy, self.visits / width + busy / 2))
+
+
+@lru_cache(maxsize=4096)
+def plan_experts(gemm: Gemm, routing: Routing, device: Device) -> Plan:
+    """The plan of y [visits, n], gemm.m being all visits."""
+    width = routing.width(device)
+    if width <= FEW or device.capability != (9, 0) or routing.batch_invariant:
+        return few(gemm, routing, width, device)
+    return many(gemm, routing, width, device)
+
+
+def few(gemm: Gemm, routing: Routing, width: int, device: Device) -> Plan:
+    """gemm_small."""
+    tile, courses = replace(gemm, m=width), -(-gemm.n // COURSE)
+    shapes = [fitting(tile, device, shape, again=True) for shape in small_shapes(tile, device.capability >= (9, 0))]
+    expected = routing.expected(width)
+    shape = min(shapes, key=lambda shape: shape.cost(round(expected * courses), device))
+    return launch_few(gemm, routing, width, device, shape)
+
+
+def launch_few(gemm: Gemm, routing: Routing, width: int, device: Device, shape: Small) -> Plan:
+    tile = replace(gemm, m=width)
+    launch = launch_small(tile, device, shape, again=True).launch
+    passes = routing.entries(width) * -(-gemm.n // (COURSE * shape.courses))
+    walking = device.capability >= (9, 0) and not routing.batch_invariant  # else a pass is a CTA's first and only one
+    ctas = min(passes, device.multiprocessors * shape.resident) if walking else passes
+    rows = 1 if width == 1 else min(gemm.m, rows_at_once(tile))
+    return Plan(routed(launch, "marlin_experts_small", width, ctas), rows)
+
+
+def many(gemm: Gemm, routing: Routing, width: int, device: Device) -> Plan:
+    """gemm_large."""
+    one = {16: Shape(16, stages=10), 32: Shape(32, stages=10), 64: Shape(64, stages=8), 128: Shape(128)}[width]
+    two = replace(one, tall=2, stages=min(one.stages, 6), batch=1 if width == 128 else 2)
+    shapes = [shape for shape in (two, one) if not spills(shape, gemm.kind) and ring(shape, gemm.kind, device)[0] > 2]
+
+    def cost(shape: Shape) -> float:
+        tiles = routing.expected(width) * -(-gemm.n // shape.height)
+        stage = STAGE_NS[shape.height][width] * -(-gemm.k // BRICK) + TILE_NS
+        return -(-tiles // device.multiprocessors) * stage
+
+    return launch_many(gemm, routing, device, min(shapes or [one], key=cost))
+
+
+def launch_many(gemm: Gemm, routing: Routing, device: Device, shape: Shape) -> Plan:
+    launch = launch_large(gemm, device, shape).launch
+    tiles = routing.entries(shape.width) * -(-gemm.n // (STRIP * shape.strips))
+    return Plan(routed(launch, "marlin_experts_large", shape.width, min(tiles, device.multiprocessors)), shape.width)
+
+
+def routed(launch: KernelLaunch, name: str, width: int, ctas: int) -> KernelLaunch:
+    """The same kernel, for rows of experts."""
+    macros = tuple(sorted((*launch.macros, ("EXPERTS", str(width)))))
+    return replace(launch, name=name, macros=macros, grid=(ctas, 1))
