@@ -98,14 +98,16 @@ def many(gemm: Gemm, routing: Routing, width: int, device: Device) -> Plan:
     """gemm_large."""
     one = {16: Shape(16, stages=10), 32: Shape(32, stages=10), 64: Shape(64, stages=8), 128: Shape(128)}[width]
     two = replace(one, tall=2, stages=min(one.stages, 6), batch=1 if width == 128 else 2)
-    shapes = [shape for shape in (two, one) if not spills(shape, gemm.kind) and ring(shape, gemm.kind, device)[0] > 2]
+    # A kernel that has products of half a tile, too, has no registers to spare for float32 scales.
+    crowded = gemm.kind.scale == "ScaleF32" and width == 128
+    shapes = [one] if crowded or spills(two, gemm.kind) or ring(two, gemm.kind, device)[0] < 3 else [two, one]
 
     def cost(shape: Shape) -> float:
         tiles = routing.expected(width) * -(-gemm.n // shape.height)
         stage = STAGE_NS[shape.height][width] * -(-gemm.k // BRICK) + TILE_NS
         return -(-tiles // device.multiprocessors) * stage
 
-    return launch_many(gemm, routing, device, min(shapes or [one], key=cost))
+    return launch_many(gemm, routing, device, min(shapes, key=cost))
 
 
 def launch_many(gemm: Gemm, routing: Routing, device: Device, shape: Shape) -> Plan:

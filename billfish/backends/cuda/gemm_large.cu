@@ -239,8 +239,8 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     for (int r = 0; r < TALL; r++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1) + (ROUTED ? tile.expert * n : 0);
-        columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
+        const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1), of_expert = ROUTED ? tile.expert * n : 0;
+        columns[r][h] = {__ldg(row_scale + of_expert + i), load_bias(bias, of_expert + bias_at(i, n))};
       }
     int previous = -1;
     for (int i = 0; i < mine; i++) {

@@ -200,7 +200,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     const int column = first_course * 16 + threadIdx.x, of_expert = ROUTED ? part_of_y.expert * n : 0;
     float scale_of_column = 1;
     Bias bias_of_column = 0;
-    if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[of_expert + column], bias_of_column = load_bias(bias, of_expert + column);
+    if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[of_expert + column], bias_of_column = load_bias(bias, of_expert + bias_at(column, n));
     float sum[MINE][COLUMNS][4] = {};
     while (next < end) {
       ring.wait(slot, parity);

@@ -156,7 +156,9 @@ def small_bytes(gemm: Gemm, device: Device, shape: Small, again: bool = False) -
 def fitting(gemm: Gemm, device: Device, shape: Small, again: bool = False) -> Small:
     """The shape with as many slots, and then courses, as `resident` CTAs of a multiprocessor have room for."""
     room = (device.shared_bytes + CTA_BYTES) // shape.resident - CTA_BYTES
-    while small_bytes(gemm, device, shape, again) > room and (shape.slots > shape.teams or shape.courses > shape.sharers):
+    while small_bytes(gemm, device, shape, again) > room and (
+        shape.slots > shape.teams or shape.courses > shape.sharers
+    ):
         if shape.slots > shape.teams:
             shape = replace(shape, slots=shape.slots - shape.teams)
         else:

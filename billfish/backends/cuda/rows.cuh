@@ -13,6 +13,12 @@ constexpr bool ROUTED = true;
 constexpr bool ROUTED = false;
 #endif
 
+// Where the bias of a column is: where columns are GATED, those of all gates come first, then those of all numbers.
+DEVICE int bias_at(int column, int n) {
+  if constexpr (ROUTED && GATED) return (column & 8 ? n / 2 : 0) + column / 16 * 8 + column % 8;
+  else return column;
+}
+
 struct Part {
   int expert, row, end, place;  // rows of x up to `end`; `place` counts tiles along the columns of y
 };
