@@ -71,7 +71,7 @@ FORMATS += [("q4_1", 32), ("q8_0", 32), ("q4_k", 32), ("q6_k", 16), ("iq4_nl", 3
 def test_products_of_every_format(rng, format, size, dtype):
     w = oracle.random_stack(rng, 5, 136, 512, format, group_size=size)
     biases = rng.standard_normal((5, 136)).astype(np.float32)
-    for tokens in TOKENS:
+    for tokens in (1, 3, 9, 20, 40, 64, 301):
         ids, _ = oracle.random_routing(rng, tokens, 2, 5)
         check_linear(rng, w, ids, dtype, biases if tokens % 2 else None)
 
@@ -155,7 +155,7 @@ def test_blocks(rng, activation, way, dtype):
         biases = (biases[:, :inner], biases[:, inner:])
         sent_biases = tuple(map(sent, biases))
     down_biases = rng.standard_normal((experts, hidden)).astype(np.float32)
-    for tokens in TOKENS:
+    for tokens in (1, 6, 20, 64, 151):
         ids, weights = oracle.random_routing(rng, tokens, 3, experts)
         x, numbers = rows_of(rng, (tokens, hidden), dtype)
         given = {"gate_up_biases": sent_biases, "down_biases": sent(down_biases)} if tokens % 2 else {}
