@@ -179,12 +179,11 @@ def test_routing_weights_of_every_type(rng, weights_type):
 def test_experts_whose_scales_are_kept_in_different_ways(rng):
     """One expert has scales that float16 does not hold, so all have float32 ones."""
     w = rng.standard_normal((3, 48, 256)).astype(np.float32)
-    w[1, ::2, 32:] *= 1e-7
-    for format in ("q4_0", "mxfp4"):
-        stack = bf.quantize(w, format, method="rtn")
-        for tokens in (1, 6, 80):
-            ids, _ = oracle.random_routing(rng, tokens, 2, 3)
-            check_linear(rng, stack, ids, torch.float16)
+    w[1, ::2, 32:] *= 1e-12
+    stack = bf.quantize(w, "mxfp4", method="rtn")
+    for tokens in (1, 6, 80):
+        ids, _ = oracle.random_routing(rng, tokens, 2, 3)
+        check_linear(rng, stack, ids, torch.float16)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 50, 300])

@@ -77,18 +77,22 @@ def plan_experts(gemm: Gemm, routing: Routing, device: Device) -> Plan:
 
 def few(gemm: Gemm, routing: Routing, width: int, device: Device) -> Plan:
     """gemm_small."""
-    tile, courses = replace(gemm, m=width), -(-gemm.n // COURSE)
-    shapes = [fitting(tile, device, shape, again=True) for shape in small_shapes(tile, device.capability >= (9, 0))]
+    tile, courses, hopper = replace(gemm, m=width), -(-gemm.n // COURSE), device.capability >= (9, 0)
+    shapes = [fitting(tile, device, shape, walks(routing, device)) for shape in small_shapes(tile, hopper)]
     expected = routing.expected(width)
     shape = min(shapes, key=lambda shape: shape.cost(round(expected * courses), device))
     return launch_few(gemm, routing, width, device, shape)
 
 
+def walks(routing: Routing, device: Device) -> bool:
+    """Whether CTAs of gemm_small have several passes. The order of additions depends on which pass it is."""
+    return device.capability >= (9, 0) and not routing.batch_invariant
+
+
 def launch_few(gemm: Gemm, routing: Routing, width: int, device: Device, shape: Small) -> Plan:
-    tile = replace(gemm, m=width)
-    launch = launch_small(tile, device, shape, again=True).launch
+    tile, walking = replace(gemm, m=width), walks(routing, device)
+    launch = launch_small(tile, device, shape, walking).launch
     passes = routing.entries(width) * -(-gemm.n // (COURSE * shape.courses))
-    walking = device.capability >= (9, 0) and not routing.batch_invariant  # else a pass is a CTA's first and only one
     ctas = min(passes, device.multiprocessors * shape.resident) if walking else passes
     rows = 1 if width == 1 else min(gemm.m, rows_at_once(tile))
     return Plan(routed(launch, "marlin_experts_small", width, ctas), rows)
