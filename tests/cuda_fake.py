@@ -49,7 +49,10 @@ class FakeDriver:
         self._cached = (driver.device, driver._primary_context, driver.native)
         self._kernels: list[tuple[str, dict[str, str]]] = []  # their handle is their place
         native = SimpleNamespace(
-            NativeLaunch=partial(NativeLaunch, self), NativeProduct=NativeProduct, tensor_map=lambda *_: None
+            NativeLaunch=partial(NativeLaunch, self),
+            NativeProduct=NativeProduct,
+            tensor_map=lambda *_: None,
+            TensorMap=lambda: None,
         )
         for module in (driver, weights):
             monkeypatch.setattr(module, "launcher", lambda: native)
