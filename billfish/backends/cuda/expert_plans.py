@@ -109,10 +109,12 @@ def launch_few(gemm: Gemm, routing: Routing, width: int, device: Device, shape: 
 def many(gemm: Gemm, routing: Routing, width: int, device: Device) -> Plan:
     """gemm_large."""
     one = {16: Shape(16, stages=10), 32: Shape(32, stages=10), 64: Shape(64, stages=8), 128: Shape(128)}[width]
-    two = replace(one, tall=2, stages=min(one.stages, 6))
-    if width == 128:  # with products of half a tile, too, registers are few, and fewer beside many scales
-        two = replace(two, batch=1, buffers=4 if gemm.kind.groups == 1 else 2)
-    shapes = [one] if spills(two, gemm.kind) or ring(two, gemm.kind, device)[0] < 3 else [two, one]
+    kind, two = gemm.kind, replace(one, tall=2, stages=min(one.stages, 6))
+    few_scales = kind.brick_bytes - kind.code_bytes == 2 * COURSE  # a float16 number for each row of a brick
+    if width == 128:  # With products of half a tile, too, registers are few, and fewer beside many scales.
+        two = replace(two, batch=1, buffers=4 if few_scales else 2)
+    crowded = spills(two, kind) or (width == 128 and kind.scale == "ScaleF32" and kind.groups == 8)
+    shapes = [one] if crowded or ring(two, kind, device)[0] < 3 else [two, one]
 
     def cost(shape: Shape) -> float:
         tiles = routing.expected(width) * -(-gemm.n // shape.height)
