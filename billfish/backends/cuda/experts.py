@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from billfish.backends.cuda.arrays import row_stride
 from billfish.backends.cuda.driver import Device, KernelLaunch, device, launcher, tensor_map
 from billfish.backends.cuda.expert_plans import Routing, plan_experts
 from billfish.backends.cuda.expert_weights import DeviceExperts
@@ -36,11 +37,6 @@ class Numbers:
 
 
 NOTHING = Numbers(0, "float32")
-
-
-def row_stride(k: int) -> int:
-    """The least stride of rows that begin at multiples of 16 bytes."""
-    return -(-k // 8) * 8
 
 
 @dataclass(frozen=True, eq=False)
