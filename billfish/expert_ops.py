@@ -198,11 +198,15 @@ def _packed(stack: Stack, backend: Backend, x: Input) -> Any:
     return stack.made((backend.name, place), lambda: backend.pack_experts(stack, place))
 
 
-def _packed_gate_up(stacks: Sequence[QuantizedExperts], backend: Backend, x: Input) -> Sequence[Any]:
-    first, *rest = stacks  # a pair is kept with its first stack, under the second
-    key = backend.name, x.place, "gate_up", *rest
-    together = first.made(key, lambda: backend.pack_gate_up(stacks, x.place))
-    return [_packed(stack, backend, x) for stack in stacks] if together is None else together
+def _packed_gate_up(stacks: Sequence[Stack], backend: Backend, x: Input) -> Sequence[Any]:
+    own = [stack for stack in stacks if isinstance(stack, QuantizedExperts)]
+    if len(own) == len(stacks):
+        first, *rest = own  # a pair is kept with its first stack, under the second
+        key = backend.name, x.place, "gate_up", *rest
+        together = first.made(key, lambda: backend.pack_gate_up(own, x.place))
+        if together is not None:
+            return together
+    return [_packed(stack, backend, x) for stack in stacks]
 
 
 def _here(numbers: Input) -> Input:
