@@ -314,3 +314,54 @@ def test_gate_and_up_that_cannot_be_one_stay_two(fake):
         assert len(packed) == 2
         assert not any(part.gated for part in packed)
         assert sum(part.shape[1] for part in packed) == sum(stack.shape[1] for stack in given)
+
+
+# ---- a call ---------------------------------------------------------------------------------------------------------
+
+
+AROUND = ["route.cu", "gather.cu"]
+HOPPER = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 64])
+def test_a_block_is_five_launches(monkeypatch, hopper, tokens):
+    sizes = HOPPER | {"MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448} if hopper else {}
+    monkeypatch.setattr(FakeDriver, "ATTRIBUTES", FakeDriver.ATTRIBUTES | sizes)
+    monkeypatch.setattr("billfish.backends.cuda.check_compiler", lambda: None)
+    fake, rng = FakeDriver(monkeypatch), np.random.default_rng(0)
+    try:
+        gate_up, down = oracle.random_stack(rng, 4, 64, 256), oracle.random_stack(rng, 4, 256, 32)
+        up = oracle.random_stack(rng, 4, 32, 256, "q8_0")
+        ids, weights = oracle.random_routing(rng, tokens, 2, 4)
+        x = rng.standard_normal((tokens, 256)).astype(np.float16)
+        gemm = "gemm_large.cu" if hopper and tokens == 64 else "gemm_small.cu"
+
+        def launches(run: object) -> list[str]:
+            run()  # the first call packs
+            before = len(fake.launches)
+            assert run().shape[0] == tokens
+            return fake.launches[before:]
+
+        block = launches(lambda: bf.experts(x, gate_up, down, ids, weights, backend="cuda"))
+        pair = gate_up.take_rows(np.arange(32)), up
+        biases = (None, np.zeros((4, 32), np.float32))
+        apart = launches(
+            lambda: bf.experts(x, pair, down, ids, weights, gate_up_biases=biases, activation="gelu", backend="cuda")
+        )
+        linear = launches(lambda: bf.expert_linear(x, gate_up, ids, backend="cuda"))
+        if tokens == 0:
+            assert block == apart == linear == []
+        else:
+            assert block == [*AROUND, gemm, gemm, "mix.cu"]
+            assert apart == [*AROUND, gemm, gemm, "gate.cu", gemm, "mix.cu"]
+            assert linear == [*AROUND, gemm]
+    finally:
+        fake.forget()
+
+
+def test_float32_is_refused_by_name(fake, monkeypatch):
+    monkeypatch.setattr("billfish.backends.cuda.check_compiler", lambda: None)
+    w = oracle.random_stack(np.random.default_rng(0), 2, 16, 256)
+    with pytest.raises(bf.BackendUnavailable, match="float16 and bfloat16"):
+        bf.expert_linear(np.ones((1, 256), np.float32), w, np.zeros((1, 1), np.int32), backend="cuda")

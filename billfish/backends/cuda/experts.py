@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from billfish.backends.cuda.arrays import row_stride
-from billfish.backends.cuda.driver import Device, KernelLaunch, device, launcher, tensor_map
+from billfish.backends.cuda.driver import Device, KernelLaunch, device, no_tensor_map, tensor_map
 from billfish.backends.cuda.expert_plans import Routing, plan_experts
 from billfish.backends.cuda.expert_weights import DeviceExperts
 from billfish.backends.cuda.memory import Memory, Room, TorchRoom, address
@@ -87,9 +87,8 @@ class Visits:
         invariant = self.routing.batch_invariant
         gemm = Gemm(weights.kind, visits, n, k, self.bfloat16, float_bias, None, invariant, gate)
         plan = plan_experts(gemm, self.routing, self.device)
-        hopper = self.device.capability >= (9, 0)  # others read no tensor map
         map_of_x = x.at, self.bfloat16, visits, k, x.stride, plan.box_rows
-        box = tensor_map(*map_of_x) if hopper else launcher().TensorMap()
+        box = tensor_map(*map_of_x) if self.device.capability >= (9, 0) else no_tensor_map()
         held = address(weights.bricks), address(weights.row_scale)
         routed = address(table), 0 if sorted else address(order)
         plan.launch(self.room.ordinal, self.room.stream, box, *held, x.at, bias.at, y, *routed, visits, n, k, x.stride)
