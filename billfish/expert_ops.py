@@ -107,9 +107,9 @@ def experts(
     if check:
         checked_ids(_here(taken), len(last))
         checked_routing(_here(routing))
-    packed = [_packed(stack, chosen, rows) for stack in (*stacks, last)]
+    opening, closing = _packed_gate_up(stacks, chosen, rows), _packed(last, chosen, rows)
     y: ArrayT = chosen.experts(
-        ExpertBlock(rows, taken, routing, packed[:-1], packed[-1], len(last), inner, added, last_added, activation),
+        ExpertBlock(rows, taken, routing, opening, closing, len(last), inner, added, last_added, activation),
         activations,
     )
     return y
@@ -196,6 +196,17 @@ def _packed(stack: Stack, backend: Backend, x: Input) -> Any:
         return stack
     place = x.place
     return stack.made((backend.name, place), lambda: backend.pack_experts(stack, place))
+
+
+def _packed_gate_up(stacks: Sequence[Stack], backend: Backend, x: Input) -> Sequence[Any]:
+    own = [stack for stack in stacks if isinstance(stack, QuantizedExperts)]
+    if len(own) == len(stacks):
+        first, *rest = own  # a pair is kept with its first stack, under the second
+        key = backend.name, x.place, "gate_up", *rest
+        together = first.made(key, lambda: backend.pack_gate_up(own, x.place))
+        if together is not None:
+            return together
+    return [_packed(stack, backend, x) for stack in stacks]
 
 
 def _here(numbers: Input) -> Input:

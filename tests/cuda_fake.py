@@ -49,7 +49,10 @@ class FakeDriver:
         self._cached = (driver.device, driver._primary_context, driver.native)
         self._kernels: list[tuple[str, dict[str, str]]] = []  # their handle is their place
         native = SimpleNamespace(
-            NativeLaunch=partial(NativeLaunch, self), NativeProduct=NativeProduct, tensor_map=lambda *_: None
+            NativeLaunch=partial(NativeLaunch, self),
+            NativeProduct=NativeProduct,
+            tensor_map=lambda *_: None,
+            TensorMap=lambda: None,
         )
         for module in (driver, weights):
             monkeypatch.setattr(module, "launcher", lambda: native)
@@ -114,7 +117,11 @@ class FakeDriver:
         return (0,)
 
     def at(self, pointer: int) -> np.ndarray:
-        return self.live[pointer] if pointer in self.live else self.foreign[pointer]
+        """The bytes from an address on, to the end of the memory that it lies in."""
+        memories = self.live | self.foreign
+        start = max(first for first in memories if first <= pointer)
+        assert pointer < start + memories[start].nbytes
+        return memories[start][pointer - start :]
 
     def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
         assert nbytes <= self.at(source).nbytes
@@ -144,7 +151,8 @@ class FakeDriver:
                 codes = pack_codes(kind, read_codes(self.at(first), macros, n, k))
                 parts = np.concatenate([codes, groups.reshape(*codes.shape[:2], -1)], axis=2)
                 blocks = [parts[i : i + 8].transpose(1, 0, 2).ravel() for i in range(0, len(parts), 8)]
-                bricks[:] = np.concatenate(blocks)
+                packed = np.concatenate(blocks)
+                bricks[: len(packed)] = packed
             else:
                 parts = split(kind, self.live[first], n, k)[..., : kind.code_bytes]
                 codes = unpack_codes(kind, parts, n, k) - np.uint8(values[4])

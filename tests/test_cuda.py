@@ -289,7 +289,7 @@ def test_pages_are_what_the_kernels_take_them_for():
 def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
     known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
-    known |= {"gate": "pppi", "reorder": "pppi"}
+    known |= {"gate": "pppiii", "reorder": "pppi"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
 

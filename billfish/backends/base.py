@@ -132,6 +132,10 @@ class Backend(ABC):
         """The stack as `expert_linear` and `experts` want it, as `pack` does for one matrix."""
         return [self.pack(matrix, place) for matrix in stack]
 
+    def pack_gate_up(self, stacks: Sequence[QuantizedExperts], place: str = "cpu") -> Sequence[Any] | None:
+        """gate_up of a block, one stack or two, as `experts` wants it, if not each by `pack_experts`: then None."""
+        return None
+
     def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
         """y [T, k, n] of x's kind and type. Experts that nobody chose are not read."""
         x, (tokens, chosen) = product.x, product.ids.shape

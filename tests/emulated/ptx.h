@@ -19,7 +19,7 @@ struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Index { int x; };
-static Index threadIdx, blockIdx, blockDim;
+static thread_local Index threadIdx, blockIdx, blockDim;
 
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float __uint_as_float(uint32_t bits) { float f; std::memcpy(&f, &bits, 4); return f; }

@@ -15,15 +15,17 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import Input
-from billfish.backends.base import Backend, Direct, Problem, Product, delivered
-from billfish.backends.cuda import arrays
+from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, Problem, Product, delivered
+from billfish.backends.cuda import arrays, expert_arrays
 from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.direct import direct
 from billfish.backends.cuda.driver import device
+from billfish.backends.cuda.expert_weights import DeviceExperts, pack_gate_up
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.weights import DeviceWeights, read_about
 from billfish.errors import BackendUnavailable
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, Planes
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
@@ -46,6 +48,8 @@ class CudaBackend(Backend):
             return False, f'it multiplies x as it is, activations="exact", not {problem.activations!r}'
         if problem.device == "cpu" and problem.operation == "matmul" and problem.dtype == np.float32:
             return False, "it multiplies float16 and bfloat16; float32 only for torch and CuPy arrays on the GPU"
+        if problem.experts and problem.dtype == np.float32:
+            return False, "it multiplies float16 and bfloat16 with experts, not float32"
         reason = why_not(problem.format, problem.group_size, problem.k)
         if reason:
             return False, reason
@@ -82,6 +86,18 @@ class CudaBackend(Backend):
 
         return torch_op.linear(x.source, weights, source, self.batch_invariant)
 
+    def pack_experts(self, stack: QuantizedExperts, place: str = "cpu") -> DeviceExperts:
+        return DeviceExperts.pack(stack, place)
+
+    def pack_gate_up(self, stacks: Sequence[QuantizedExperts], place: str = "cpu") -> list[DeviceExperts]:
+        return pack_gate_up(stacks, place)
+
+    def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
+        return expert_arrays.linear(product, self.batch_invariant)
+
+    def experts(self, block: ExpertBlock, activations: str) -> Any:
+        return expert_arrays.block(block, self.batch_invariant)
+
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         weights = tensor.made((self.name, out.place), lambda: self.pack(tensor, out.place))
         arrays.dequantize(weights, out)
@@ -104,4 +120,4 @@ class CudaBackend(Backend):
         return weights.unpack(format)
 
 
-__all__ = ["CudaBackend", "DeviceWeights"]
+__all__ = ["CudaBackend", "DeviceExperts", "DeviceWeights"]

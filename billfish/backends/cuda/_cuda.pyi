@@ -1,7 +1,9 @@
 from billfish.errors import BillfishError
 
 class DriverError(BillfishError): ...
-class TensorMap: ...
+
+class TensorMap:
+    def __init__(self) -> None: ...  # of nothing, for kernels that read none
 
 def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int, /) -> TensorMap: ...
 

@@ -203,7 +203,17 @@ class DeviceDecoder:
         self.products(stream, step, gate_up, at("x"), at("apart"), rows)
         count, macros = rows * s.feed_forward, {"TYPE": self._type, "GATE": GATES[s.gate]}
         pointers = at("apart"), at("apart") + 2 * count, at("opened")
-        self._launch(stream, "gate", macros, (min(GATE_CTAS, -(-count // THREADS)),), THREADS, *pointers, count)
+        self._launch(
+            stream,
+            "gate",
+            macros,
+            (min(GATE_CTAS, -(-count // THREADS)),),
+            THREADS,
+            *pointers,
+            count,
+            s.feed_forward,
+            s.feed_forward,
+        )
 
     def heads_at(self, step: Step, rows: int, layer: Layer) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Where q, k and v of the first row are, and how many numbers further on those of the next one."""

@@ -7,8 +7,8 @@ others are the float32 that `group_values` gives. Nothing is rounded on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
@@ -51,6 +51,12 @@ class Description:
         """As bricks hold them, uint8 [N, K]: where they are not read from the tensor's storage."""
         codes = self.unpack()
         return codes + np.uint8(self.shift) if self.shift else codes
+
+    def with_float32(self) -> Description:
+        """The same numbers, scales and offsets being float32."""
+        scales = self.scales.astype(np.float32)
+        offsets = None if self.offsets is None else self.offsets.astype(np.float32)
+        return replace(self, kind=replace(self.kind, scale="ScaleF32"), scales=scales, offsets=offsets)
 
 
 class CodeAxis(NamedTuple):
@@ -110,10 +116,22 @@ def code_axis(element: Element, offset: bool) -> CodeAxis | None:
 DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table with one zero
 
 
-def describe(tensor: QuantizedTensor) -> Description:
-    """Which kernel axes a tensor is made of. `dequantize` gives the same bits from these."""
+def describe(tensor: QuantizedTensor, byte_scales: bool = True) -> Description:
+    """Which kernel axes a tensor is made of. `dequantize` gives the same bits from these.
+
+    byte_scales: whether scales may stay bytes.
+    """
     format, unpack = tensor.format, partial(tensor.format.unpack_codes, tensor.storage)
-    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack)
+    return _describe(format, tensor.shape, tensor.group_size, tensor.scale_planes, unpack, byte_scales)
+
+
+def describe_alike(tensors: Iterable[QuantizedTensor]) -> list[Description]:
+    """Descriptions of one kind: scales of all tensors are float32 if one of them needs that."""
+    matrices = list(tensors)
+    found = [describe(matrix) for matrix in matrices]
+    if len({one.kind for one in found}) > 1:
+        found = [describe(matrix, byte_scales=False) for matrix in matrices]
+    return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
 
 
 def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:
@@ -123,7 +141,12 @@ def describe_planes(format: Format, planes: Planes, group_size: int) -> Descript
 
 
 def _describe(
-    format: Format, shape: tuple[int, int], group_size: int, planes: Planes, unpack: Callable[[], Codes]
+    format: Format,
+    shape: tuple[int, int],
+    group_size: int,
+    planes: Planes,
+    unpack: Callable[[], Codes],
+    byte_scales: bool = True,
 ) -> Description:
     """planes: all but the codes, which `unpack` gives."""
     k = shape[1]
@@ -136,7 +159,7 @@ def _describe(
     axis = code_axis(format.element, offset != "NONE")
     assert axis is not None
     groups = GROUPS.get(group_size, 1)
-    bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" else None
+    bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" and byte_scales else None
     if bytewise is not None:
         name, stored, row_scale = bytewise
         kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")

@@ -112,7 +112,7 @@ DEVICE float bias_value(Bias b) { return TYPE::to_float(b); }
 DEVICE Bias load_bias(const void* bias, int i) { return bias ? __ldg((const Bias*)bias + i) : (Bias)0; }
 #endif
 
-enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH };
+enum Activation { IDENTITY, RELU, SILU, GELU, GELU_TANH, CLAMPED_SILU };
 
 #ifndef ACTIVATION
 #define ACTIVATION IDENTITY
@@ -129,7 +129,12 @@ DEVICE float activate(float v) { return activated<ACTIVATION>(v); }
 // GATE: columns of y come in sixteens, eight gates and the eight numbers that they let through: y has half as many columns.
 #ifdef GATE
 constexpr int GATED = 1;
-DEVICE float pass_gate(float gate, float v) { return activated<GATE>(gate) * v; }
+DEVICE float pass_gate(float gate, float v) {
+  if constexpr (GATE == CLAMPED_SILU) {  // of gpt-oss; comparisons such that NaN stays
+    const float g = gate > 7 ? 7 : gate, u = v > 7 ? 7 : v < -7 ? -7 : v;
+    return g / (1.0f + expf(-1.702f * g)) * (u + 1);
+  } else return activated<GATE>(gate) * v;
+}
 #else
 constexpr int GATED = 0;
 DEVICE float pass_gate(float gate, float v) { return v; }

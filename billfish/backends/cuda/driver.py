@@ -269,3 +269,8 @@ def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box
     Rows must not overlap, and begin at multiples of 16 bytes: 16 | pointer, 8 | stride, stride >= k.
     """
     return launcher().tensor_map(pointer, bfloat16, rows, k, stride, box_rows)
+
+
+def no_tensor_map() -> Any:
+    """For kernels of GPUs before Hopper, which read none."""
+    return launcher().TensorMap()

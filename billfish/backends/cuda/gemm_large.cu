@@ -12,10 +12,13 @@
 // PAIRED: two tiles share a strip of 64 columns, and each multiplies it with one half of the rows of x. A tile then has half a strip
 // less, and there are more of them, which may be what keeps all multiprocessors at work.
 //
+// EXPERTS: tiles are those of a table (rows.cuh). An expert's last tile is multiplied by half of its width if it has no more rows.
+//
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, PAIRED, BUFFERS
 // (fragments whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
-#include "decode.cuh"
+#include "factors.cuh"
 #include "hopper.cuh"
+#include "rows.cuh"
 #include "wgmma.cuh"
 
 constexpr int MEMBERS = WARPGROUPS / TEAMS, STRIPS = TALL * MEMBERS;  // members: warpgroups of a team
@@ -27,130 +30,35 @@ constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
 // the other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
 constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
 static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
+static_assert(!ROUTED || PARTNERS == 1, "who takes many tiles has no partner");
+constexpr bool HALVES_ROWS = WIDTH >= 64;  // a product of half as many rows takes less time
 constexpr int LETTER = MEMBERS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
-// Scales multiply decoded weights as pairs of TYPE: with the decoding, where that can be done; else after it, and then they
-// make up for Element::raw: they are below 2, so 2^14 times that is still a half. Those of one byte do as they are. Sums are REDUCED
-// by what is left until the end.
-//
-// The decoding, one fma, can add a minimum instead of the center. A zero point would have to be multiplied by the scale first, and
-// rounded, by up to half a last place of 15 steps, for all codes of the group alike. So the fma makes (code - zero) of them: SHIFTED.
-// Scales multiply that, or, where x has few rows, the sums of each brick: SCALED_LATER.
-constexpr bool FREE_CENTER = TYPE::is_half && MIDDLE == Element::center;  // nothing of it is left to be added
-constexpr bool FUSABLE = Element::fused != 0 && SCALE::bytes == 2;
-constexpr bool SHIFTED = FUSABLE && OFFSET == ZERO && FREE_CENTER;
-constexpr bool SCALED_LATER = SHIFTED && GROUPS == 1 && WIDTH <= 32 && WIDTH * TALL <= 64;
-constexpr bool FUSED = FUSABLE && (OFFSET == NONE || (OFFSET == MINIMUM && FREE_CENTER) || SHIFTED), SCALED_NEXT = SHIFTED && !SCALED_LATER;
-constexpr bool AS_IS = TYPE::is_half && SCALE::bytes == 1;
-constexpr bool TINY = Element::raw < 0x1p-100f;  // a scale that made up for all of that could be too large
-constexpr float REDUCED = FUSED && !SCALED_NEXT ? Element::fused : AS_IS ? Element::raw * SCALE::raw : TINY ? 0x1p-9f : 1;
-
-// What a lane gets by one load of 16 bytes of codes, FRAGMENTS of a brick's 8 fragments, and the scales of the groups that begin in it.
-constexpr int FRAGMENTS = 4 / Element::words, LOADS = 8 / FRAGMENTS, LOAD_GROUPS = GROUPS > LOADS ? GROUPS / LOADS : 1;
-static __device__ constexpr bool begins_group(int load) { return load * GROUPS % LOADS == 0; }
-struct Load {
-  u32 words[4];
-  uint2 scale[LOAD_GROUPS], offset[LOAD_GROUPS];
-
-  // Of a brick, as the lane 0 finds it at `codes` and at `scales`.
-  __device__ __forceinline__ void fetch(u32 codes, u32 scales, int load) {
-    const uint4 v = Brick::codes(codes, load, 0);
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    if (begins_group(load))
-#pragma unroll
-      for (int i = 0; i < LOAD_GROUPS; i++) {
-        scale[i] = Brick::stored_scale(scales, 0, load * GROUPS / LOADS + i);
-        if constexpr (OFFSET != NONE) offset[i] = Brick::stored_offset(scales, 0, load * GROUPS / LOADS + i);
-      }
-  }
+// All rows of x, where there are no experts.
+struct Rows {
+  int m, across;
+  __device__ __forceinline__ int count(int places) const { return places * across; }
+  __device__ __forceinline__ Part part(int i, int, int) const { return {0, i % across * WIDTH, m, i / across}; }
+  __device__ __forceinline__ int out(int row) const { return row; }
 };
-
-// The scales of a load, ready to multiply: what Element::factors gives, or scale and offset, as pairs for the rows g and g + 8. Where
-// codes are SHIFTED, the fourth is the scale.
-template <class Element, class Scale> struct FactorsOf {
-  static constexpr bool HALVES = TYPE::is_half && Scale::halves;  // they are float16 already
-  u32 of[LOAD_GROUPS][4];
-
-  __device__ __forceinline__ void take(const Load& load) {
-#pragma unroll
-    for (int i = 0; i < LOAD_GROUPS; i++) {
-      u32 scale, offset = 0;
-      if constexpr (HALVES) {
-        scale = load.scale[i].x;
-        if constexpr (OFFSET == ZERO && !FUSED) offset = TYPE::fma2(negated2(load.offset[i].x), scale, TYPE::mul2(scale, both(MIDDLE)));
-        if constexpr (OFFSET == MINIMUM && !FUSED) offset = TYPE::fma2(scale, both(MIDDLE), load.offset[i].x);
-        if constexpr (!FUSED && !AS_IS && Element::unraw != TYPE::ones) scale = TYPE::mul2(scale, Element::unraw);
-      } else {
-        const float2 s = Scale::decode(load.scale[i].x, load.scale[i].y);
-        const float up = FUSED ? 1 : REDUCED / (Element::raw * Scale::raw);  // here, where they may be too small for a half before
-        scale = TYPE::pack(s.x * up, s.y * up);
-        if constexpr (OFFSET != NONE) {
-          const float2 o = Brick::offset(load.offset[i], s);
-          offset = TYPE::pack(o.x * REDUCED, o.y * REDUCED);
-        }
-      }
-      if constexpr (FUSED) {
-        Element::factors(SHIFTED ? TYPE::ones : scale, of[i]);
-        if constexpr (OFFSET != NONE) of[i][2] = TYPE::mul2(load.offset[i].x, both(SHIFTED ? -Element::fused : Element::fused));
-        if constexpr (SCALED_NEXT) of[i][3] = TYPE::mul2(scale, both(1 / Element::fused));
-      } else of[i][0] = scale, of[i][1] = offset;
-    }
-  }
-  static __device__ __forceinline__ u32 both(float v) { return TYPE::pack(v, v); }
-  __device__ __forceinline__ void decode(const Load& load, int fragment, u32 (&a)[4]) const {
-    const auto& f = of[fragment * LOAD_GROUPS / FRAGMENTS];
-    u32 words[Element::words];  // not known before, so that nothing is decoded into registers that wgmma still reads
-#pragma unroll
-    for (int i = 0; i < Element::words; i++) words[i] = opaque(load.words[fragment * Element::words + i]);
-    if constexpr (FUSED) {
-      Element::decode_scaled(words, f, a);
-#pragma unroll
-      for (int p = 0; p < 4 && SCALED_NEXT; p++) a[p] = TYPE::mul2(a[p], twice(f[3], p & 1));
-    } else {
-      Element::decode(words, a);
-#pragma unroll
-      for (int p = 0; p < 4; p++) {
-        const u32 scale = twice(f[0], p & 1);
-        a[p] = OFFSET != NONE ? TYPE::fma2(a[p], scale, twice(f[1], p & 1)) : TYPE::mul2(a[p], scale);
-      }
-    }
-  }
-};
-
-using Factors = FactorsOf<Element, SCALE>;
-
-// SCALED_LATER: the sums of the bricks so far, and the scales of this one.
-struct ScaledSums {
-  float sums[TALL][WIDTH / 2] = {};
-  float2 scale[TALL];
-
-  __device__ __forceinline__ void begin(const Load (&loads)[TALL]) {
-#pragma unroll
-    for (int r = 0; r < TALL; r++) scale[r] = SCALE::decode(loads[r].scale[0].x, loads[r].scale[0].y);
-  }
-  __device__ __forceinline__ void end(const float (&d)[TALL][WIDTH / 2]) {
-#pragma unroll
-    for (int r = 0; r < TALL; r++)
-#pragma unroll
-      for (int i = 0; i < WIDTH / 2; i++) sums[r][i] += d[r][i] * (i & 2 ? scale[r].y : scale[r].x);
-  }
-  __device__ __forceinline__ void give(float (&d)[TALL][WIDTH / 2]) const {
-#pragma unroll
-    for (int r = 0; r < TALL; r++)
-#pragma unroll
-      for (int i = 0; i < WIDTH / 2; i++) d[r][i] = sums[r][i];
-  }
-};
+#ifdef EXPERTS
+typedef Visits Source;
+static_assert(EXPERTS == WIDTH && !PAIRED, "the rows of a tile");
+#else
+typedef Rows Source;
+#endif
 
 // A tile of y: its rows of x and its strips of columns. Tiles with the same columns follow each other.
 struct Tile {
   static constexpr int TOGETHER = PAIRED ? 2 * STRIPS - 1 : STRIPS;  // strips of two tiles, or one
-  int row, first;
+  int expert, row, end, first;
   bool second;  // of two
 
-  static __device__ __forceinline__ int count(int across, int n) { return ((n + 63) / 64 * (PAIRED ? 2 : 1) + TOGETHER - 1) / TOGETHER * across; }
-  __device__ __forceinline__ Tile(int i, int across) : row(i % across * WIDTH), second(PAIRED && i / across % 2) {
-    first = i / across / (PAIRED ? 2 : 1) * TOGETHER;
+  // Tiles along the columns of y.
+  static __device__ __forceinline__ int places(int n) { return ((n + 63) / 64 * (PAIRED ? 2 : 1) + TOGETHER - 1) / TOGETHER; }
+  __device__ __forceinline__ Tile(int i, const Source& rows, int n) {
+    const Part part = rows.part(i, places(n), WIDTH);
+    expert = part.expert, row = part.row, end = part.end, second = PAIRED && part.place % 2, first = part.place / (PAIRED ? 2 : 1) * TOGETHER;
   }
   // The second goes backwards, so that what they share is the last strip of both.
   __device__ __forceinline__ int strip(int i) const { return second ? first + TOGETHER - 1 - i : first + i; }
@@ -176,7 +84,7 @@ struct Column {
 // A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It turns 16 rows at
 // a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are turned.
 template <int ROWS, int COUNT>
-DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, int first_row, int last_row, int column, int n) {
+DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, const Source& rows, int first_row, int last_row, int column, int n) {
   constexpr int TIMES = (ROWS + 15) / 16, SIXTEENS = 8 >> GATED;  // 16 bytes of a row
   // The 16 bytes i of row r are at i ^ (r % 8), or, of rows of 64 bytes, at i ^ (r / 2 % 4): eight rows then fill all banks.
   auto at = [&](int row, int sixteen) { return turned + row * SIXTEENS * 16 + ((sixteen ^ (row >> GATED & SIXTEENS - 1)) << 4); };
@@ -215,7 +123,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
     if (j + 1 < TIMES) turn(j + 1);
     const int row = j * 16 + my_row, to_row = first_row + row;
     if (my_row < 16 && row < ROWS && to_row < last_row && to_column < out_n) {
-      u16* to = y + (size_t)to_row * out_n + to_column;
+      u16* to = y + (size_t)rows.out(to_row) * out_n + to_column;
       if (out_n % 8 == 0) *(uint4*)to = v;
       else {
         const u32 words[4] = {v.x, v.y, v.z, v.w};
@@ -228,9 +136,8 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 tu
   meet(barrier, 128);  // before the next strip is turned there
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
-                  const u16*, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int) {
+DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const void* __restrict__ bias, u16* __restrict__ y,
+                     const Source& rows, int n, int k) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], received_bars[TEAMS];
   const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, turned = ws + STAGES * W_BYTES, inboxes = turned + CONSUMERS * 32;
@@ -238,7 +145,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const int bricks = (k + 127) / 128, courses = (n + 15) / 16;
   const int part = SPLIT > 1 ? cluster_rank() : 0;
   const int first_brick = bricks * part / SPLIT, last_brick = bricks * (part + 1) / SPLIT;
-  const int across = (m + WIDTH - 1) / WIDTH, count = Tile::count(across, n);
+  const int count = rows.count(Tile::places(n));
   const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
   auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
   if (threadIdx.x == 0) {
@@ -250,7 +157,7 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   }
   if constexpr (SPLIT > 1) cluster_assemble();
   else __syncthreads();
-  let_next_start();
+  if (!ROUTED) let_next_start();
   // Known to be the same for a whole warp, these keep addresses in uniform registers, where copies and wgmma want them.
   const int any_warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), warpgroup = any_warp >> 2;
 
@@ -261,7 +168,8 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
     if (any_warp == CONSUMERS / 32) {  // weights, which do not depend on the kernel before this one
       for (int number = first_tile; number < count; number += stride) {
         constexpr int AT_ONCE = PAIRED || STRIPS == 1 ? 1 : 2;  // strips whose bricks lie together
-        const Tile tile(number, across);
+        const Tile tile(number, rows, n);
+        const u8* from = ROUTED ? weights + (size_t)tile.expert * courses * bricks * Brick::bytes : weights;
         auto to_copy = [&](int strip) { return max(0, min(4 * AT_ONCE, courses - 4 * tile.strip(strip))); };
         int all = 0;
 #pragma unroll
@@ -273,15 +181,16 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
 #pragma unroll
             for (int strip = 0; strip < STRIPS; strip += AT_ONCE)
               if (const int some = to_copy(strip))
-                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, weights + Brick::at(4 * tile.strip(strip), brick, courses, bricks), some * Brick::bytes, full + 8 * at.stage);
+                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, from + Brick::at(4 * tile.strip(strip), brick, courses, bricks), some * Brick::bytes, full + 8 * at.stage);
           }
         }
       }
     } else if (any_warp == CONSUMERS / 32 + 1) {  // x, which may
       if (elected) prefetch_map(&x_map);
       wait_for_previous();
+      if (ROUTED) let_next_start();  // not before: the kernel behind this one reads the table without waiting for it
       for (int number = first_tile; number < count; number += stride) {
-        const int row = Tile(number, across).row;
+        const int row = Tile(number, rows, n).row;
         for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
           barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
           if (elected) {
@@ -305,145 +214,163 @@ marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   const u32 codes_at = opaque(bricks_at + lane * 16), scales_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
   auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };  // by each thread, which racecheck understands
   // Once for warpgroups whose last strip is shared, once for the others: both have wgmmas of their own.
-  auto work = [&](bool shares) __attribute__((always_inline)) {
-    auto is_half = [=](int r) { return shares && r == TALL - 1; };
-    Ring at;
-    at.next(team);
-    for (int number = first_tile; number < count; number += stride) {
-      const Tile tile(number, across);
-      auto column = [&](int r) { return tile.strip(member * TALL + r) * 64; };
-      const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
-      float d[TALL][WIDTH / 2];
-      u32 a[BUFFERS][TALL][4];
-      Load loads[2][TALL];  // one is multiplied while the next one is on its way from shared memory
-      Factors factors[TALL];
-      auto fetch = [&](int stage, int load) {
+  Ring at;
+  at.next(team);
+  auto make = [&](const Tile& tile, bool shares, bool few) __attribute__((always_inline)) {
+    auto is_half = [=](int r) { return few || (shares && r == TALL - 1); };
+    auto column = [&](int r) { return tile.strip(member * TALL + r) * 64; };
+    const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
+    float d[TALL][WIDTH / 2];
+    u32 a[BUFFERS][TALL][4];
+    Load loads[2][TALL];  // one is multiplied while the next one is on its way from shared memory
+    Factors factors[TALL];
+    auto fetch = [&](int stage, int load) {
 #pragma unroll
-        for (int r = 0; r < TALL; r++) {
-          const u32 further = stage * W_BYTES + r * 4 * Brick::bytes;
-          loads[load % 2][r].fetch(codes_at + further, scales_at + further, load);
+      for (int r = 0; r < TALL; r++) {
+        const u32 further = stage * W_BYTES + r * 4 * Brick::bytes;
+        loads[load % 2][r].fetch(codes_at + further, scales_at + further, load);
+      }
+    };
+    ScaledSums scaled;
+    barrier_wait(filled + 8 * at.stage, at.parity);
+    fetch(at.stage, 0);
+    Column columns[TALL][2];
+#pragma unroll
+    for (int r = 0; r < TALL; r++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1), of_expert = ROUTED ? tile.expert * n : 0;
+        columns[r][h] = {__ldg(row_scale + of_expert + i), load_bias(bias, of_expert + bias_at(i, n))};
+      }
+    int previous = -1;
+    for (int i = 0; i < mine; i++) {
+      Ring next = at;
+      if (i + 1 < mine) next.next(TEAMS);  // after the last one it is fetched again, rather than that there is a branch
+      const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
+#pragma unroll
+      for (int load = 0; load < LOADS; load++) {
+        if (load + 1 < LOADS) fetch(at.stage, load + 1);
+        else {
+          barrier_wait(filled + 8 * next.stage, next.parity);
+          fetch(next.stage, 0);
         }
-      };
-      ScaledSums scaled;
-      barrier_wait(filled + 8 * at.stage, at.parity);
-      fetch(at.stage, 0);
-      Column columns[TALL][2];
+        if (begins_group(load))
+#pragma unroll
+          for (int r = 0; r < TALL; r++) factors[r].take(loads[load % 2][r]);
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS; j += BATCH) {
+          const int kt = load * FRAGMENTS + j;
+          wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
+          if (!SCALED_LATER && kt == BUFFERS - BATCH && previous >= 0) release(previous);
+#pragma unroll
+          for (int q = 0; q < BATCH; q++)
+#pragma unroll
+            for (int r = 0; r < TALL; r++) factors[r].decode(loads[load % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
+          if (SCALED_LATER && kt == 0) {
+            wgmma_wait<0>();
+            if (previous >= 0) {
+              release(previous);
+              scaled.end(d);
+            }
+            scaled.begin(loads[0]);
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int q = 0; q < BATCH; q++)
+#pragma unroll
+            for (int r = 0; r < TALL; r++) {
+              const u64 x_at = b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2;
+              const bool accumulate = (!SCALED_LATER && i > 0) || kt + q;
+              if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, accumulate);
+              else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, accumulate);
+            }
+          wgmma_commit();
+        }
+      }
+      previous = at.stage;
+      at = next;
+    }
+    wgmma_wait<0>();
+    release(previous);
+    if constexpr (SCALED_LATER) {
+      scaled.end(d);
+      scaled.give(d);
+    }
+    at.next(TEAMS);
+
+    const u32 my_turned = turned + warpgroup * 4096;
+    const int barrier = 2 + warpgroup;
+    if constexpr (PARTNERS == 1) {
 #pragma unroll
       for (int r = 0; r < TALL; r++)
+        if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, barrier, warp, lane, y, rows, tile.row + tile.half_from(), tile.end, column(r), n);
+        else store<WIDTH>(d[r], columns[r], my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column(r), n);
+    } else {
+      const int me = part * TEAMS + team;
+      const u32 letters = inboxes + (member * 128 + thread) * 16;
+      float sums[TALL][OWNED / 2];
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int i = min(column(r) + warp * 16 + (lane >> 2) + h * 8, n - 1);
-          columns[r][h] = {__ldg(row_scale + i), load_bias(bias, i)};
-        }
-      int previous = -1;
-      for (int i = 0; i < mine; i++) {
-        Ring next = at;
-        if (i + 1 < mine) next.next(TEAMS);  // after the last one it is fetched again, rather than that there is a branch
-        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
-#pragma unroll
-        for (int load = 0; load < LOADS; load++) {
-          if (load + 1 < LOADS) fetch(at.stage, load + 1);
-          else {
-            barrier_wait(filled + 8 * next.stage, next.parity);
-            fetch(next.stage, 0);
-          }
-          if (begins_group(load))
-#pragma unroll
-            for (int r = 0; r < TALL; r++) factors[r].take(loads[load % 2][r]);
-#pragma unroll
-          for (int j = 0; j < FRAGMENTS; j += BATCH) {
-            const int kt = load * FRAGMENTS + j;
-            wgmma_wait<BUFFERS / BATCH - 1>();  // the products that used these registers last are done
-            if (!SCALED_LATER && kt == BUFFERS - BATCH && previous >= 0) release(previous);
-#pragma unroll
-            for (int q = 0; q < BATCH; q++)
-#pragma unroll
-              for (int r = 0; r < TALL; r++) factors[r].decode(loads[load % 2][r], j + q, a[(kt + q) % BUFFERS][r]);
-            if (SCALED_LATER && kt == 0) {
-              wgmma_wait<0>();
-              if (previous >= 0) {
-                release(previous);
-                scaled.end(d);
-              }
-              scaled.begin(loads[0]);
-            }
-            wgmma_fence();
-#pragma unroll
-            for (int q = 0; q < BATCH; q++)
-#pragma unroll
-              for (int r = 0; r < TALL; r++) {
-                const u64 x_at = b + (kt + q) / 4 * (WIDTH * 8) + (kt + q) % 4 * 2;
-                const bool accumulate = (!SCALED_LATER && i > 0) || kt + q;
-                if (is_half(r)) wgmma_half<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at + tile.half_from() * 8, accumulate);
-                else wgmma<TYPE>(d[r], a[(kt + q) % BUFFERS][r], x_at, accumulate);
-              }
-            wgmma_commit();
-          }
-        }
-        previous = at.stage;
-        at = next;
-      }
-      wgmma_wait<0>();
-      release(previous);
-      if constexpr (SCALED_LATER) {
-        scaled.end(d);
-        scaled.give(d);
-      }
-      at.next(TEAMS);
-
-      const u32 my_turned = turned + warpgroup * 4096;
-      const int barrier = 2 + warpgroup;
-      if constexpr (PARTNERS == 1) {
-#pragma unroll
-        for (int r = 0; r < TALL; r++)
-          if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, barrier, warp, lane, y, tile.row + tile.half_from(), m, column(r), n);
-          else store<WIDTH>(d[r], columns[r], my_turned, barrier, warp, lane, y, tile.row, m, column(r), n);
-      } else {
-        const int me = part * TEAMS + team;
-        const u32 letters = inboxes + (member * 128 + thread) * 16;
-        float sums[TALL][OWNED / 2];
-#pragma unroll
-        for (int to = 0; to < PARTNERS; to++) {
-          const u32 here = letters + to % TEAMS * INBOX + (me - (me > to)) * TALL * (OWNED / 8) * LETTER, bar = received + to % TEAMS * 8;
-          const int there = to / TEAMS;
-#pragma unroll
-          for (int r = 0; r < TALL; r++)
-#pragma unroll
-            for (int i = 0; i < OWNED / 8; i++) {
-              const int from = (to * (OWNED / 8) + i) * 4;
-              if (from >= WIDTH / 2) continue;
-              const float4 v = {d[r][from], d[r][from + 1], d[r][from + 2], d[r][from + 3]};
-              const u32 letter = here + (r * (OWNED / 8) + i) * LETTER;
-              if (to == me) sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
-              else if (there == part) store_shared16(letter, v);
-              else store_async(cluster_address(letter, there), v, cluster_address(bar, there));
-            }
-        }
-        if constexpr (TEAMS > 1) meet(1, CONSUMERS);
-        if constexpr (SPLIT > 1) barrier_wait(received + team * 8, 0);
+      for (int to = 0; to < PARTNERS; to++) {
+        const u32 here = letters + to % TEAMS * INBOX + (me - (me > to)) * TALL * (OWNED / 8) * LETTER, bar = received + to % TEAMS * 8;
+        const int there = to / TEAMS;
 #pragma unroll
         for (int r = 0; r < TALL; r++)
 #pragma unroll
           for (int i = 0; i < OWNED / 8; i++) {
-            // In the order of the partners, whoever adds: a row's sums do not depend on where it is.
-            float4 v = {0, 0, 0, 0};
-#pragma unroll
-            for (int from = 0; from < PARTNERS; from++) {
-              float4 w = {sums[r][i * 4], sums[r][i * 4 + 1], sums[r][i * 4 + 2], sums[r][i * 4 + 3]};
-              if (from != me) {
-                const uint4 u = load_shared16(letters + team * INBOX + (((from - (from > me)) * TALL + r) * (OWNED / 8) + i) * LETTER);
-                w = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-              }
-              v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
-            }
-            sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
+            const int from = (to * (OWNED / 8) + i) * 4;
+            if (from >= WIDTH / 2) continue;
+            const float4 v = {d[r][from], d[r][from + 1], d[r][from + 2], d[r][from + 3]};
+            const u32 letter = here + (r * (OWNED / 8) + i) * LETTER;
+            if (to == me) sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
+            else if (there == part) store_shared16(letter, v);
+            else store_async(cluster_address(letter, there), v, cluster_address(bar, there));
           }
-        const int my_first = tile.row + me * OWNED;
-#pragma unroll
-        for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, barrier, warp, lane, y, my_first, min(m, my_first + owned(me)), column(r), n);
       }
+      if constexpr (TEAMS > 1) meet(1, CONSUMERS);
+      if constexpr (SPLIT > 1) barrier_wait(received + team * 8, 0);
+#pragma unroll
+      for (int r = 0; r < TALL; r++)
+#pragma unroll
+        for (int i = 0; i < OWNED / 8; i++) {
+          // In the order of the partners, whoever adds: a row's sums do not depend on where it is.
+          float4 v = {0, 0, 0, 0};
+#pragma unroll
+          for (int from = 0; from < PARTNERS; from++) {
+            float4 w = {sums[r][i * 4], sums[r][i * 4 + 1], sums[r][i * 4 + 2], sums[r][i * 4 + 3]};
+            if (from != me) {
+              const uint4 u = load_shared16(letters + team * INBOX + (((from - (from > me)) * TALL + r) * (OWNED / 8) + i) * LETTER);
+              w = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
+            }
+            v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+          }
+          sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
+        }
+      const int my_first = tile.row + me * OWNED;
+#pragma unroll
+      for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, barrier, warp, lane, y, rows, my_first, min(tile.end, my_first + owned(me)), column(r), n);
+    }
+  };
+  auto work = [&](bool shares) __attribute__((always_inline)) {
+    for (int number = first_tile; number < count; number += stride) {
+      const Tile tile(number, rows, n);
+      if (ROUTED && HALVES_ROWS && tile.end - tile.row <= WIDTH / 2) make(tile, shares, true);
+      else make(tile, shares, false);
     }
   };
   if (PAIRED && member == MEMBERS - 1) work(true);
   else work(false);
 }
+
+#ifdef EXPERTS
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+marlin_experts_large(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16*, const void* __restrict__ bias,
+                     u16* __restrict__ y, const int4* table, const int* order, int m, int n, int k, int) {
+  multiply(x_map, weights, row_scale, bias, y, {table, order}, n, k);
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+marlin_gemm_large(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
+                  const u16*, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int) {
+  multiply(x_map, weights, row_scale, bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
+}
+#endif

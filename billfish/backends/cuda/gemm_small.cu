@@ -12,9 +12,11 @@
 // more, the order of additions depends on TEAMS and the pass, so a row's result does not depend on its batch.
 //
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), COURSES, ROWS (of x: 1, 2, 4, 8, 16 or
-// 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor.
+// 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor. With EXPERTS,
+// the rows of a tile, which are up to ROWS, a pass is a tile of some expert's (rows.cuh).
 #include "decode.cuh"
 #include "hopper.cuh"
+#include "rows.cuh"
 
 constexpr int COLUMNS = ROWS < 8 ? 1 : ROWS / 8, COPIES = ROWS < 8 ? 8 / ROWS : 1;
 // A brick's 8 fragments are SECTIONS, each of as many groups as are kept apart.
@@ -25,6 +27,12 @@ static_assert(COURSES % SHARERS == 0, "every warp of a team has as many courses"
 constexpr int WARPS = TEAMS * SHARERS, MINE = COURSES / SHARERS;  // courses of a warp
 static_assert(ROWS > 1 || ALONE, "one row is one row");
 constexpr int X_ROWS = ALONE ? 1 : ROWS < 8 ? 8 : ROWS, Y_ROWS = ALONE ? 1 : ROWS, DIFFERENT = Y_ROWS < 8 ? Y_ROWS : 8;
+#ifdef EXPERTS
+constexpr int TILE_ROWS = EXPERTS;
+static_assert(EXPERTS <= ROWS && (EXPERTS == 1 || !ALONE), "the rows of a tile");
+#else
+constexpr int TILE_ROWS = Y_ROWS;
+#endif
 constexpr int X_BYTES = X_ROWS * 256, W_BYTES = COURSES * Brick::bytes, WIDTH = 16 * COURSES;
 // Where groups are many and scales multiply codes, they bring up what is too small for bfloat16, too.
 constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
@@ -44,25 +52,33 @@ static __device__ constexpr int copy_of(int kt) { return (kt / Brick::group_frag
 struct Ring {
   u32 x, w, full;  // in shared memory; `full` is a barrier for each slot
   bool elected;    // to copy
-  int lane, pitch, courses, bricks, first_row, rows, box_rows, k, x_stride;
+  int lane, places, count, courses, bricks, first_row, rows, box_rows, k, x_stride;
+  Visits visits;
   const u8* weights;
   const u16* source;
   const TensorMap* map;
-  int course, brick;  // to fetch next; `pitch` courses further on is the next pass
+  int pass, course, brick;  // to fetch next; of `count` passes, a CTA has every gridDim.x-th
   const u8* from;   // its first brick
   u32 stride;       // bytes from brick to brick along K
 
+  __device__ __forceinline__ Part part(int i) const {
+    if constexpr (ROUTED) return visits.part(i, places, TILE_ROWS);
+    else return {0, first_row, first_row + rows, i};
+  }
   __device__ __forceinline__ void begin(int first) {
-    course = first, brick = 0;
+    pass = first, brick = 0;
+    const Part its = part(first);
+    course = its.place * COURSES;
     from = weights + Brick::at(course, 0, courses, bricks), stride = min(8, courses - (course & ~7)) * Brick::bytes;
+    if constexpr (ROUTED) from += (size_t)its.expert * courses * bricks * Brick::bytes, first_row = its.row, rows = its.end - its.row;
   }
   // That many bricks further on; false if there are none.
-  __device__ __forceinline__ bool advance(int count) {
-    for (; brick + count >= bricks; begin(course + pitch)) {
-      if (course + pitch >= courses) return false;
-      count -= bricks - brick;
+  __device__ __forceinline__ bool advance(int steps) {
+    for (; brick + steps >= bricks; begin(pass + gridDim.x)) {
+      if (pass + gridDim.x >= count) return false;
+      steps -= bricks - brick;
     }
-    brick += count, from += (size_t)count * stride;
+    brick += steps, from += (size_t)steps * stride;
     return true;
   }
 #if __CUDA_ARCH__ >= 900
@@ -102,7 +118,7 @@ struct Ring {
 #endif
   // Every slot once, with weights or with x; false if there are no more bricks than that.
   template <bool X> __device__ __forceinline__ bool fill(int team) {
-    begin(blockIdx.x * COURSES);
+    begin(blockIdx.x);
     bool more = advance(team);
 #pragma unroll 1
     for (int slot = team; slot < SLOTS; slot += TEAMS) {
@@ -124,24 +140,27 @@ typedef u16 Output;
 DEVICE void put(u16* y, size_t i, float v) { y[i] = (u16)TYPE::pack(v, 0); }
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
-marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
-                  const u16* __restrict__ x, const void* __restrict__ bias, Output* __restrict__ y, int m, int n, int k, int x_stride) {
+DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x, const void* __restrict__ bias,
+                     Output* __restrict__ y, const Visits& visits, int m, int n, int k, int x_stride) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) u64 barriers[SLOTS];
   __shared__ uint4 zeros[WARPS];
   // Known to be the same for a whole warp, it keeps what copies want in uniform registers.
   const int warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), team = warp / SHARERS, sharer = warp % SHARERS;
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int bricks = (k + 127) / 128, courses = (n + 15) / 16, pitch = gridDim.x * COURSES;
-  const int first_row = blockIdx.y * ROWS, rows = min(ROWS, m - first_row);
+  const int bricks = (k + 127) / 128, courses = (n + 15) / 16, places = (courses + COURSES - 1) / COURSES;
+  const int count = ROUTED ? visits.count(places) : places;
+  if (ROUTED && blockIdx.x >= count) {
+    wait_for_previous();  // so that this kernel is not over before the one ahead of it
+    return;
+  }
   Ring ring;
   ring.x = shared_address(shared);
   ring.w = ring.x + SLOTS * X_BYTES;
   ring.full = shared_address(barriers);
-  ring.lane = lane, ring.pitch = pitch, ring.courses = courses, ring.bricks = bricks;
-  ring.first_row = first_row, ring.rows = rows, ring.box_rows = min(ROWS, m), ring.k = k, ring.x_stride = x_stride;
-  ring.weights = weights, ring.source = x, ring.map = &x_map;
+  ring.lane = lane, ring.places = places, ring.count = count, ring.courses = courses, ring.bricks = bricks;
+  ring.first_row = blockIdx.y * ROWS, ring.rows = min(ROWS, m - ring.first_row), ring.box_rows = ALONE ? 1 : min(ROWS, m), ring.k = k, ring.x_stride = x_stride;
+  ring.weights = weights, ring.source = x, ring.map = &x_map, ring.visits = visits;
   const u32 zero = shared_address(zeros + warp);
 #if __CUDA_ARCH__ >= 900
   ring.elected = elect() && sharer == 0;
@@ -159,26 +178,29 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
   };
   meet_team();
 
-  let_next_start();
+  if (!ROUTED) let_next_start();
   ring.fill<false>(team);
 #if __CUDA_ARCH__ >= 900
   if (ring.elected) prefetch_map(&x_map);
 #endif
   wait_for_previous();  // weights do not depend on the kernel before this one; x may
+  if (ROUTED) let_next_start();  // not before: the kernel behind this one reads the table without waiting for it
   bool more = ring.fill<true>(team);
 
   // The teams' sums side by side, [TEAMS][Y_ROWS][LINE]: behind the ring, or in its place if there is no other pass.
   constexpr int LINE = WIDTH + 4;  // two of them are 8 banks apart
-  float* sums = (float*)(pitch >= courses ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
+  float* sums = (float*)(gridDim.x >= count ? shared : shared + SLOTS * (X_BYTES + W_BYTES));
   float* scales = sums + TEAMS * Y_ROWS * LINE;
   int next = team, slot = team;  // the brick, counted through all passes, and the slot that this team takes next
   u32 parity = 0;
   int end = bricks;  // of this pass
-  for (int first_course = blockIdx.x * COURSES; first_course < courses; first_course += pitch, end += bricks) {
-    const int column = first_course * 16 + threadIdx.x;
+  for (int pass = blockIdx.x; pass < count; pass += gridDim.x, end += bricks) {
+    const Part part_of_y = ring.part(pass);
+    const int first_course = part_of_y.place * COURSES, first_row = part_of_y.row, rows = part_of_y.end - first_row;
+    const int column = first_course * 16 + threadIdx.x, of_expert = ROUTED ? part_of_y.expert * n : 0;
     float scale_of_column = 1;
     Bias bias_of_column = 0;
-    if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[column], bias_of_column = load_bias(bias, column);
+    if (threadIdx.x < WIDTH && column < n) scale_of_column = row_scale[of_expert + column], bias_of_column = load_bias(bias, of_expert + bias_at(column, n));
     float sum[MINE][COLUMNS][4] = {};
     while (next < end) {
       ring.wait(slot, parity);
@@ -312,7 +334,22 @@ marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict_
       if (out >= n >> GATED) continue;
       const int from = GATED ? (column & ~7) * 2 + (column & 7) : column;
       const float v = GATED ? pass_gate(finished(row, from), finished(row, from + 8)) : finished(row, column);
-      put(y, (size_t)(first_row + row) * (n >> GATED) + out, v);
+      const size_t to_row = ROUTED ? visits.out(first_row + row) : first_row + row;
+      put(y, to_row * (n >> GATED) + out, v);
     }
   }
 }
+
+#ifdef EXPERTS
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+marlin_experts_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u16* __restrict__ x,
+                     const void* __restrict__ bias, Output* __restrict__ y, const int4* table, const int* order, int m, int n, int k, int x_stride) {
+  multiply(x_map, weights, row_scale, x, bias, y, {table, order}, m, n, k, x_stride);
+}
+#else
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+marlin_gemm_small(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
+                  const u16* __restrict__ x, const void* __restrict__ bias, Output* __restrict__ y, int m, int n, int k, int x_stride) {
+  multiply(x_map, weights, row_scale, x, bias, y, {}, m, n, k, x_stride);
+}
+#endif

@@ -23,7 +23,7 @@ LONG_K = 4096  # a team has more slots for K = 8192, and not yet for K = 4096
 CTA_BYTES = STATIC_BYTES + 1024
 X_BYTES = 2 * BRICK  # of a row of x, 128 k of 16 bits
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
-GATES = {"silu": "SILU", "gelu": "GELU_TANH"}
+GATES = {"silu": "SILU", "gelu": "GELU_TANH", "clamped_silu": "CLAMPED_SILU"}
 
 
 @dataclass(frozen=True)
@@ -141,19 +141,24 @@ def small(gemm: Gemm, device: Device) -> Plan:
     return launch_small(gemm, device, min(shapes, key=lambda shape: shape.cost(courses, device)))
 
 
-def small_bytes(gemm: Gemm, device: Device, shape: Small) -> int:
-    """Dynamic shared memory, as gemm_small.cu lays it out: the ring, and the teams' sums in its place or behind it."""
+def small_bytes(gemm: Gemm, device: Device, shape: Small, again: bool = False) -> int:
+    """Dynamic shared memory, as gemm_small.cu lays it out: the ring, and the teams' sums in its place or behind it.
+
+    again: a CTA may have several passes, however many courses there are.
+    """
     rows, passes, alone = rows_at_once(gemm), shape.passes(-(-gemm.n // COURSE), device), gemm.m == 1
     columns = COURSE * shape.courses
     ring = shape.slots * ((1 if alone else max(8, rows)) * X_BYTES + shape.courses * gemm.kind.brick_bytes)
     sums = (shape.teams * (1 if alone else rows) * (columns + 4) + 2 * columns) * 4
-    return ring + sums if passes > 1 else max(ring, sums)
+    return ring + sums if again or passes > 1 else max(ring, sums)
 
 
-def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
+def fitting(gemm: Gemm, device: Device, shape: Small, again: bool = False) -> Small:
     """The shape with as many slots, and then courses, as `resident` CTAs of a multiprocessor have room for."""
     room = (device.shared_bytes + CTA_BYTES) // shape.resident - CTA_BYTES
-    while small_bytes(gemm, device, shape) > room and (shape.slots > shape.teams or shape.courses > shape.sharers):
+    while small_bytes(gemm, device, shape, again) > room and (
+        shape.slots > shape.teams or shape.courses > shape.sharers
+    ):
         if shape.slots > shape.teams:
             shape = replace(shape, slots=shape.slots - shape.teams)
         else:
@@ -161,13 +166,13 @@ def fitting(gemm: Gemm, device: Device, shape: Small) -> Small:
     return shape
 
 
-def launch_small(gemm: Gemm, device: Device, shape: Small) -> Plan:
+def launch_small(gemm: Gemm, device: Device, shape: Small, again: bool = False) -> Plan:
     rows, courses = rows_at_once(gemm), -(-gemm.n // COURSE)
     named = {name.upper(): value for name, value in vars(shape).items()}
     macros = gemm.macros(ROWS=rows, ALONE=int(gemm.m == 1), **named)
     grid = (shape.grid(courses, device), -(-gemm.m // rows))
     threads, overlap = shape.teams * shape.sharers * 32, device.capability >= (9, 0)
-    shared_bytes = small_bytes(gemm, device, shape)
+    shared_bytes = small_bytes(gemm, device, shape, again)
     if overlap:  # Room for one CTA more would go to the next kernel, on some multiprocessors and not on others.
         shared_bytes = max(shared_bytes, (device.shared_bytes + CTA_BYTES) // (shape.resident + 1))
     launch = KernelLaunch("gemm_small.cu", "marlin_gemm_small", macros, grid, threads, shared_bytes, 1, overlap)
@@ -277,18 +282,7 @@ def shapes(m: int, kind: Kind) -> list[Shape]:
 
 def large(gemm: Gemm, device: Device) -> Plan:
     m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // BRICK), gemm.kind
-    # Eight offsets for each row of a brick leave too few registers for wide tiles where a warpgroup has several strips.
-    # Many bytes of scales, or a table, leave too few for four strips. tests/test_cuda.py has ptxas count spills.
-    many = kind.groups == 8 and kind.offset != "NONE"
-    scale_bytes = kind.brick_bytes - kind.code_bytes
-
-    def spills(s: Shape) -> bool:
-        if s.tall == 4:
-            most = 512 if s.width == 16 else 128
-            return scale_bytes > most or kind.element == "Table4" or (kind.groups == 8 and s.width == 32)
-        return s.tall > 1 and many and s.width > 64
-
-    fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s)]
+    fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s, kind)]
     # With two stages nothing is copied while the kernel multiplies, and two teams would stand still by turns.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
@@ -298,6 +292,19 @@ def large(gemm: Gemm, device: Device) -> Plan:
         return shape.cost(m, n, bricks, device.multiprocessors) * factor
 
     return launch_large(gemm, device, min(flowing, key=cost))
+
+
+def spills(shape: Shape, kind: Kind) -> bool:
+    """Whether registers are too few. tests/test_cuda.py has ptxas count spills.
+
+    Eight offsets for each row of a brick leave too few for wide tiles where a warpgroup has several strips. Many bytes
+    of scales, or a table, leave too few for four strips.
+    """
+    if shape.tall == 4:
+        most = 512 if shape.width == 16 else 128
+        scale_bytes = kind.brick_bytes - kind.code_bytes
+        return scale_bytes > most or kind.element == "Table4" or (kind.groups == 8 and shape.width == 32)
+    return shape.tall > 1 and kind.groups == 8 and kind.offset != "NONE" and shape.width > 64
 
 
 def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:

@@ -232,8 +232,14 @@ class DeviceWeights:
         """
         if stream not in self.streams:
             self.streams.add(stream)
-            for memory in (self.bricks, self.row_scale):
-                as_tensor(memory).record_stream(sys.modules["torch"].cuda.current_stream(self.room.ordinal))
+            record(self.bricks, self.row_scale)
+
+
+def record(*memories: Memory) -> None:
+    """torch's current stream reads these memories from now on."""
+    stream = sys.modules["torch"].cuda.current_stream(room_of(memories[0]).ordinal)
+    for memory in memories:
+        as_tensor(memory).record_stream(stream)
 
 
 def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8], dict[str, str]] | None:
@@ -252,11 +258,17 @@ def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8]
 def pack_bricks(about: About, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> Memory:
     """Bricks of codes on the device and of what follows these in every brick. The device is current."""
     down, along = brick_shape(*about.shape)
-    beside, bricks = send(groups, room), room.empty(down * along * about.kind.brick_bytes)
-    pointers = map(address, (codes, beside, bricks))
+    bricks = room.empty(down * along * about.kind.brick_bytes)
+    pack_to(address(bricks), about, codes, groups, room, **macros)
+    return bricks
+
+
+def pack_to(bricks: int, about: About, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> None:
+    """The same to the memory at `bricks`."""
+    beside = send(groups, room)
+    pointers = address(codes), address(beside), bricks
     brick_kernel("pack", about, 128, **macros)(room.ordinal, room.stream, *pointers, *about.shape)
     synchronize(room.stream)  # `codes` and `beside` must stay until the kernel has read them
-    return bricks
 
 
 def brick_kernel(name: str, about: About, threads: int, **macros: str) -> KernelLaunch:

@@ -1,0 +1,46 @@
+// y[t] = sum over j, in that order, of weights[t][j] * x[t][j]: what a token's experts gave, x [tokens, chosen, n], becomes one row.
+//
+// A token one of whose experts is not there gets NaN. A CTA has 2048 columns of a token, eight for each thread.
+//
+// Compiled with TYPE, ID (int or long long), and WEIGHT (Float, Halves<F16> or Halves<BF16>).
+#include "device.cuh"
+
+struct Float {
+  DEVICE float load(const void* from, size_t i) { return __ldg((const float*)from + i); }
+};
+template <class T> struct Halves {
+  DEVICE float load(const void* from, size_t i) { return T::to_float(__ldg((const u16*)from + i)); }
+};
+
+extern "C" __global__ void __launch_bounds__(256)
+marlin_mix(const u16* __restrict__ x, const ID* __restrict__ ids, const void* __restrict__ weights, u16* __restrict__ y, int experts, int chosen, int n) {
+  wait_for_previous();
+  let_next_start();
+  const int parts = (n + 2047) / 2048, first = (blockIdx.x % parts * 256 + threadIdx.x) * 8;
+  const size_t token = blockIdx.x / parts;
+  if (first >= n) return;
+  float sums[8] = {};
+  bool there = true;
+  for (int j = 0; j < chosen; j++) {
+    const size_t visit = token * chosen + j;
+    const ID id = __ldg(ids + visit);
+    there = there && id >= 0 && id < experts;
+    const float weight = WEIGHT::load(weights, visit);
+    const u16* from = x + visit * n + first;
+    if (n % 8 == 0) {
+      const uint4 v = __ldg((const uint4*)from);
+      const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[i] += weight * TYPE::to_float((u16)(words[i / 2] >> (i % 2 * 16)));
+    } else {
+      for (int i = 0; i < 8 && first + i < n; i++) sums[i] += weight * TYPE::to_float(__ldg(from + i));
+    }
+  }
+  u16* to = y + token * n + first;
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) words[i] = there ? TYPE::pack(sums[2 * i], sums[2 * i + 1]) : 0x7fff7fff;
+  if (n % 8 == 0) *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
+  else
+    for (int i = 0; i < 8 && first + i < n; i++) to[i] = (u16)(words[i / 2] >> (i % 2 * 16));
+}

@@ -1,0 +1,47 @@
+// The kernels around products with experts, for the CPU: route.cu in threads that meet, gather.cu and mix.cu one thread after the other.
+#include "ptx.h"
+
+struct int4 { int x, y, z, w; };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+static Index gridDim;
+
+#define __launch_bounds__(...)
+#define TYPE F16
+#define ID int
+namespace gathering {
+#include "gather.cu"
+}
+#define WEIGHT Float
+namespace mixing {
+#include "mix.cu"
+}
+#undef __launch_bounds__
+#undef __shared__
+#define __shared__
+#include "warps.h"
+#define WARPS 4
+namespace routing {
+int counts[1 << 16];
+#include "route.cu"
+}
+#undef ID
+#define ID long long
+namespace routing_wide {
+int counts[1 << 16];
+#include "route.cu"
+}
+
+extern "C" void route(const int* ids, int4* table, int* order, int visits, int experts, int width) {
+  warps::launch(WARPS * 32, [=] { routing::marlin_route(ids, table, order, visits, experts, width); });
+}
+extern "C" void route_wide(const long long* ids, int4* table, int* order, int visits, int experts, int width) {
+  warps::launch(WARPS * 32, [=] { routing_wide::marlin_route(ids, table, order, visits, experts, width); });
+}
+extern "C" void gather(int ctas, const uint16_t* x, const int4* table, const int* order, uint16_t* out, uint16_t* y, int visits, int k, int x_stride, int out_stride, int together, int n) {
+  gridDim = {ctas};
+  launch(ctas, 256, 0, [=] { gathering::marlin_gather(x, table, order, out, y, visits, k, x_stride, out_stride, together, n); });
+}
+extern "C" void mix(const uint16_t* x, const int* ids, const float* weights, uint16_t* y, int tokens, int experts, int chosen, int n) {
+  launch(tokens * ((n + 2047) / 2048), 256, 0, [=] { mixing::marlin_mix(x, ids, weights, y, experts, chosen, n); });
+}
