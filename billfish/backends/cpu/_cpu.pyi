@@ -100,6 +100,25 @@ def multiply_codes(
     scale: NDArray[Any],
     y: NDArray[Any],
 ) -> None: ...
+
+# One expert, the stream of all, how many there are, their factors and their biases.
+ExpertArrays = tuple[Description, NDArray[Any], int, NDArray[Any] | None, NDArray[Any] | None]
+
+def multiply_experts(
+    level: str, stack: ExpertArrays, x: NDArray[Any], ids: NDArray[Any], digits: int, y: NDArray[Any]
+) -> None: ...
+def run_experts(
+    level: str,
+    x: NDArray[Any],
+    ids: NDArray[Any],
+    routing: NDArray[Any],
+    gate: ExpertArrays,
+    up: ExpertArrays | None,
+    down: ExpertArrays,
+    activation: int,
+    digits: int,
+    y: NDArray[Any],
+) -> None: ...
 def kept_bytes() -> int: ...
 def digest(data: NDArray[Any]) -> int: ...
 def read_rate(level: str, megabytes: int) -> float: ...
