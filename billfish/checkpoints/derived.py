@@ -94,7 +94,11 @@ class Stacked(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         first, last = check_experts(self.description, experts)
-        chosen = self.matrices[first:last] if len(self.description.shape) > 2 else self.matrices
+        if len(self.description.shape) < 3:
+            biases = stack_of(len(self.matrices), ((bias.description.name, bias.read()) for bias in self.matrices))
+            assert isinstance(biases, np.ndarray)
+            return cut_array(biases, rows, columns)
+        chosen = self.matrices[first:last]
         return stack_of(len(chosen), ((matrix.description.name, matrix.read(rows, columns)) for matrix in chosen))
 
     def permutation(self) -> NDArray[np.int64] | None:
@@ -189,7 +193,7 @@ class Turned(Entry):
 
 
 class OneExpert(Entry):
-    """One matrix [N, K] of a stack."""
+    """One matrix [N, K] of a stack [E, N, K], or one bias [N] of [E, N]."""
 
     def __init__(self, entry: Entry, name: str, expert: int) -> None:
         about = entry.description
@@ -199,6 +203,11 @@ class OneExpert(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         check_experts(self.description, experts)
-        stack = self.entry.read(rows, columns, (self.expert, self.expert + 1))
-        assert isinstance(stack, (QuantizedExperts, np.ndarray))
+        one = (self.expert, self.expert + 1)
+        if len(self.description.shape) == 1:
+            bias = self.entry.read(one)
+            assert isinstance(bias, np.ndarray)
+            return cut_array(bias[0], rows, columns)
+        stack = self.entry.read(rows, columns, one)
+        assert not isinstance(stack, QuantizedTensor)
         return stack[0]
