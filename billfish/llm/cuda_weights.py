@@ -11,7 +11,6 @@ from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.layers import Layer, Matrix, Shape
 from billfish.backends.cuda.weights import DeviceWeights
-from billfish.llm.config import embedding_scale
 from billfish.llm.tensors import ModelTensors, Tensor
 from billfish.ops import dequantize
 from billfish.storage import Array
@@ -40,11 +39,11 @@ class GpuWeights:
             feed_forward=c.feed_forward,
             vocabulary=c.vocabulary,
             epsilon=c.norm_epsilon,
-            frequencies=tuple(self._tensors.frequencies()),
+            frequencies=tuple(self._tensors.rotations()[0].frequencies.tolist()),
             adjacent=family.rope == "adjacent",
             gate=family.gate,
-            head_norms=family.head_norms,
-            embedding_scale=float(embedding_scale(c)),
+            head_norms=family.head_norms == "each",
+            embedding_scale=float(np.float32(c.embedding_scale)),
         )
 
     def layer(self, i: int) -> Layer:
@@ -52,7 +51,7 @@ class GpuWeights:
         attention_norm, feed_forward_norm = (
             sent(tensors.vector(f"{layer}{name}_norm.weight", c.hidden), self._ordinal) for name in ("attn", "ffn")
         )
-        head_norms = (tensors.head_norm(f"{layer}attn_{name}") for name in "qk")
+        head_norms = (tensors.head_norm(f"{layer}attn_{name}", 1) for name in "qk")
         q_norm, k_norm = (None if norm is None else sent(norm, self._ordinal) for norm in head_norms)
         qkv = self._one_after_the_other([f"{layer}attn_{name}" for name in "qkv"])
         [o] = self._one_after_the_other([f"{layer}attn_output"])

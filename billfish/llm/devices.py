@@ -8,10 +8,11 @@ import re
 import sys
 
 from billfish.backends import BACKENDS
-from billfish.errors import DataError, complaint
+from billfish.errors import BackendUnavailable, DataError, complaint
 from billfish.llm.decoder import Decoder
 from billfish.llm.tensors import CALL, ModelTensors
 
+GPU_FEATURES: frozenset[str] = frozenset()  # of `Config.features`, what the decoder on a GPU knows
 DEVICES = "cpu, cuda, cuda:N for GPU number N, or auto: the first GPU where there is one"
 
 
@@ -42,6 +43,10 @@ def make_decoder(device: str, tensors: ModelTensors) -> Decoder:
         from billfish.llm.cpu import CpuDecoder
 
         return CpuDecoder(tensors)
+    unknown = [feature for feature in tensors.config.features if feature not in GPU_FEATURES]
+    if unknown:
+        got = f"{device} for a model with {', '.join(unknown)}"
+        raise BackendUnavailable(complaint(CALL, "device", got, "cpu: a GPU does not run such models yet"))
     from billfish.llm.cuda import CudaDecoder
 
     return CudaDecoder(tensors, int(device.removeprefix("cuda:")))

@@ -15,6 +15,11 @@ class Description:
 
 # Weights, their stream, the bias, and the order of their columns.
 PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+# The matrices of experts: their kind, one stream for all, how many they are, their factors and biases.
+PackedStack = tuple[Description, NDArray[Any], int, NDArray[Any] | None, NDArray[Any] | None]
+# The router; gate, up and down; how many experts a row takes, whether weights are renormalized, their scale; the gate of
+# the shared expert.
+PackedMixture = tuple[PackedMatrix, list[PackedStack], int, bool, float, NDArray[Any] | None]
 
 class Decoder:
     def __init__(
@@ -26,17 +31,22 @@ class Decoder:
         head_size: int,
         feed_forward: int,
         epsilon: float,
+        query_scale: float,
+        residual_scale: float,
+        attention_cap: float,
+        logit_cap: float,
         adjacent: bool,
-        gelu: bool,
-        frequencies: list[float],
+        gate: int,
+        joint_norms: bool,
+        rotations: list[tuple[list[float], float]],
     ) -> None: ...
     def add_layer(
         self,
-        attention_norm: NDArray[Any],
-        feed_forward_norm: NDArray[Any],
-        q_norm: NDArray[Any] | None,
-        k_norm: NDArray[Any] | None,
+        vectors: list[NDArray[Any] | None],
+        window: int,
+        rotation: int,
         matrices: list[PackedMatrix],
+        mixture: PackedMixture | None,
     ) -> None: ...
     def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
     def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "activations/rows.h"
+#include "decoder/router.h"
 
 namespace billfish {
 namespace {
@@ -54,99 +55,216 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_;
 };
 
-void add_to(float* x, const float* more, int64_t count) {
-  for (int64_t i = 0; i < count; i++) x[i] += more[i];
+void add_to(float* x, const float* more, float scale, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] += more[i] * scale;
 }
+
+// Of all rows [m, pairs], for one Rotation.
+struct Angles {
+  std::vector<float> cosine, sine;
+};
+
+Angles angles_of(const Rotation& rotation, const std::vector<Place>& places) {
+  const size_t pairs = rotation.frequencies.size();
+  Angles angles{std::vector<float>(places.size() * pairs), std::vector<float>(places.size() * pairs)};
+  for (size_t i = 0; i < angles.cosine.size(); i++) {
+    const double angle = double(places[i / pairs].position) * rotation.frequencies[i % pairs];
+    angles.cosine[i] = float(std::cos(angle) * rotation.magnitude), angles.sine[i] = float(std::sin(angle) * rotation.magnitude);
+  }
+  return angles;
+}
+
+// One run of rows through layers: what lies between two products.
+class Pass {
+ public:
+  Pass(const Level& level, const DecoderKernels& kernels, const DecoderShape& shape, const std::vector<Rotation>& rotations,
+       const std::vector<Passage>& passages, int digits, float* x, double* seconds)
+      : level_(level), kernels_(kernels), s_(shape), digits_(digits), rotations_(rotations), places_(places_of(passages)), blocks_(query_blocks(passages, shape)),
+        m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
+        hidden_(level, m_, s_.hidden, digits), attended_(level, m_, q_size_, digits), opened_(level, m_, s_.feed_forward, digits),
+        q_(size_t(m_ * q_size_)), k_(size_t(m_ * kv_size_)), v_(k_.size()), out_(q_.size()), gate_(size_t(m_ * s_.feed_forward)),
+        up_(gate_.size()), added_(size_t(m_ * s_.hidden)), watch_(seconds) {
+    for (const Rotation& rotation : rotations) angles_.push_back(angles_of(rotation, places_));
+  }
+
+  void run(const Layer& layer, int64_t number) {
+    add_and_normalize(layer.vectors.attention_norm, {&layer.q.weights, &layer.k.weights, &layer.v.weights});
+    watch_.lap(NORM);
+    hidden_.multiply({{layer.q.weights, layer.q.bias, q_.data()}, {layer.k.weights, layer.k.bias, k_.data()}, {layer.v.weights, layer.v.bias, v_.data()}});
+    watch_.lap(QKV);
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) turn_and_store(layer, number, row);
+    });
+    watch_.lap(ROTATE);
+    parallel_for(int64_t(blocks_.size()), [&](int64_t first, int64_t last) {
+      for (int64_t unit = first; unit < last; unit++) attend(layer, number, blocks_[size_t(unit)]);
+    });
+    attended_.take({&layer.o.weights}, out_.data());
+    watch_.lap(ATTENTION);
+    attended_.multiply({{layer.o.weights, layer.o.bias, added_.data()}});
+    after_ = layer.vectors.after_attention_norm;
+    watch_.lap(OUTPUT);
+    if (layer.mixture) mixture(layer, *layer.mixture);
+    else feed_forward(layer);
+    after_ = layer.vectors.after_feed_forward_norm;
+  }
+
+  void finish() {
+    for (int64_t row = 0; row < m_; row++) take_in(row);
+  }
+
+ private:
+  static std::vector<Place> places_of(const std::vector<Passage>& passages) {
+    std::vector<Place> places;
+    for (const Passage& passage : passages)
+      for (int64_t i = 0; i < passage.count; i++) places.push_back({&passage.cache, passage.start + i});
+    return places;
+  }
+
+  // x takes in what the last part computed.
+  void take_in(int64_t row) {
+    float* added = added_.data() + row * s_.hidden;
+    if (after_) kernels_.normalize(added, after_, s_.epsilon, s_.hidden, added);
+    add_to(x_ + row * s_.hidden, added, s_.residual_scale, s_.hidden);
+  }
+
+  // The same for all rows; then x is normalized for the next part.
+  void add_and_normalize(const float* weight, const std::vector<const Weights*>& next) {
+    hidden_.fill(next, [&](int64_t row, float* to) {
+      take_in(row);
+      kernels_.normalize(x_ + row * s_.hidden, weight, s_.epsilon, s_.hidden, to);
+    });
+  }
+
+  float* keys_of(const Cache& c, int64_t number, int64_t head) const {
+    return c.keys + (number * s_.kv_heads + head) * c.capacity * s_.head_size;
+  }
+  float* values_of(const Cache& c, int64_t number, int64_t head) const {
+    return c.values + (number * s_.kv_heads + head) * c.capacity * s_.head_size;
+  }
+
+  // Normalizes and rotates the heads of a row, where the layer does that.
+  void turn(const Layer& layer, int64_t row, float* heads, int64_t count, const float* norm) const {
+    if (norm && s_.joint_norms) kernels_.normalize(heads, norm, s_.epsilon, count * s_.head_size, heads);
+    for (int64_t h = 0; h < count; h++) {
+      float* head = heads + h * s_.head_size;
+      if (norm && !s_.joint_norms) kernels_.normalize(head, norm, s_.epsilon, s_.head_size, head);
+      if (layer.rotation < 0) continue;
+      const Angles& angles = angles_[size_t(layer.rotation)];
+      const int64_t pairs = int64_t(rotations_[size_t(layer.rotation)].frequencies.size());
+      kernels_.rotate(head, angles.cosine.data() + row * pairs, angles.sine.data() + row * pairs, pairs, s_.adjacent);
+    }
+  }
+
+  // q, k and v of a row are made ready; k and v go into the cache.
+  void turn_and_store(const Layer& layer, int64_t number, int64_t row) {
+    const Place& place = places_[size_t(row)];
+    float *q = q_.data() + row * q_size_, *k = k_.data() + row * kv_size_;
+    turn(layer, row, q, s_.heads, layer.vectors.q_norm);
+    for (int64_t i = 0; i < q_size_; i++) q[i] *= s_.query_scale;
+    turn(layer, row, k, s_.kv_heads, layer.vectors.k_norm);
+    const int64_t block = place.position / KEY_BLOCK, lane = place.position % KEY_BLOCK;
+    for (int64_t h = 0; h < s_.kv_heads; h++) {
+      float* key = keys_of(*place.cache, number, h) + block * s_.head_size * KEY_BLOCK + lane;
+      for (int64_t i = 0; i < s_.head_size; i++) key[i * KEY_BLOCK] = k[h * s_.head_size + i];
+      const float* value = v_.data() + row * kv_size_ + h * s_.head_size;
+      std::copy(value, value + s_.head_size, values_of(*place.cache, number, h) + place.position * s_.head_size);
+    }
+  }
+
+  void attend(const Layer& layer, int64_t number, const QueryBlock& block) {
+    const auto [row, rows, head, heads] = block;
+    const Place& place = places_[size_t(row)];
+    const int64_t kv_head = head / (s_.heads / s_.kv_heads), at = row * q_size_ + head * s_.head_size;
+    const int64_t seen = place.position + 1, behind = layer.window > 0 ? seen - layer.window : -QUERY_BLOCK;
+    const int64_t skipped = std::max<int64_t>(behind, 0) / KEY_BLOCK * KEY_BLOCK;  // keys that no row of the block sees
+    const float* keys = keys_of(*place.cache, number, kv_head) + skipped * s_.head_size;
+    const float* values = values_of(*place.cache, number, kv_head) + skipped * s_.head_size;
+    const float* sinks = layer.vectors.sinks ? layer.vectors.sinks + head : nullptr;
+    const bool together = heads > 1;
+    const Sight sight{seen - skipped, together ? 0 : 1, behind - skipped, s_.attention_cap, sinks};
+    kernels_.attend(q_.data() + at, together ? heads : rows, together ? s_.head_size : q_size_, keys, values, sight, s_.head_size, out_.data() + at);
+  }
+
+  void feed_forward(const Layer& layer) {
+    add_and_normalize(layer.vectors.feed_forward_norm, {&layer.gate.weights, &layer.up.weights});
+    watch_.lap(NORM);
+    hidden_.multiply({{layer.gate.weights, layer.gate.bias, gate_.data()}, {layer.up.weights, layer.up.bias, up_.data()}});
+    watch_.lap(GATE_UP);
+    open_and_close(layer, added_.data());
+  }
+
+  // The second half of a feed-forward part, from gate and up.
+  void open_and_close(const Layer& layer, float* out) {
+    opened_.fill({&layer.down.weights}, [&](int64_t row, float* to) {
+      level_.open_gate(gate_.data() + row * s_.feed_forward, up_.data() + row * s_.feed_forward, s_.gate, s_.feed_forward, to);
+    });
+    watch_.lap(GATE);
+    opened_.multiply({{layer.down.weights, layer.down.bias, out}});
+    watch_.lap(DOWN);
+  }
+
+  void mixture(const Layer& layer, const Mixture& mixture) {
+    const bool shared = mixture.shared_gate != nullptr;
+    const int64_t experts = mixture.gate.experts;
+    normal_.resize(size_t(m_ * s_.hidden)), scores_.resize(size_t(m_ * experts));
+    std::vector<const Weights*> next{&mixture.router.weights};
+    std::vector<LinearInto> products{{mixture.router.weights, mixture.router.bias, scores_.data()}};
+    if (shared) {
+      next.insert(next.end(), {&layer.gate.weights, &layer.up.weights});
+      products.push_back({layer.gate.weights, layer.gate.bias, gate_.data()});
+      products.push_back({layer.up.weights, layer.up.bias, up_.data()});
+    }
+    hidden_.fill(next, [&](int64_t row, float* to) {
+      take_in(row);
+      kernels_.normalize(x_ + row * s_.hidden, layer.vectors.feed_forward_norm, s_.epsilon, s_.hidden, to);
+      std::copy(to, to + s_.hidden, normal_.data() + row * s_.hidden);
+    });
+    watch_.lap(NORM);
+    hidden_.multiply(products);
+    const Routing routing = route(scores_.data(), m_, experts, mixture.chosen, mixture.renormalized, mixture.scale);
+    watch_.lap(ROUTER);
+    run_experts(level_, normal_.data(), m_, routing.ids.data(), routing.weights.data(), mixture.chosen, mixture.gate, &mixture.up,
+                mixture.down, int(s_.gate), digits_, added_.data());
+    watch_.lap(EXPERTS);
+    if (shared) add_shared(layer, mixture.shared_gate);
+  }
+
+  // What the expert for all rows gives, times the sigmoid of its own gate.
+  void add_shared(const Layer& layer, const float* shared_gate) {
+    std::vector<float> more(added_.size());
+    open_and_close(layer, more.data());
+    for (int64_t row = 0; row < m_; row++) {
+      double score = 0;
+      for (int64_t i = 0; i < s_.hidden; i++) score += double(normal_[size_t(row * s_.hidden + i)]) * double(shared_gate[i]);
+      add_to(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
+    }
+  }
+
+  const Level& level_;
+  const DecoderKernels& kernels_;
+  const DecoderShape& s_;
+  const int digits_;
+  const std::vector<Rotation>& rotations_;
+  const std::vector<Place> places_;
+  const std::vector<QueryBlock> blocks_;
+  const int64_t m_, q_size_, kv_size_;
+  float* x_;
+  Rows hidden_, attended_, opened_;
+  std::vector<float> q_, k_, v_, out_, gate_, up_;
+  std::vector<float> normal_, scores_;  // of rows before experts: their normalized x, and the router's scores
+  std::vector<float> added_;      // what the last part computed
+  const float* after_ = nullptr;  // its norm, if it has one
+  std::vector<Angles> angles_;
+  Stopwatch watch_;
+};
 
 }  // namespace
 
 void Decoder::run(float* x, const std::vector<Passage>& passages, int digits) const {
-  const DecoderShape& s = shape_;
-  std::vector<Place> places;
-  for (const Passage& passage : passages)
-    for (int64_t i = 0; i < passage.count; i++) places.push_back({&passage.cache, passage.start + i});
-  const std::vector<QueryBlock> blocks = query_blocks(passages, s);
-  const int64_t m = int64_t(places.size()), pairs = int64_t(frequencies_.size());
-  const int64_t q_size = s.heads * s.head_size, kv_size = s.kv_heads * s.head_size;
-  std::vector<float> cosine(size_t(m * pairs)), sine(cosine.size());
-  for (int64_t i = 0; i < m * pairs; i++) {
-    const double angle = double(places[size_t(i / pairs)].position) * frequencies_[size_t(i % pairs)];
-    cosine[size_t(i)] = float(std::cos(angle)), sine[size_t(i)] = float(std::sin(angle));
-  }
-  const float q_scale = float(1.0 / std::sqrt(double(s.head_size)));
-
-  Rows hidden(level_, m, s.hidden, digits), attended(level_, m, q_size, digits), opened(level_, m, s.feed_forward, digits);
-  std::vector<float> q(size_t(m * q_size)), k(size_t(m * kv_size)), v(k.size()), out(q.size());
-  std::vector<float> gate(size_t(m * s.feed_forward)), up(gate.size()), added(size_t(m * s.hidden));
-
-  // x takes in what the last part computed, and is normalized for the next.
-  auto add_and_normalize = [&](const float* weight, const std::vector<const Weights*>& next) {
-    hidden.fill(next, [&](int64_t row, float* to) {
-      add_to(x + row * s.hidden, added.data() + row * s.hidden, s.hidden);
-      kernels_.normalize(x + row * s.hidden, weight, s.epsilon, s.hidden, to);
-    });
-  };
-
-  Stopwatch watch(seconds_);
-  for (size_t l = 0; l < layers_.size(); l++) {
-    const Layer& layer = layers_[l];
-    auto keys_of = [&](const Cache& c, int64_t head) { return c.keys + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
-    auto values_of = [&](const Cache& c, int64_t head) { return c.values + (int64_t(l) * s.kv_heads + head) * c.capacity * s.head_size; };
-
-    add_and_normalize(layer.attention_norm, {&layer.q.weights, &layer.k.weights, &layer.v.weights});
-    watch.lap(NORM);
-    hidden.multiply({{layer.q.weights, layer.q.bias, q.data()}, {layer.k.weights, layer.k.bias, k.data()}, {layer.v.weights, layer.v.bias, v.data()}});
-    watch.lap(QKV);
-    parallel_for(m, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; row++) {
-        const Place& place = places[size_t(row)];
-        const float *c = cosine.data() + row * pairs, *n = sine.data() + row * pairs;
-        for (int64_t h = 0; h < s.heads; h++) {
-          float* head = q.data() + row * q_size + h * s.head_size;
-          if (layer.q_norm) kernels_.normalize(head, layer.q_norm, s.epsilon, s.head_size, head);
-          kernels_.rotate(head, c, n, pairs, s.adjacent);
-          for (int64_t i = 0; i < s.head_size; i++) head[i] *= q_scale;
-        }
-        for (int64_t h = 0; h < s.kv_heads; h++) {
-          float* head = k.data() + row * kv_size + h * s.head_size;
-          if (layer.k_norm) kernels_.normalize(head, layer.k_norm, s.epsilon, s.head_size, head);
-          kernels_.rotate(head, c, n, pairs, s.adjacent);
-          const int64_t block = place.position / KEY_BLOCK, lane = place.position % KEY_BLOCK;
-          float* key = keys_of(*place.cache, h) + block * s.head_size * KEY_BLOCK + lane;
-          for (int64_t i = 0; i < s.head_size; i++) key[i * KEY_BLOCK] = head[i];
-          const float* value = v.data() + row * kv_size + h * s.head_size;
-          std::copy(value, value + s.head_size, values_of(*place.cache, h) + place.position * s.head_size);
-        }
-      }
-    });
-    watch.lap(ROTATE);
-    parallel_for(int64_t(blocks.size()), [&](int64_t first, int64_t last) {
-      for (int64_t unit = first; unit < last; unit++) {
-        const auto [row, rows, head, heads] = blocks[size_t(unit)];
-        const Place& place = places[size_t(row)];
-        const int64_t kv_head = head / (s.heads / s.kv_heads), at = row * q_size + head * s.head_size;
-        const float *keys = keys_of(*place.cache, kv_head), *values = values_of(*place.cache, kv_head);
-        if (heads > 1) kernels_.attend(q.data() + at, heads, s.head_size, keys, values, place.position + 1, 0, s.head_size, out.data() + at);
-        else kernels_.attend(q.data() + at, rows, q_size, keys, values, place.position + 1, 1, s.head_size, out.data() + at);
-      }
-    });
-    attended.take({&layer.o.weights}, out.data());
-    watch.lap(ATTENTION);
-    attended.multiply({{layer.o.weights, layer.o.bias, added.data()}});
-    watch.lap(OUTPUT);
-
-    add_and_normalize(layer.feed_forward_norm, {&layer.gate.weights, &layer.up.weights});
-    watch.lap(NORM);
-    hidden.multiply({{layer.gate.weights, layer.gate.bias, gate.data()}, {layer.up.weights, layer.up.bias, up.data()}});
-    watch.lap(GATE_UP);
-    opened.fill({&layer.down.weights}, [&](int64_t row, float* to) {
-      kernels_.open_gate(gate.data() + row * s.feed_forward, up.data() + row * s.feed_forward, s.gelu, s.feed_forward, to);
-    });
-    watch.lap(GATE);
-    opened.multiply({{layer.down.weights, layer.down.bias, added.data()}});
-    watch.lap(DOWN);
-  }
-  add_to(x, added.data(), m * s.hidden);
+  Pass pass(level_, kernels_, shape_, rotations_, passages, digits, x, seconds_);
+  for (size_t l = 0; l < layers_.size(); l++) pass.run(layers_[l], int64_t(l));
+  pass.finish();
 }
 
 void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const {
@@ -154,6 +272,8 @@ void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix&
   Rows rows(level_, m, shape_.hidden, digits);
   rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
   rows.multiply({{head.weights, head.bias, out}});
+  if (shape_.logit_cap > 0)
+    parallel_for(m, [&](int64_t first, int64_t last) { kernels_.soften(out + first * head.weights.n, (last - first) * head.weights.n, shape_.logit_cap); });
   watch.lap(HEAD);
 }
 

@@ -1,8 +1,10 @@
 // A decoder-only transformer on packed weights: RMSNorm, rotary positions, grouped-query attention with a cache, a gated
 // feed-forward part. One call runs all layers for some rows (tokens), so that a token costs one trip from Python.
 #pragma once
+#include <optional>
 #include <vector>
 
+#include "gemm/experts.h"
 #include "layout/problem.h"
 
 namespace billfish {
@@ -27,37 +29,78 @@ struct Matrix {
   const float* bias;
 };
 
+// How the heads of a layer rotate: radians from one position to the next for each pair, and what cosine and sine are multiplied with.
+struct Rotation {
+  std::vector<double> frequencies;
+  double magnitude;
+};
+
+// The vectors of a layer. All but the first two are null where there are none.
+struct LayerVectors {
+  const float *attention_norm, *feed_forward_norm;
+  const float *q_norm, *k_norm;                            // of each head, or of all heads together
+  const float *after_attention_norm, *after_feed_forward_norm;  // of what these parts give, before x takes it in
+  const float* sinks;                                      // for each head the score of a key whose value is zero
+};
+
+// Experts, of which each row takes the `chosen` ones with the largest scores; of equal scores the lower index goes first.
+struct Mixture {
+  Matrix router;  // scores [rows, experts]
+  ExpertStack gate, up, down;
+  int64_t chosen;
+  bool renormalized;         // routing weights are a softmax over the chosen scores, not over all
+  float scale;               // of routing weights
+  const float* shared_gate;  // [hidden], of the expert that Layer has for all rows; null where there is none
+};
+
 struct Layer {
-  const float *attention_norm, *feed_forward_norm, *q_norm, *k_norm;  // the last two are null where there are none
-  Matrix q, k, v, o, gate, up, down;
+  LayerVectors vectors;
+  int64_t window;  // of positions that a row sees, its own the last; 0: all
+  int rotation;    // the number of its Rotation; -1: heads do not rotate
+  Matrix q, k, v, o, gate, up, down;  // the last three of the shared expert, or unused, where there is a mixture
+  std::optional<Mixture> mixture;
 };
 
 struct DecoderShape {
-  int64_t hidden, heads, kv_heads, head_size, feed_forward;
-  float epsilon;
-  bool adjacent, gelu;  // how pairs of a head rotate, and what the gate goes through
+  int64_t hidden, heads, kv_heads, head_size;
+  int64_t feed_forward;  // of Layer's gate and up
+  float epsilon, query_scale;
+  float residual_scale;  // of what each part gives, before x takes it in
+  float attention_cap, logit_cap;  // c, where scores s become c tanh(s / c); 0 leaves them
+  bool adjacent;                   // how pairs of a head rotate
+  Gate gate;                       // of the feed-forward part, of experts too
+  bool joint_norms;                // q_norm and k_norm are of all heads together
+};
+
+// Which keys a block of queries sees, and what becomes of its scores.
+struct Sight {
+  int64_t seen, more;  // the first row sees the keys before `seen`, each row `more` more than the one before it
+  int64_t behind;      // but not these first ones; of them, too, each row has `more` more. Less than 0 is none
+  float cap;           // as in DecoderShape
+  const float* sinks;  // of each row, `1 - more` apart; or null
 };
 
 // The parts that are not products, for one ISA level; see decoder/kernels.h.
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
-  void (*open_gate)(const float* gate, const float* up, bool gelu, int64_t count, float* out);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
-  // Up to four rows of q, with the keys and values of one head. The first sees `seen` of them, each of the others `more` more:
-  // 1 for rows at consecutive positions, 0 for heads of one position.
-  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
+  // Up to four rows of q, with the keys and values of one head. sight.more is 1 for rows at consecutive positions, 0 for heads of
+  // one position.
+  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, const Sight& sight,
                  int64_t head_size, float* out);
+  // x becomes cap tanh(x / cap).
+  void (*soften)(float* x, int64_t count, float cap);
 };
 
 // Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
-enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, HEAD, PARTS };
+enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, ROUTER, EXPERTS, HEAD, PARTS };
 constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
-                                           "gate and up", "gate", "down", "head"};
+                                           "gate and up", "gate", "down", "router", "experts", "head"};
 
 class Decoder {
  public:
-  Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<double> frequencies)
-      : level_(level), kernels_(kernels), shape_(shape), frequencies_(std::move(frequencies)) {}
+  Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<Rotation> rotations)
+      : level_(level), kernels_(kernels), shape_(shape), rotations_(std::move(rotations)) {}
   void add_layer(const Layer& layer) { layers_.push_back(layer); }
   const DecoderShape& shape() const { return shape_; }
 
@@ -73,7 +116,7 @@ class Decoder {
   const billfish::Level& level_;
   const DecoderKernels& kernels_;
   DecoderShape shape_;
-  std::vector<double> frequencies_;  // radians from one position to the next, for each pair
+  std::vector<Rotation> rotations_;
   std::vector<Layer> layers_;
 };
 

@@ -5,25 +5,16 @@
 #include <cmath>
 
 #include "decoder/decoder.h"
+#include "simd/exponential.h"
 #include "simd/halves.h"
 #include "simd/room.h"
 #include "simd/unroll.h"
 
 namespace BILLFISH_ISA {
 
-constexpr int COLUMNS = 16;
+using billfish::Sight;
 
-// e^x without a branch, so that loops over it vectorise; 1e-7 relative. x = n ln 2 + r: 2^n goes into the exponent's bits,
-// e^r is Taylor's polynomial, |r| <= 0.35. The magic number rounds to n (see activations/quantize.h). What would be below the
-// smallest normal number is that number.
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  float p = 1.0f / 720;
-  p = p * r + 1.0f / 120, p = p * r + 1.0f / 24, p = p * r + 1.0f / 6, p = p * r + 0.5f, p = p * r + 1.0f, p = p * r + 1.0f;
-  return bits_to_float(float_to_bits(p) + ((float_to_bits(shifted) - 0x4b400000u) << 23));
-}
+constexpr int COLUMNS = 16;
 
 // Sixteen sums to one, always in the same order.
 inline float total_of(const float* sums) {
@@ -40,16 +31,6 @@ inline void normalize(const float* x, const float* weight, float epsilon, int64_
   const float scale = 1.0f / std::sqrt(total_of(sums) / float(count) + epsilon);
   for (int64_t i = 0; i < count; i += COLUMNS)
     for (int j = 0; j < COLUMNS; j++) out[i + j] = x[i + j] * scale * weight[i + j];
-}
-
-// gate * sigmoid(gate) * up, or GELU by its tanh formula, which is gate * sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)).
-inline void open_gate(const float* gate, const float* up, bool gelu, int64_t count, float* out) {
-  const float cubic = gelu ? 0.0713548163f : 0.0f, linear = gelu ? 1.59576912f : 1.0f;
-  for (int64_t i = 0; i < count; i += COLUMNS)
-    for (int j = 0; j < COLUMNS; j++) {
-      const float g = gate[i + j], z = g * (linear + cubic * (g * g));
-      out[i + j] = g / (1.0f + exponential(-z)) * up[i + j];
-    }
 }
 
 inline void rotate(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent) {
@@ -85,36 +66,48 @@ __attribute__((flatten)) inline void combine(const float* coefficients, int64_t 
   each([&](auto t, auto g, auto c) { store_floats(out + t * out_stride + g * COLUMNS + c * LANES, total[t][g][c]); });
 }
 
-// Scores of `count` keys to weights, e^(score - largest), zeros behind them up to `padded`; returns their sum, to which the
-// least numbers of exponential() for what is behind add nothing: it is at least 1.
-inline float exponentials(float* scores, int64_t count, int64_t padded) {
+// x becomes cap tanh(x / cap) = cap - 2 cap / (e^(2x / cap) + 1).
+inline void soften(float* x, int64_t count, float cap) {
+  const float steep = 2.0f / cap, twice = 2.0f * cap;
+  for (int64_t i = 0; i < count; i++) x[i] = cap - twice / (exponential(x[i] * steep) + 1.0f);
+}
+
+// Scores of the keys from `first` to `count` to weights, e^(score - largest), zeros around them up to `padded`; returns their sum
+// and e^(sink - largest), to which the least numbers of exponential() for the others add nothing: it is at least 1.
+inline float exponentials(float* scores, int64_t first, int64_t count, int64_t padded, float sink) {
   float largest[COLUMNS], sums[COLUMNS] = {};
+  std::fill(scores, scores + first, -INFINITY);
   std::fill(scores + count, scores + padded, -INFINITY);
   std::copy_n(scores, COLUMNS, largest);
   for (int64_t i = 0; i < padded; i += COLUMNS)
     for (int j = 0; j < COLUMNS; j++) largest[j] = std::max(largest[j], scores[i + j]);
-  const float top = *std::max_element(largest, largest + COLUMNS);
+  const float top = std::max(*std::max_element(largest, largest + COLUMNS), sink);
   for (int64_t i = 0; i < padded; i += COLUMNS)
     for (int j = 0; j < COLUMNS; j++) {
       scores[i + j] = exponential(scores[i + j] - top);
       sums[j] += scores[i + j];
     }
+  std::fill(scores, scores + first, 0.0f);
   std::fill(scores + count, scores + padded, 0.0f);
-  return total_of(sums);
+  return total_of(sums) + (sink > -INFINITY ? exponential(sink - top) : 0.0f);
 }
 
 constexpr int64_t POSITIONS = 64;  // whose values stay in the first-level cache while all rows are made of them
 
 template <int T>
-void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more, int64_t head_size, float* out) {
-  const int64_t padded = (seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
+void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, const Sight& sight, int64_t head_size, float* out) {
+  const int64_t more = sight.more, padded = (sight.seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
   static thread_local Room room;
   float* scores = room.take((T * padded + 4095) / 4096 * 4096);  // in steps, as each token sees one position more
   std::fill_n(scores, T * padded, 0.0f);
   for (int64_t block = 0; block < padded; block += COLUMNS)
     combine<T, 1>(q, stride, keys + block * head_size, COLUMNS, head_size, scores + block, padded);
   float sums[T];
-  for (int t = 0; t < T; t++) sums[t] = exponentials(scores + t * padded, seen + t * more, padded);
+  if (sight.cap > 0) soften(scores, T * padded, sight.cap);
+  for (int t = 0; t < T; t++) {
+    const float sink = sight.sinks ? sight.sinks[t * (1 - more)] : -INFINITY;
+    sums[t] = exponentials(scores + t * padded, std::max<int64_t>(sight.behind + t * more, 0), sight.seen + t * more, padded, sink);
+  }
   for (int t = 0; t < T; t++) std::fill_n(out + t * stride, head_size, 0.0f);
   if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache already
     for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores, padded, values + c, head_size, padded, out + c, stride);
@@ -133,13 +126,13 @@ void attend_rows(const float* q, int64_t stride, const float* keys, const float*
   room.keep_at_most(billfish::KEPT_BYTES);
 }
 
-inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, int64_t seen, int64_t more,
-                   int64_t head_size, float* out) {
+inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, const Sight& sight, int64_t head_size,
+                   float* out) {
   switch (rows) {
-    case 1: return attend_rows<1>(q, stride, keys, values, seen, more, head_size, out);
-    case 2: return attend_rows<2>(q, stride, keys, values, seen, more, head_size, out);
-    case 3: return attend_rows<3>(q, stride, keys, values, seen, more, head_size, out);
-    default: return attend_rows<4>(q, stride, keys, values, seen, more, head_size, out);
+    case 1: return attend_rows<1>(q, stride, keys, values, sight, head_size, out);
+    case 2: return attend_rows<2>(q, stride, keys, values, sight, head_size, out);
+    case 3: return attend_rows<3>(q, stride, keys, values, sight, head_size, out);
+    default: return attend_rows<4>(q, stride, keys, values, sight, head_size, out);
   }
 }
 

@@ -6,6 +6,6 @@
 namespace BILLFISH_ISA {
 
 extern const billfish::DecoderKernels decoder_kernels;
-const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend};
+const billfish::DecoderKernels decoder_kernels = {normalize, rotate, attend, soften};
 
 }  // namespace BILLFISH_ISA
