@@ -177,8 +177,45 @@ def _slice(chosen: range) -> slice:
     return slice(chosen.start, chosen.stop, chosen.step)
 
 
+class Joined(Entry):
+    """Two stacks [E, N, K] as one [E, 2 N, K], or biases [E, N] as [E, 2 N]: the rows of the first above those of the
+    second, or in turn."""
+
+    def __init__(self, name: str, first: Entry, second: Entry, in_turn: bool) -> None:
+        about, other = first.description, second.description
+        if _kind(about) != _kind(other):
+            raise CheckpointError(complaint(CALL, other.name, _kind(other), f"{_kind(about)}, as {about.name}"))
+        experts, n, *columns = about.shape
+        joined = replace(about, name=name, shape=(experts, 2 * n, *columns), nbytes=about.nbytes + other.nbytes)
+        super().__init__(joined, first.parts | second.parts)
+        self.halves, self.in_turn = (first, second), in_turn
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        if self.description.format is None:
+            first, second = (np.asarray(half.read()) for half in self.halves)
+            return cut_array(self._join(first, second, 1), rows, columns, experts)
+        first, second = (half.read(None, columns, experts) for half in self.halves)
+        assert isinstance(first, QuantizedExperts) and isinstance(second, QuantizedExperts)
+        count, n, k = first.shape
+        specs, joined = first.format.storage_spec(n, k, first.group_size), dict[str, Array]()
+        for part, array in first.storage.items():
+            axis = specs[part].n_axis
+            if axis is None and array.tobytes() != second.storage[part].tobytes():
+                got, takes = f"another {part} than {self.halves[0].description.name}", "the same, as they become one"
+                raise CheckpointError(complaint(CALL, self.halves[1].description.name, got, takes))
+            joined[part] = array if axis is None else self._join(array, second.storage[part], 1 + axis)
+        whole = QuantizedExperts.owning(first.format, (count, 2 * n, k), first.group_size, joined)
+        return whole if rows is None else whole.take_rows(np.arange(*check_span("rows", rows, 2 * n)))
+
+    def _join(self, first: Array, second: Array, axis: int) -> Array:
+        if not self.in_turn:
+            return np.concatenate((first, second), axis)
+        shape = (*first.shape[:axis], 2 * first.shape[axis], *first.shape[axis + 1 :])
+        return np.stack((first, second), axis + 1).reshape(shape)
+
+
 class Turned(Entry):
-    """A plain stack [E, K, N] as [E, N, K]."""
+    """A plain stack [E, K, N] as [E, N, K], or the other way around."""
 
     def __init__(self, entry: Entry) -> None:
         about = entry.description

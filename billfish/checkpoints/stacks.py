@@ -20,7 +20,7 @@ from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.derived import OneExpert, Renamed, SomeRows, Stacked, Turned
+from billfish.checkpoints.derived import Joined, OneExpert, Renamed, SomeRows, Stacked, Turned
 from billfish.checkpoints.entry import Entry
 from billfish.errors import CheckpointError, complaint
 
@@ -106,6 +106,34 @@ def by_mlx_stacks(checkpoint: Checkpoint) -> Checkpoint:
         entries[new] = entry if new == name else Renamed(entry, new)
         origins.append(whole.origins.get(name, name))
     return checkpoint if list(entries) == list(checkpoint) else checkpoint.view(entries, origins)
+
+
+def by_transformers_stacks(checkpoint: Checkpoint) -> Checkpoint:
+    """The same tensors with experts as transformers' files have them: of some models stacks, of most one by one."""
+    kind = checkpoint.config.get("model_type")
+    if kind not in STACKED_FILES:
+        return one_by_one(checkpoint)
+    if not any(map(is_stack, checkpoint)):  # the names are those of such files
+        return checkpoint
+    gpt_oss, entries, origins = kind == "gpt_oss", dict[str, Entry](), list[str]()
+    for name in checkpoint:
+        entry, new = checkpoint.entry(name), name
+        match = _STACK.fullmatch(name) if is_stack(name) else None
+        if match is not None and match[2] == "up_proj":
+            continue  # with the gates
+        if match is not None:
+            projection = match[2].replace("gate_", "gate_up_")
+            linear = next(theirs for theirs, ours in GRANITE.items() if ours == projection)
+            bias = "_bias" if match[4] else ""
+            new = f"{match[1]}.experts.{projection}{bias}" if gpt_oss else f"{match[1]}.{linear}.weight"
+            if match[2] == "gate_proj":
+                entry = Joined(new, entry, checkpoint.entry(name.replace("gate_proj", "up_proj")), in_turn=gpt_oss)
+            if entry.description.format is None and is_turned(new, checkpoint.config):
+                entry = Turned(entry)  # as a quantized one will be when it is decoded
+            entry = Renamed(entry, new)
+        entries[new] = entry
+        origins.append(checkpoint.origins.get(name, name))
+    return checkpoint.view(entries, origins)
 
 
 def is_turned(name: str, config: Mapping[str, Any]) -> bool:
