@@ -122,7 +122,7 @@ def stack_of(experts: int, matrices: Iterable[tuple[str, Tensor]]) -> QuantizedE
             kind = _same_kind(name, matrix, kind)
         storage = matrix.storage if isinstance(matrix, QuantizedTensor) else {"": np.asarray(matrix)}
         for part, array in storage.items():
-            held = arrays[part] if part in arrays else np.empty((experts, *array.shape), array.dtype)
+            held = arrays[part] if part in arrays else np.zeros((experts, *array.shape), array.dtype)
             if held.dtype != array.dtype:  # scales that float16 holds in one matrix, and not in another
                 held = held.astype(np.promote_types(held.dtype, array.dtype))
             held[e] = array
@@ -195,7 +195,8 @@ class Joined(Entry):
             first, second = (np.asarray(half.read()) for half in self.halves)
             return cut_array(self._join(first, second, 1), rows, columns, experts)
         first, second = (half.read(None, columns, experts) for half in self.halves)
-        assert isinstance(first, QuantizedExperts) and isinstance(second, QuantizedExperts)
+        assert isinstance(first, QuantizedExperts)
+        assert isinstance(second, QuantizedExperts)
         count, n, k = first.shape
         specs, joined = first.format.storage_spec(n, k, first.group_size), dict[str, Array]()
         for part, array in first.storage.items():

@@ -56,13 +56,13 @@ def by_stacks(checkpoint: Checkpoint) -> Checkpoint:
             for new, entry in _stacks_of(name, checkpoint):
                 _add(found, new, name, entry)
             continue
-        stack = _name(one[1], MIXTRAL.get(one[3], one[3]), name)
-        found.setdefault(stack, (name, checkpoint.entry(name)))  # its place; the whole stack follows
+        stack, e = _name(one[1], MIXTRAL.get(one[3], one[3]), name), int(one[2])
+        if stack not in matrices:
+            _add(found, stack, name, checkpoint.entry(name))  # its place; the whole stack follows
         members = matrices.setdefault(stack, {})
-        if int(one[2]) in members or stack in checkpoint:
-            twice = stack if stack in checkpoint else members[int(one[2])]
-            raise CheckpointError(complaint(CALL, name, f"expert {int(one[2])} twice (also {twice})", "each once"))
-        members[int(one[2])] = name
+        if e in members:
+            raise CheckpointError(complaint(CALL, name, f"expert {e} twice (also {members[e]})", "each expert once"))
+        members[e] = name
     counts = _counts(checkpoint.config, matrices)
     for stack, members in matrices.items():
         found[stack] = found[stack][0], _merged(stack, members, counts[_block(stack)], checkpoint)
