@@ -54,14 +54,19 @@ class Table(Element):
         cells = np.arange(2 * self.low, 2 * self.high + 1)
         distance = np.abs((cells[:, None] + 0.5) / 2 - self.values)
         self._code_of_cell = distance.argmin(axis=1).astype(np.uint8)
+        self._value_of_cell = self.values[self._code_of_cell]
 
     def encode(self, x: Floats) -> Codes:
-        cell = np.clip(np.floor(x * np.float32(2)), 2 * self.low, 2 * self.high) - np.float32(2 * self.low)
-        codes: Codes = look_up(self._code_of_cell, cell.astype(np.int32))
+        codes: Codes = look_up(self._code_of_cell, self._cell(x))
         return codes
 
     def round(self, x: Floats) -> Floats:
-        return self.decode(self.encode(x))
+        numbers: Floats = look_up(self._value_of_cell, self._cell(x))
+        return numbers
+
+    def _cell(self, x: Floats) -> NDArray[np.int32]:
+        cell = np.clip(np.floor(x * np.float32(2)), 2 * self.low, 2 * self.high) - np.float32(2 * self.low)
+        return cell.astype(np.int32)
 
 
 class Integer(Element):

@@ -212,6 +212,8 @@ class Format(ABC):
         tensor_planes = self.tensor_planes(w)
         context = {**tensor_planes, **options}
         thorough = method != "rtn"
+        if importance is not None and not importance.any():
+            importance = None
 
         def search(a: int, b: int, length: int, rows: int) -> Search | None:
             if importance is None:
@@ -249,8 +251,10 @@ class Format(ABC):
             if search is None:
                 return best
 
+            exact = w.astype(np.float64)
+
             def error(planes: Planes) -> NDArray[np.float64]:
-                wrong = w.astype(np.float64) - self.decode({**context, **planes}, group_size)
+                wrong = exact - self.decode({**context, **planes}, group_size)
                 return np.einsum("rk,rk->r", wrong, wrong if search.importance is None else wrong * search.importance)
 
             least = error(best)
@@ -298,9 +302,13 @@ class Format(ABC):
 
 
 def _shares(importance: NDArray[Any]) -> NDArray[np.float32]:
-    """Importances [runs, length] over the largest of their run; 1 in a run that has none at all."""
-    largest = importance.astype(np.float64).max(axis=1, keepdims=True)
-    return np.where(largest > 0, importance / np.where(largest > 0, largest, 1), 1).astype(np.float32)
+    """Importances [runs, length] times a power of two, so that the largest of a run is from 1/2 to 1.
+
+    They are all 1 in a run that has none at all.
+    """
+    largest = importance.max(axis=1, keepdims=True)
+    shares = np.ldexp(importance, -np.frexp(largest)[1])
+    return np.where(largest > 0, shares, 1).astype(np.float32)
 
 
 FORMATS: dict[str, Format] = {}

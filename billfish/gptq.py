@@ -10,7 +10,7 @@ so each column rounds its target, which knows the errors of all columns before. 
 inverse of H. Columns go in the order of decreasing H_jj. Only codes change, so nothing about the order is stored.
 
 Same inputs give the same bits for any number of threads: rows go in slices that do not depend on it, and matrices are
-multiplied in tiles of TILE^3 products, which are too few for a BLAS to share them out among threads.
+multiplied in patches of PATCH^3 products, which are too few for a BLAS to share them out among threads.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from billfish.search import reciprocal
 
 Doubles = NDArray[np.float64]
 
-TILE = 48
-SLICE_ROWS = 10 * TILE  # at most: so many that NumPy's overhead for each column does not show
+PATCH = 48
+SLICE_ROWS = 10 * PATCH  # at most: so many that NumPy's overhead for each column does not show
 DAMPING = 0.1  # of the mean of the diagonal, added to it: what calibration does not show is not nothing
 
 
 class Carry(NamedTuple):
-    """How errors are carried on. K here is rounded up to whole tiles."""
+    """How errors are carried on. K here is rounded up to whole patches."""
 
     order: NDArray[np.intp]  # [K of the matrix], the columns in which order they are rounded
     factors: Doubles  # [K, K], strictly lower: G_ji / G_jj
@@ -67,7 +67,7 @@ def quantize_gptq(
         planes = {name: plane[start:stop] if plane.ndim else plane for name, plane in searched.items()}
         return _round_rows(format, w[start:stop], planes, group_size, carry)
 
-    step = _whole_tiles(-(-n // slices))
+    step = _whole_patches(-(-n // slices))
     return format.with_codes(searched, np.concatenate(map_rows(round_rows, n, k, step=step)))
 
 
@@ -76,7 +76,7 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     diagonal = np.diagonal(hessian).astype(np.float64)
     k, order = len(diagonal), np.argsort(-diagonal, kind="stable")
     damping = DAMPING * float(diagonal.mean()) or 1.0  # of nothing but zeros, all columns are alike
-    padded = _whole_tiles(k)
+    padded = _whole_patches(k)
     g = np.eye(padded)
     g[:k, :k] = hessian[np.ix_(order, order)]
     g[np.arange(k), np.arange(k)] += damping
@@ -94,17 +94,17 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
 def _factorize(a: Doubles) -> None:
     """A symmetric [K, K], of which the lower half counts, becomes G: lower triangular, A = G^T G.
 
-    From the last tile of rows to the first: what is above and to the left loses the share of the tile's rows.
+    From the last patch of rows to the first: what is above and to the left loses the share of the patch's rows.
     """
-    tiles = _tiled(a)
-    for p in reversed(range(len(tiles))):
-        own = tiles[p, p]
+    patches = _patches(a)
+    for p in reversed(range(len(patches))):
+        own = patches[p, p]
         own = own[::-1, ::-1]  # Cholesky's factor is L L^T: from the last to the first it is G^T G
         root = np.linalg.cholesky(own)[::-1, ::-1].T
-        tiles[p, p] = root
-        tiles[p, :p] = np.matmul(np.linalg.inv(root).T, tiles[p, :p])
+        patches[p, p] = root
+        patches[p, :p] = np.matmul(np.linalg.inv(root).T, patches[p, :p])
         for row in range(p):
-            tiles[row, : row + 1] -= np.matmul(tiles[p, row].T, tiles[p, : row + 1])
+            patches[row, : row + 1] -= np.matmul(patches[p, row].T, patches[p, : row + 1])
     a[np.triu_indices(len(a), 1)] = 0
 
 
@@ -119,7 +119,7 @@ def _round_rows(
     inverse = reciprocal(scale)
     element = format.element
 
-    exact = np.zeros((len(carry.factors), _whole_tiles(n)))
+    exact = np.zeros((len(carry.factors), _whole_patches(n)))
     exact[:k, :n] = w.T[carry.order]
     wrong = np.zeros_like(exact)
     wrong[:k, :n] = exact[:k, :n] - format.decode(planes, group_size).T[carry.order]
@@ -127,8 +127,8 @@ def _round_rows(
 
     targets = exact.copy()
     levels = np.zeros((k, n), np.float32)
-    for start in range(0, len(targets), TILE):
-        for j in range(start, min(start + TILE, k)):
+    for start in range(0, len(targets), PATCH):
+        for j in range(start, min(start + PATCH, k)):
             group = groups[j]
             targets[j] += np.einsum("i,in->n", carry.factors[j, start:j], wrong[start:j])
             x = targets[j, :n].astype(np.float32)
@@ -144,7 +144,7 @@ def _round_rows(
             if minimum is not None:
                 value += minimum[group]
             wrong[j, :n] = exact[j, :n] - value
-        _carry_on(carry.factors, wrong, start // TILE, targets)
+        _carry_on(carry.factors, wrong, start // PATCH, targets)
     better = _errors(wrong, targets - exact + wrong, carry)[:n] < before
     codes = np.empty((n, k), np.uint8)
     codes[:, carry.order] = element.encode(levels).T
@@ -160,23 +160,23 @@ def _errors(wrong: Doubles, residual: Doubles, carry: Carry) -> Doubles:
 def _carried(factors: Doubles, wrong: Doubles) -> Doubles:
     """wrong + factors @ wrong."""
     result = wrong.copy()
-    for p in range(len(wrong) // TILE):
-        _tiled(result)[p] += np.matmul(_tiled(factors)[p, p], _tiled(wrong)[p])
+    for p in range(len(wrong) // PATCH):
+        _patches(result)[p] += np.matmul(_patches(factors)[p, p], _patches(wrong)[p])
         _carry_on(factors, wrong, p, result)
     return result
 
 
 def _carry_on(factors: Doubles, wrong: Doubles, p: int, targets: Doubles) -> None:
-    """Add the share of columns, those of tile p, to the targets of all columns after them."""
-    below = _tiled(factors)[p + 1 :, p][:, None]  # [tiles, 1, TILE, TILE]
-    _tiled(targets)[p + 1 :] += np.matmul(below, _tiled(wrong)[p])
+    """Add the share of columns, those of patch p, to the targets of all columns after them."""
+    below = _patches(factors)[p + 1 :, p][:, None]  # [patches, 1, PATCH, PATCH]
+    _patches(targets)[p + 1 :] += np.matmul(below, _patches(wrong)[p])
 
 
-def _tiled(a: Doubles) -> Doubles:
-    """[m, n] as tiles [m / TILE, n / TILE, TILE, TILE] of the same memory."""
+def _patches(a: Doubles) -> Doubles:
+    """[m, n] as patches [m / PATCH, n / PATCH, PATCH, PATCH] of the same memory."""
     m, n = a.shape
-    return a.reshape(m // TILE, TILE, n // TILE, TILE).transpose(0, 2, 1, 3)
+    return a.reshape(m // PATCH, PATCH, n // PATCH, PATCH).transpose(0, 2, 1, 3)
 
 
-def _whole_tiles(length: int) -> int:
-    return -(-length // TILE) * TILE
+def _whole_patches(length: int) -> int:
+    return -(-length // PATCH) * PATCH

@@ -28,9 +28,6 @@ Pair = tuple[Floats, Floats]
 Values = tuple[Floats, ...]  # either: what a candidate is
 RepresentablePair = Callable[[Floats, Floats], Pair]
 
-# How often the winner of the weighted error is fitted to its codes, which then are rounded again.
-WEIGHTED_FITS = 3
-
 
 def reciprocal(x: Floats) -> Floats:
     """1 / x, and 0 where that is infinite: a group with no scale, or next to none, has only zeros."""
@@ -68,6 +65,12 @@ def scale_factors(element: Element) -> list[float]:
 def range_factors(element: Element) -> list[float]:
     """The grid for a range that a minimum and a scale share out."""
     return list(np.linspace(0.5 if element.bits < 4 else 0.7, 1.05, 12))
+
+
+def _is_lopsided(element: Element) -> bool:
+    """Whether uneven levels are others from above: of two weights, the more important one chooses the sign."""
+    uneven = not isinstance(element, (Integer, Signed))
+    return uneven and not np.array_equal(np.sort(element.values), np.sort(-element.values))
 
 
 class Search(NamedTuple):
@@ -114,7 +117,11 @@ class Search(NamedTuple):
             if self.thorough:
                 yield from ((representable(start * np.float32(factor)),) for factor in scale_factors(element))
 
-        return [scale for (scale,) in self._best(grid(), difference, fit)]
+        def opposite() -> Iterator[tuple[Floats]]:
+            if self.thorough and _is_lopsided(element):
+                yield from ((representable(start * np.float32(-factor)),) for factor in scale_factors(element)[1::3])
+
+        return [scale for (scale,) in self._best(grid(), opposite(), difference, fit)]
 
     def scale_and_minimum(
         self, w: Floats, element: Element, scale: Floats, minimum: Floats, representable: RepresentablePair
@@ -155,21 +162,30 @@ class Search(NamedTuple):
                 yield fit(None, shrunk, minimum + (scale - shrunk) * (top / 2))
 
         w_total = w.sum(axis=1)
-        return [(scale, minimum) for scale, minimum in self._best(grid(), difference, fit)]
+        return [(scale, minimum) for scale, minimum in self._best(grid(), (), difference, fit)]
 
     def _best(
-        self, candidates: Iterable[Values], difference: Callable[..., Floats], fit: Callable[..., Values]
+        self,
+        candidates: Iterable[Values],
+        further: Iterable[Values],
+        difference: Callable[..., Floats],
+        fit: Callable[..., Values],
     ) -> list[Values]:
-        """The winners among candidates and what fits their codes better, one for each of :attr:`parts`."""
+        """The winners among candidates and what fits their codes better, one for each of :attr:`parts`.
+
+        further: candidates for the weighted error only.
+        """
         bests = [_Best(part.importance) for part in self.parts]
         for values in candidates:
             wrong = difference(*values)
             for best in bests:
                 best.consider(values, wrong)
+        if self.importance is not None:
+            for values in further:
+                bests[-1].consider(values, difference(*values))
         for best in bests:
-            for _ in range(1 if best.importance is None else WEIGHTED_FITS):
-                fitted = fit(best.importance, *best.values)
-                best.consider(fitted, difference(*fitted))
+            fitted = fit(best.importance, *best.values)
+            best.consider(fitted, difference(*fitted))
         return [best.values for best in bests]
 
 
