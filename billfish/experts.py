@@ -84,27 +84,29 @@ class QuantizedExperts:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the stack to a .safetensors file, which must not exist, bit for bit. :meth:`load` reads it.
 
-        bf.load reads it too, as the matrices weight.0, weight.1, ...
+        bf.load reads it too, where it is called "weight".
         """
         from billfish.checkpoints.conversion import save  # here, as checkpoints are made of tensors
 
         if not str(path).endswith(".safetensors"):
             takes = "a name that ends in .safetensors"
             raise CheckpointError(complaint("QuantizedExperts.save", "path", str(path), takes))
-        save({f"weight.{e}": matrix for e, matrix in enumerate(self)}, path, progress=False)
+        save({"weight": self}, path, progress=False)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> QuantizedExperts:
-        """The stack in a file that :meth:`save` wrote."""
+        """The stack in a file that :meth:`save` wrote, or in any other that holds one stack and no other quantized
+        tensor. Its arrays are views of the file, which must stay as it is."""
         from billfish.checkpoints import load
 
         checkpoint = load(path)
-        found = [checkpoint[name] for e in range(len(checkpoint)) if (name := f"weight.{e}") in checkpoint]
-        matrices = [matrix for matrix in found if isinstance(matrix, QuantizedTensor)]
-        if len(matrices) != len(checkpoint) or not matrices:
+        names = [name for name in checkpoint if checkpoint.describe(name).format is not None]
+        stack = checkpoint[names[0]] if len(names) == 1 else None
+        if not isinstance(stack, cls):
+            got = f"{len(names)} quantized tensors, and no stack alone"
             takes = "a file that QuantizedExperts.save wrote; bf.load reads others"
-            raise CheckpointError(complaint("QuantizedExperts.load", str(path), f"{len(checkpoint)} tensors", takes))
-        return cls.from_tensors(matrices)
+            raise CheckpointError(complaint("QuantizedExperts.load", str(path), got, takes))
+        return stack
 
     def __len__(self) -> int:
         return self.shape[0]

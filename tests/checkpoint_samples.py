@@ -275,7 +275,7 @@ def gpt_oss(folder: Path, experts: int = 3) -> np.ndarray:
     rng = np.random.default_rng(4)
     blocks = rng.integers(0, 256, (experts, N, K // 32, 16), dtype=np.uint8)
     scales = rng.integers(110, 140, (experts, N, K // 32), dtype=np.uint8)
-    write_config(folder, quantization_config={"quant_method": "mxfp4"})
+    write_config(folder, model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
     name = "model.layers.0.mlp.experts.gate_up_proj"
     bias = np.ones((experts, N), np.float32)
     save_file({f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": bias}, folder / "model.safetensors")

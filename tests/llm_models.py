@@ -65,8 +65,8 @@ def vocabulary(architecture: str) -> tuple[list[str], list[int]]:
     return [*control, *pieces, "ab"], [CONTROL] * 4 + [NORMAL] * 257
 
 
-def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
-    """Write the file; returns its weights as numbers, by their names in it."""
+def write_model(path: Path, small: Small, more: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+    """Write the file, with `more` tensors; returns its weights as numbers, by their names in it."""
     rng = np.random.default_rng(small.seed)
     writer = gguf.GGUFWriter(path, small.architecture)
     writer.add_name(f"small {small.architecture}")
@@ -131,6 +131,8 @@ def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
             vector(f"blk.{i}.attn_q_norm.weight", small.head_size, 1)
             vector(f"blk.{i}.attn_k_norm.weight", small.head_size, 1)
     vector("output_norm.weight", small.hidden, 1)
+    for name, numbers in (more or {}).items():
+        writer.add_tensor(name, numbers)
     if not small.tied:
         matrix("output.weight", len(pieces), small.hidden)
     writer.write_header_to_file()

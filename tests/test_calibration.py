@@ -294,5 +294,19 @@ def test_statistics_of_another_model_are_refused_by_name():
         statistics.settings("quantize", NAMES[0], (8, 24), "gptq")
 
 
+def test_experts_of_a_folder_may_be_apart():
+    stack = "model.layers.0.mlp.experts.down_proj.weight"
+    statistics = Statistics({stack: expert_statistics()})
+    for expert, importance in enumerate([[1, 2], [2, 1.5], [3, 1]]):
+        name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+        method, settings = statistics.settings("quantize", name, (8, 2), "mse")
+        assert method == "mse"
+        np.testing.assert_array_equal(settings["importance"], importance)
+    with pytest.raises(bf.DataError, match=r"experts\.3\.down_proj\.weight: got statistics of 3 experts"):
+        statistics.settings("quantize", "model.layers.0.mlp.experts.3.down_proj.weight", (8, 2), "mse")
+    with pytest.raises(bf.DataError, match=r"experts\.down_proj\.weight: got statistics of 2 inputs"):
+        statistics.settings("quantize", "model.layers.0.mlp.experts.0.down_proj.weight", (8, 4), "mse")
+
+
 def test_embeddings_may_be_missing():
     assert small_statistics().settings("quantize", "token_embd.weight", (99, 24), "gptq") == ("mse", {})

@@ -98,7 +98,7 @@ def test_statistics_of_another_model_are_refused_and_nothing_is_written(tmp_path
     _, _, known = sources(tmp_path)
     write_folder(tmp_path / "folder", "plain")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(bf.DataError, match=r"self_attn\.q_proj\.weight: got statistics of \(128, 64\)"):
+    with pytest.raises(bf.DataError, match=r"mlp\.down_proj\.weight: got statistics of \(64, 96\)"):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, progress=False)
     with pytest.raises(bf.DataError, match=r"calibrate: got it and statistics; takes one of them"):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, calibrate=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llm_architectures
 import numpy as np
 import pytest
 from llm_models import Small, in_transformers, write_model
@@ -166,3 +167,25 @@ def test_windows_begin_as_the_model_has_it(tmp_path):
     calibration = Calibration.of(tmp_path / "model.gguf", text, False, 90, 40)
     assert [len(window) for window in calibration.windows] == [40, 40, 10]
     assert all(window[0] == 0 for window in calibration.windows)  # <s>
+
+
+def test_matrices_that_a_file_has_as_one_have_one_input(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    llm_architectures.write_model(tmp_path / "phi3", "phi3")
+    (tmp_path / "text.txt").write_text(TEXT)
+    calibration = Calibration.of(tmp_path / "phi3", tmp_path / "text.txt", False, 40, 20)
+    calibration.write(tmp_path / "s.safetensors", progress=False)
+    ours = Statistics.load(tmp_path / "s.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "phi3", dtype=torch.float32)
+    theirs = bf.calibrate(model, [torch.tensor([window]) for window in calibration.windows], progress=False)
+    for name in ("qkv_proj", "o_proj"):
+        known = [statistics[f"model.layers.1.self_attn.{name}.weight"].squares for statistics in (ours, theirs)]
+        np.testing.assert_allclose(*known, rtol=1e-3)
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    llm_architectures.write_model(tmp_path / "olmoe", "olmoe")
+    with pytest.raises(bf.ModelError, match="got layers with experts; takes a model without them"):
+        bf.calibrate_checkpoint(tmp_path / "olmoe", tmp_path / "s.safetensors")

@@ -15,6 +15,7 @@ from support import gaussian
 import billfish as bf
 
 UP = "model.layers.0.mlp.up_proj.weight"
+EXPERTS = "model.layers.0.mlp.experts.down_proj"
 
 
 def write_every_kind(folder: Path) -> None:
@@ -23,7 +24,8 @@ def write_every_kind(folder: Path) -> None:
     tensors = {
         "model.embed_tokens.weight": gaussian((16, 64)),
         "model.layers.0.input_layernorm.weight": np.ones(64, np.float32),
-        "model.layers.0.mlp.experts.down_proj": gaussian((4, 16, 64)),
+        "model.layers.0.conv.weight": gaussian((4, 16, 64)),
+        EXPERTS: gaussian((4, 16, 64)),
         "model.layers.0.mlp.odd.weight": gaussian((16, 40)),
         "model.layers.0.mlp.table.weight": np.ones((4, 64), np.int32),
         "model.layers.0.mlp.matrix": gaussian((16, 64)),
@@ -38,13 +40,13 @@ def write_every_kind(folder: Path) -> None:
 def test_each_tensor_that_is_left_has_its_reason(tmp_path):
     write_every_kind(tmp_path / "in")
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", keep={r"layers\.2": "keep"})
-    assert report.quantized == (UP, "model.layers.1.mlp.up_proj.weight")
+    assert report.quantized == (EXPERTS, UP, "model.layers.1.mlp.up_proj.weight")
     reasons = {name.removeprefix("model.").removeprefix("layers."): reason for name, reason in report.left.items()}
     sensitive = "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
     assert reasons == {
         "embed_tokens.weight": sensitive,
         "0.input_layernorm.weight": sensitive,
-        "0.mlp.experts.down_proj": "stacks of matrices, such as experts; `keep` chooses a format",
+        "0.conv.weight": "more than two axes, and no experts; `keep` chooses a format",
         "0.mlp.odd.weight": "K = 40 is no positive multiple of 32, as q4_0 needs",
         "0.mlp.table.weight": "no matrix of float32, float16 or bfloat16",
         "0.mlp.matrix": "not called `weight`; `keep` chooses a format",
@@ -60,7 +62,7 @@ def test_each_tensor_that_is_left_has_its_reason(tmp_path):
     assert report.nbytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     text = str(report)
     assert max(map(len, text.splitlines())) <= 80
-    assert "quantized  f32 -> q4_0  2" in text
+    assert "quantized  f32 -> q4_0  3" in text
     assert "left as they were: 8 tensors" in text
     for name in report.left:
         assert name in text
@@ -76,13 +78,13 @@ def test_a_summary_of_long_names_fits_80_columns(tmp_path):
     assert max(map(len, str(report).splitlines())) <= 80
 
 
-def test_experts_are_quantized_where_a_rule_says_so(tmp_path):
+def test_experts_are_quantized_as_a_rule_says(tmp_path):
     write_every_kind(tmp_path / "in")
     report = bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "q4_0", keep={"experts": "q8_0"})
-    assert "model.layers.0.mlp.experts.down_proj" in report.quantized
-    assert bf.load(tmp_path / "out").describe("model.layers.0.mlp.experts.down_proj").format.name == "q8_0"
+    assert EXPERTS in report.quantized
+    assert bf.load(tmp_path / "out").describe(EXPERTS).format.name == "q8_0"
     compared = {comparison.name: comparison for comparison in bf.verify(tmp_path / "in", tmp_path / "out").comparisons}
-    assert 0 < compared["model.layers.0.mlp.experts.down_proj"].relative_error < 0.01
+    assert 0 < compared[EXPERTS].relative_error < 0.01
 
 
 def test_only_what_is_asked_for(tmp_path):
@@ -90,7 +92,7 @@ def test_only_what_is_asked_for(tmp_path):
     report = bf.quantize_checkpoint(
         tmp_path / "in", tmp_path / "out", "q4_0", only=[r"layers\.0", "embed"], keep={r"layers\.2": "q8_0"}
     )
-    assert report.quantized == (UP, "model.layers.2.mlp.up_proj.weight")  # a rule counts before `only`
+    assert report.quantized == (EXPERTS, UP, "model.layers.2.mlp.up_proj.weight")  # a rule counts before `only`
     assert report.left["model.layers.1.mlp.up_proj.weight"] == "not found by `only`"
     assert report.left["model.embed_tokens.weight"].startswith("sensitive")
 

@@ -240,10 +240,11 @@ def test_eval_refuses_another_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'; takes a config.json whose model_type is one of llama, mis"),
+        ({"model_type": "mamba"}, "model_type 'mamba'; takes a config.json whose model_type is one of llama, mistral"),
+        ({"model_type": "mixtral"}, "llama.expert_used_count: got no such field"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "hidden_size: got None; takes a positive size"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: got 'yarn'; takes one of default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor: got None; takes a positive number"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; takes 'silu' for llama"),
         ({"num_key_value_heads": 3}, "64 rows for 3 heads"),
     ],
@@ -263,7 +264,7 @@ def test_tensors_go_by_the_names_that_the_folder_has(tmp_path, capsys):
         ({up: None}, f"{up}: got no such tensor; takes a llama model that has it"),
         ({up: np.ones((3, 3), np.float32)}, f"{up}: got shape (3, 3); takes (96, 64)"),
         ({"lm_head.weight": None}, "lm_head.weight: got no such tensor"),
-        ({"model.layers.0.mlp.experts.0.w1.weight": arrays[up]}, "got 'model.layers.0.mlp.experts.0.w1.weight'; takes"),
+        ({"model.layers.0.mlp.odd_proj.weight": arrays[up]}, "got 'model.layers.0.mlp.odd_proj.weight'; takes"),
         ({up: np.ones((96, 64), np.int32)}, f"{up}: got int32 weights; takes quantized ones, float32, float16 or"),
     ):
         left = {name: array for name, array in (arrays | changed).items() if array is not None}

@@ -8,5 +8,6 @@ file         our files; imatrix: llama.cpp's
 text         the text, and the one that the package carries
 """
 
-from billfish.calibration.statistics import InputStatistics as InputStatistics
-from billfish.calibration.statistics import Statistics as Statistics
+from billfish.calibration.statistics import InputStatistics, Statistics
+
+__all__ = ["InputStatistics", "Statistics"]

@@ -59,6 +59,9 @@ class Calibration:
         """Raises for a model, a text or sizes that it cannot be computed for."""
         source = open_source(path)
         config = read_config(source.fields, source.vocabulary)
+        if config.experts is not None:
+            takes = "a model without them; bf.calibrate takes the model in transformers"
+            raise ModelError(complaint(CALL, str(path), "layers with experts", takes))
         window = min(WINDOW, config.context) if window is None else window
         if not 1 <= window <= config.context:
             raise DataError(complaint(CALL, "window", window, f"from 1 to {config.context}, the model's context"))
@@ -92,11 +95,7 @@ class Calibration:
 
     def _inputs(self, places: list[str]) -> Inputs:
         """What the matrices of these places multiply. A file may hold several of them as one."""
-        parts = [self.tensors.matrices.get(place) for place in places]
-        names = tuple(dict.fromkeys(part.name for part in parts if part is not None))
-        if None in parts:
-            got, takes = "a layer of another kind, such as experts", "bf.calibrate, with the model in transformers"
-            raise ModelError(complaint(CALL, places[0], got, takes))
+        names = tuple(dict.fromkeys(self.tensors.matrices[place].name for place in places))
         return Inputs(names, self.shapes[names[0]][-1:])
 
     @property

@@ -22,6 +22,7 @@ from billfish.errors import DataError, complaint
 CALL = "calibrate"
 LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 STACK = re.compile(r"(.+\.experts)\.(gate|up|down)_proj\.weight")
+ONE_OF_STACK = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +165,14 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
         """Raises unless these are statistics of a model with such a matrix, enough for the method."""
+        one = ONE_OF_STACK.fullmatch(name)
+        if one and name not in self:
+            stack = f"{one[1]}.{one[3]}"
+            experts = self[stack].counts.size if stack in self else 0
+            if int(one[2]) >= experts:
+                raise _refused(call, name, f"statistics of {experts} experts", "statistics of this model")
+            self.check_matrix(call, stack, (experts, *shape), method)
+            return
         if name not in self:
             if not _may_be_missing(name):
                 got, takes = "no statistics of its inputs", f"statistics of this model; these know {self._examples()}"
@@ -172,8 +181,8 @@ class Statistics(Mapping[str, InputStatistics]):
         known, expected = self[name], self.shapes.get(self._own(name), ())
         if len(shape) == 2 and expected not in ((), tuple(shape)):
             raise _refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
-        experts = (shape[0],) if len(shape) == 3 else ()
-        if known.squares.shape != (*experts, shape[-1]) and not _is_flat_stack(known, shape):
+        wanted = (shape[0], shape[2]) if len(shape) == 3 else (shape[-1],)
+        if known.squares.shape != wanted and not _is_flat_stack(known, shape):
             got = f"statistics of {known.squares.shape[-1]} inputs, counts {known.counts.shape}"
             raise _refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
         if method == "gptq" and known.outer is None:
@@ -185,6 +194,10 @@ class Statistics(Mapping[str, InputStatistics]):
         """The method and the further arguments of `quantize_matrix` for a matrix, or for one of a stack. Embeddings and
         the last layer, which llama.cpp's files may lack, are searched for without."""
         self.check_matrix(call, name, shape, method)
+        one = ONE_OF_STACK.fullmatch(name)
+        if one and name not in self:  # a file with its experts one by one
+            stack = f"{one[1]}.{one[3]}"
+            return self.settings(call, stack, (self[stack].counts.size, *shape), method, int(one[2]))
         if name not in self:
             return "mse" if method == "gptq" else method, {}
         known = self[name]

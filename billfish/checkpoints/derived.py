@@ -94,7 +94,11 @@ class Stacked(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         first, last = check_experts(self.description, experts)
-        chosen = self.matrices[first:last] if len(self.description.shape) > 2 else self.matrices
+        if len(self.description.shape) < 3:
+            biases = stack_of(len(self.matrices), ((bias.description.name, bias.read()) for bias in self.matrices))
+            assert isinstance(biases, np.ndarray)
+            return cut_array(biases, rows, columns)
+        chosen = self.matrices[first:last]
         return stack_of(len(chosen), ((matrix.description.name, matrix.read(rows, columns)) for matrix in chosen))
 
     def permutation(self) -> NDArray[np.int64] | None:
@@ -118,7 +122,7 @@ def stack_of(experts: int, matrices: Iterable[tuple[str, Tensor]]) -> QuantizedE
             kind = _same_kind(name, matrix, kind)
         storage = matrix.storage if isinstance(matrix, QuantizedTensor) else {"": np.asarray(matrix)}
         for part, array in storage.items():
-            held = arrays[part] if part in arrays else np.empty((experts, *array.shape), array.dtype)
+            held = arrays[part] if part in arrays else np.zeros((experts, *array.shape), array.dtype)
             if held.dtype != array.dtype:  # scales that float16 holds in one matrix, and not in another
                 held = held.astype(np.promote_types(held.dtype, array.dtype))
             held[e] = array
@@ -173,8 +177,46 @@ def _slice(chosen: range) -> slice:
     return slice(chosen.start, chosen.stop, chosen.step)
 
 
+class Joined(Entry):
+    """Two stacks [E, N, K] as one [E, 2 N, K], or biases [E, N] as [E, 2 N]: the rows of the first above those of the
+    second, or in turn."""
+
+    def __init__(self, name: str, first: Entry, second: Entry, in_turn: bool) -> None:
+        about, other = first.description, second.description
+        if _kind(about) != _kind(other):
+            raise CheckpointError(complaint(CALL, other.name, _kind(other), f"{_kind(about)}, as {about.name}"))
+        experts, n, *columns = about.shape
+        joined = replace(about, name=name, shape=(experts, 2 * n, *columns), nbytes=about.nbytes + other.nbytes)
+        super().__init__(joined, first.parts | second.parts)
+        self.halves, self.in_turn = (first, second), in_turn
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        if self.description.format is None:
+            first, second = (np.asarray(half.read()) for half in self.halves)
+            return cut_array(self._join(first, second, 1), rows, columns, experts)
+        first, second = (half.read(None, columns, experts) for half in self.halves)
+        assert isinstance(first, QuantizedExperts)
+        assert isinstance(second, QuantizedExperts)
+        count, n, k = first.shape
+        specs, joined = first.format.storage_spec(n, k, first.group_size), dict[str, Array]()
+        for part, array in first.storage.items():
+            axis = specs[part].n_axis
+            if axis is None and array.tobytes() != second.storage[part].tobytes():
+                got, takes = f"another {part} than {self.halves[0].description.name}", "the same, as they become one"
+                raise CheckpointError(complaint(CALL, self.halves[1].description.name, got, takes))
+            joined[part] = array if axis is None else self._join(array, second.storage[part], 1 + axis)
+        whole = QuantizedExperts.owning(first.format, (count, 2 * n, k), first.group_size, joined)
+        return whole if rows is None else whole.take_rows(np.arange(*check_span("rows", rows, 2 * n)))
+
+    def _join(self, first: Array, second: Array, axis: int) -> Array:
+        if not self.in_turn:
+            return np.concatenate((first, second), axis)
+        shape = (*first.shape[:axis], 2 * first.shape[axis], *first.shape[axis + 1 :])
+        return np.stack((first, second), axis + 1).reshape(shape)
+
+
 class Turned(Entry):
-    """A plain stack [E, K, N] as [E, N, K]."""
+    """A plain stack [E, K, N] as [E, N, K], or the other way around."""
 
     def __init__(self, entry: Entry) -> None:
         about = entry.description
@@ -189,7 +231,7 @@ class Turned(Entry):
 
 
 class OneExpert(Entry):
-    """One matrix [N, K] of a stack."""
+    """One matrix [N, K] of a stack [E, N, K], or one bias [N] of [E, N]."""
 
     def __init__(self, entry: Entry, name: str, expert: int) -> None:
         about = entry.description
@@ -199,6 +241,11 @@ class OneExpert(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         check_experts(self.description, experts)
-        stack = self.entry.read(rows, columns, (self.expert, self.expert + 1))
-        assert isinstance(stack, (QuantizedExperts, np.ndarray))
+        one = (self.expert, self.expert + 1)
+        if len(self.description.shape) == 1:
+            bias = self.entry.read(one)
+            assert isinstance(bias, np.ndarray)
+            return cut_array(bias[0], rows, columns)
+        stack = self.entry.read(rows, columns, one)
+        assert not isinstance(stack, QuantizedTensor)
         return stack[0]

@@ -6,15 +6,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.rotary import ROTARY_FACTORS, llama3_rule, positive, scaling_of, theta_of
+from billfish.checkpoints.rotary import LOCAL_THETA, positive, rope_size_of, rule_of, scaling_fields, theta_of
+from billfish.checkpoints.settings import Field, setting_fields, settings_of
 from billfish.errors import CheckpointError, complaint
-from billfish.storage import Array
 
 # transformers' types of models, and the architectures of llama.cpp that they are.
-ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma": "gemma"}
+ARCHITECTURE_OF = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+}
 ARCHITECTURES = tuple(dict.fromkeys(ARCHITECTURE_OF.values()))
-CLASSES = {name: f"{name.capitalize()}ForCausalLM" for name in ARCHITECTURES}
+MODEL_TYPES = {architecture: kind for kind, architecture in reversed(ARCHITECTURE_OF.items())}  # the first of several
+CLASSES = {
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}  # of transformers; the others' are their type's name
 # Names in config.json, and in GGUF behind the architecture. No model is without the first four.
 NEEDED = {
     "hidden_size": "embedding_length",
@@ -30,12 +57,14 @@ SIZES = NEEDED | {
     "rope_theta": "rope.freq_base",
 }
 LARGEST_HEAD = 1 << 16  # numbers of a head, and heads
-HEAD_SIZES = {"qwen3": 128, "gemma": 256}  # where config.json does not say; the others' heads share out `hidden_size`
+# Where config.json does not say; the others' heads share out `hidden_size`.
+HEAD_SIZES = {"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3": 256, "gpt-oss": 64}
 # What feed-forward gates go through. Gemma's first files say "gelu" and mean its approximation.
-GATES = {"gemma": ("gelu_pytorch_tanh", "gelu")}
+GATES = dict.fromkeys(("gemma", "gemma2", "gemma3"), ("gelu_pytorch_tanh", "gelu"))
 SILU = ("silu",)
+WINDOWED = ("gemma2", "gemma3", "gpt-oss", "phi3")  # architectures of which GGUF files have windows
 
-Fields = dict[str, int | float | str]
+Fields = dict[str, Field]
 
 
 class UnknownModel(CheckpointError):
@@ -44,7 +73,8 @@ class UnknownModel(CheckpointError):
 
 def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
     """GGUF's fields for a config.json: all that a decoder must know. Raises UnknownModel for one of another kind."""
-    architecture = ARCHITECTURE_OF.get(str(config.get("model_type")))
+    model_type = str(config.get("model_type"))
+    architecture = ARCHITECTURE_OF.get(model_type)
     if architecture is None:
         got = f"model_type {config.get('model_type')!r}" if config else "no config.json beside it"
         takes = f"a config.json whose model_type is one of {', '.join(ARCHITECTURE_OF)}"
@@ -53,7 +83,6 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
         if type(config.get(name)) is not int or not 1 <= config[name] < 1 << 31:
             raise UnknownModel(complaint(CALL, f"{path}: {name}", repr(config.get(name)), "a positive size"))
     _refuse_variants(config, architecture)
-    kind, rule = scaling_of(config)
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(architecture) or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -64,15 +93,15 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
     known = {
         **config,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": _context(config),
+        "max_position_embeddings": _context(config, architecture),
         "head_dim": head_size,
         "rms_norm_eps": float(positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6))),
         "rope_theta": float(theta_of(config)),
     }
     about = {field: known[name] for name, field in SIZES.items() if known[name] is not None}
-    about |= {"attention.value_length": head_size, "rope.dimension_count": head_size}
-    if kind == "linear":
-        about |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rule["factor"])}
+    about |= {"attention.value_length": head_size, "rope.dimension_count": rope_size_of(config, head_size)}
+    about |= {f"rope.scaling.{name}": value for name, value in scaling_fields(config).items()}
+    about |= setting_fields(config, model_type)
     if isinstance(config.get("vocab_size"), int):
         about["vocab_size"] = config["vocab_size"]
     name = Path(str(config.get("_name_or_path") or path)).name
@@ -86,42 +115,67 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
 def _refuse_variants(config: Mapping[str, Any], architecture: str) -> None:
     """Raises for settings that change what a decoder computes, and that GGUF has no field for."""
     gates = GATES.get(architecture, SILU)
-    for name, takes in (("hidden_act", gates), ("partial_rotary_factor", (1,)), ("use_bidirectional_attention", ())):
+    only: dict[str, tuple[Any, ...]] = {
+        "hidden_act": gates,
+        "hidden_activation": gates,
+        "use_bidirectional_attention": (),
+    }
+    if architecture != "phi3":
+        only["partial_rotary_factor"] = (1,)
+    for name, takes in only.items():
         if config.get(name) and config[name] not in takes:
             allowed = " or ".join(map(repr, takes)) or "none"
             raise CheckpointError(complaint(CALL, name, repr(config[name]), f"{allowed} for {architecture}"))
 
 
-def _context(config: Mapping[str, Any]) -> int | None:
-    """How many positions see each other: a window that slides is where the context ends, as GGUF knows no window."""
+def _context(config: Mapping[str, Any], architecture: str) -> int | None:
+    """How many positions see each other: a window that slides is where the context ends, where GGUF knows no window."""
     limits = [config.get("max_position_embeddings")]
-    if config.get("use_sliding_window", True):
+    if config.get("use_sliding_window", True) and architecture not in WINDOWED:
         limits.append(config.get("sliding_window"))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def config_of(fields: Mapping[str, Any], vocabulary: int, tied: bool, factors: Array | None) -> dict[str, Any]:
-    """The config.json of a GGUF file. tied: the embedding is the last matrix. factors: of rotary frequencies."""
+def config_of(
+    fields: Mapping[str, Any], vocabulary: int, tied: bool, factors: Mapping[str, NDArray[np.float32]]
+) -> dict[str, Any]:
+    """The config.json of a GGUF file. tied: the embedding is the last matrix. factors: tensors with divisors of rotary
+    frequencies, by name."""
     architecture = fields["general.architecture"]
-    config: dict[str, Any] = {"architectures": [CLASSES[architecture]], "model_type": architecture}
+    mixtral = architecture == "llama" and fields.get("llama.expert_count", 0)
+    model_type = "mixtral" if mixtral else MODEL_TYPES[architecture]
+    name = CLASSES.get(model_type, f"{model_type.capitalize()}ForCausalLM")
+    config: dict[str, Any] = {"architectures": [name], "model_type": model_type}
     config |= {name: fields[f"{architecture}.{f}"] for name, f in SIZES.items() if f"{architecture}.{f}" in fields}
     config |= {"vocab_size": vocabulary, "tie_word_embeddings": tied}
+    config |= settings_of(fields, architecture, model_type, config["num_hidden_layers"])
     for name in ("bos", "eos", "pad"):
         if f"tokenizer.ggml.{name}_token_id" in fields:
             config[f"{name}_token_id"] = fields[f"tokenizer.ggml.{name}_token_id"]
-    rule = _rule_of(fields, architecture, theta_of(config), factors)
-    if rule:
-        config["rope_scaling"] = rule  # where mlx-lm looks
-    config["rope_parameters"] = {"rope_type": "default", **rule, "rope_theta": theta_of(config)}
+    config |= _rotary_settings(fields, architecture, theta_of(config), factors)
+    if architecture in ("gemma2", "gemma3"):
+        config["hidden_activation"] = GATES[architecture][0]
     return {**config, "hidden_act": GATES.get(architecture, SILU)[0], "torch_dtype": "float16"}
 
 
-def _rule_of(fields: Mapping[str, Any], architecture: str, theta: float, factors: Array | None) -> dict[str, Any]:
-    kind = fields.get(f"{architecture}.rope.scaling.type", "none")
-    if kind not in ("none", "linear") or (kind == "linear" and factors is not None):
-        got = f"rotary positions scaled by {kind!r}" + ("" if factors is None else f" and by {ROTARY_FACTORS}")
-        takes = "'none', 'linear' or Llama 3's divisors: nothing else is translated"
-        raise CheckpointError(complaint(CALL, f"{architecture}.rope.scaling.type", got, takes))
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": fields[f"{architecture}.rope.scaling.factor"]}
-    return {} if factors is None else {"rope_type": "llama3", **llama3_rule(factors, theta)}
+def _rotary_settings(
+    fields: Mapping[str, Any], architecture: str, theta: float, factors: Mapping[str, NDArray[np.float32]]
+) -> dict[str, Any]:
+    prefix = f"{architecture}.rope.scaling."
+    rule = rule_of(
+        {name.removeprefix(prefix): fields[name] for name in fields if name.startswith(prefix)}, theta, factors
+    )
+    if architecture == "gpt-oss" and rule:
+        rule["truncate"] = False
+    whole = {"rope_type": "default", **rule, "rope_theta": theta}
+    if architecture == "gemma3":
+        local = fields.get("gemma3.rope.freq_base_swa", LOCAL_THETA)
+        parts = {"full_attention": whole, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        return {"rope_parameters": parts, "rope_local_base_freq": local, **({"rope_scaling": rule} if rule else {})}
+    if architecture == "phi3":
+        head = fields.get(f"{architecture}.attention.key_length")
+        size = fields.get(f"{architecture}.rope.dimension_count", head)
+        if head and size != head:
+            whole["partial_rotary_factor"] = size / head
+    settings: dict[str, Any] = {"rope_parameters": whole}
+    return {"rope_scaling": rule, **settings} if rule else settings  # rope_scaling is where mlx-lm looks

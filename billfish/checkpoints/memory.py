@@ -47,13 +47,14 @@ class HeldMatrix(Matrix):
         act_order: bool,
         make: Callable[[], QuantizedTensor | QuantizedExperts],
     ) -> None:
-        specs, matrices = format.storage_spec(*shape[-2:], group_size), math.prod(shape[:-2])
+        n, k = shape[-2:]
+        specs, matrices = format.storage_spec(n, k, group_size), math.prod(shape[:-2])
         parts = [HeldPart(f"{name}.{part}", KINDS[spec.dtype], matrices * spec.nbytes) for part, spec in specs.items()]
         super().__init__(name, format.name, shape, group_size, parts, act_order)
         self.group, self.make = group_size, make
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
-        specs = self.format.storage_spec(*self.description.shape[-2:], self.group)
+        specs = self.format.storage_spec(self.description.shape[-2], self.k, self.group)
         held = self.make().storage
         group = -1 if self.group == self.k and self.format.whole_row_groups else self.group
         return self.format, {part: specs[part].cut(array, rows, columns) for part, array in held.items()}, group

@@ -22,8 +22,8 @@ from billfish.checkpoints.entry import Description, Entry
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.hyperparameters import ARCHITECTURES, config_of, fields_of
 from billfish.checkpoints.hyperparameters import UnknownModel as UnknownModel
+from billfish.checkpoints.rotary import FACTOR_TENSORS, factor_tensors
 from billfish.checkpoints.rotary import ROTARY_FACTORS as ROTARY_FACTORS
-from billfish.checkpoints.rotary import llama3_factors, scaling_of, theta_of
 from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import CheckpointError, complaint
 
@@ -90,7 +90,7 @@ def is_gguf(checkpoint: Checkpoint) -> bool:
 
 def is_gguf_name(name: str) -> bool:
     """Whether llama.cpp calls a tensor so."""
-    return model_name(name) is not None or name == ROTARY_FACTORS
+    return model_name(name) is not None or name in FACTOR_TENSORS
 
 
 def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -108,7 +108,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
         if new is not None:
             entries[new] = _translated(checkpoint.entry(name), name, new, fields, to_gguf=False)
             origins.append(name)
-        elif name != ROTARY_FACTORS:  # which the configuration says
+        elif name not in FACTOR_TENSORS:  # which the configuration says
             raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
     return checkpoint.view(entries, origins)
 
@@ -133,11 +133,11 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
         origins.append(stacked.origins.get(name, name))
     if architecture.startswith("gemma") and HEAD in entries and config.get("tie_word_embeddings", True):
         del origins[list(entries).index(HEAD)], entries[HEAD]  # a copy of the embedding, which llama.cpp refuses
-    kind, rule = scaling_of(config)
-    if kind == "llama3":
-        factors = llama3_factors(int(fields[f"{architecture}.rope.dimension_count"]), theta_of(config), rule)
-        entries[ROTARY_FACTORS] = Computed(ROTARY_FACTORS, "plain", factors)
-        origins.append(ROTARY_FACTORS)
+    rope_size = fields[f"{architecture}.rope.dimension_count"]
+    assert isinstance(rope_size, int)
+    for name, factors in factor_tensors(config, rope_size).items():
+        entries[name] = Computed(name, "plain", factors)
+        origins.append(name)
     view = checkpoint.view(entries, origins)
     view.metadata = fields
     return view
@@ -145,8 +145,7 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config.json of a GGUF file whose architecture we know."""
-    factors = checkpoint.get(ROTARY_FACTORS)
-    assert factors is None or isinstance(factors, np.ndarray)
+    factors = {name: np.asarray(checkpoint[name]) for name in FACTOR_TENSORS if name in checkpoint}
     vocabulary = checkpoint.describe(EMBEDDING).shape[0]
     return config_of(checkpoint.metadata, vocabulary, HEAD not in checkpoint, factors)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.derived import OneExpert, Renamed, SomeRows, Stacked, Turned
+from billfish.checkpoints.derived import Joined, OneExpert, Renamed, SomeRows, Stacked, Turned
 from billfish.checkpoints.entry import Entry
 from billfish.errors import CheckpointError, complaint
 
@@ -56,13 +56,13 @@ def by_stacks(checkpoint: Checkpoint) -> Checkpoint:
             for new, entry in _stacks_of(name, checkpoint):
                 _add(found, new, name, entry)
             continue
-        stack = _name(one[1], MIXTRAL.get(one[3], one[3]), name)
-        found.setdefault(stack, (name, checkpoint.entry(name)))  # its place; the whole stack follows
+        stack, e = _name(one[1], MIXTRAL.get(one[3], one[3]), name), int(one[2])
+        if stack not in matrices:
+            _add(found, stack, name, checkpoint.entry(name))  # its place; the whole stack follows
         members = matrices.setdefault(stack, {})
-        if int(one[2]) in members or stack in checkpoint:
-            twice = stack if stack in checkpoint else members[int(one[2])]
-            raise CheckpointError(complaint(CALL, name, f"expert {int(one[2])} twice (also {twice})", "each once"))
-        members[int(one[2])] = name
+        if e in members:
+            raise CheckpointError(complaint(CALL, name, f"expert {e} twice (also {members[e]})", "each expert once"))
+        members[e] = name
     counts = _counts(checkpoint.config, matrices)
     for stack, members in matrices.items():
         found[stack] = found[stack][0], _merged(stack, members, counts[_block(stack)], checkpoint)
@@ -106,6 +106,34 @@ def by_mlx_stacks(checkpoint: Checkpoint) -> Checkpoint:
         entries[new] = entry if new == name else Renamed(entry, new)
         origins.append(whole.origins.get(name, name))
     return checkpoint if list(entries) == list(checkpoint) else checkpoint.view(entries, origins)
+
+
+def by_transformers_stacks(checkpoint: Checkpoint) -> Checkpoint:
+    """The same tensors with experts as transformers' files have them: of some models stacks, of most one by one."""
+    kind = checkpoint.config.get("model_type")
+    if kind not in STACKED_FILES:
+        return one_by_one(checkpoint)
+    if not any(map(is_stack, checkpoint)):  # the names are those of such files
+        return checkpoint
+    gpt_oss, entries, origins = kind == "gpt_oss", dict[str, Entry](), list[str]()
+    for name in checkpoint:
+        entry, new = checkpoint.entry(name), name
+        match = _STACK.fullmatch(name) if is_stack(name) else None
+        if match is not None and match[2] == "up_proj":
+            continue  # with the gates
+        if match is not None:
+            projection = match[2].replace("gate_", "gate_up_")
+            linear = next(theirs for theirs, ours in GRANITE.items() if ours == projection)
+            bias = "_bias" if match[4] else ""
+            new = f"{match[1]}.experts.{projection}{bias}" if gpt_oss else f"{match[1]}.{linear}.weight"
+            if match[2] == "gate_proj":
+                entry = Joined(new, entry, checkpoint.entry(name.replace("gate_proj", "up_proj")), in_turn=gpt_oss)
+            if entry.description.format is None and is_turned(new, checkpoint.config):
+                entry = Turned(entry)  # as a quantized one will be when it is decoded
+            entry = Renamed(entry, new)
+        entries[new] = entry
+        origins.append(checkpoint.origins.get(name, name))
+    return checkpoint.view(entries, origins)
 
 
 def is_turned(name: str, config: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
 from billfish.checkpoints.entry import Span, Tensor
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
+from billfish.checkpoints.stacks import by_stacks, upright
 from billfish.errors import CheckpointError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.ops import dequantize
@@ -36,6 +37,9 @@ def verify(a: Source, b: Source, *, progress: bool | OnProgress = True) -> Verif
     first, second = opened(a), opened(b)
     if is_gguf(first) != is_gguf(second):  # by the names of models
         first, second = _by_model_names(first), _by_model_names(second)
+    if set(first) != set(second):  # stacks of one may be a matrix for each expert in the other
+        first, second = by_stacks(first), by_stacks(second)
+    first, second = upright(first), upright(second)
     comparisons = []
     with follow(progress, first.nbytes + second.nbytes) as advance:
         for name in dict.fromkeys([*first, *second]):

@@ -50,6 +50,11 @@ class Architecture:
     whole_ramp: bool = True  # YaRN's ramp begins and ends at whole numbers of pairs
     routing: Routing | None = None
 
+    @property
+    def must_have_biases(self) -> tuple[str, ...]:
+        """Matrices by name in files."""
+        return (*self.biases, "ffn_gate_inp") if self.routing is not None and self.routing.biases else self.biases
+
 
 # llama.cpp's converter reorders the rows of q and k of some models, so that pairs are adjacent; the others' it leaves.
 ARCHITECTURES = {
@@ -79,6 +84,7 @@ ARCHITECTURES = {
         whole_ramp=False,
         routing=Routing(renormalized=True, biases=True),
     ),
+    "granitemoe": Architecture(rope="adjacent", routing=Routing(renormalized=True)),
     "olmoe": Architecture(head_norms="all", routing=Routing(renormalized=False)),
     "phi3": Architecture(joined=True, windows=Windows(0, required=False)),
     "smollm3": Architecture(rope="adjacent", unrotated=4),

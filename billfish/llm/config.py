@@ -62,6 +62,9 @@ class Config:
     window: int  # positions that a token sees in layers with a window; 0: no layer has one
     window_pattern: int | tuple[bool, ...]  # every so many-th layer has no window (0: all have one), or which have one
     query_scale: float
+    embedding_scale: float
+    residual_scale: float  # of what attention and feed-forward part give
+    logit_scale: float  # logits are divided by it
     attention_cap: float
     logit_cap: float
     experts: Experts | None
@@ -91,7 +94,8 @@ class Config:
             "norms over all heads": c.family.head_norms == "all",
             "layers that rotate differently": any(kind.rotation for kind in kinds),
             "rotations with a magnitude": c.rope_scaling.magnitude != 1,
-            "queries with a scale of their own": c.query_scale != c.head_size**-0.5,
+            "queries with a scale of their own": not math.isclose(c.query_scale, c.head_size**-0.5, rel_tol=1e-6),
+            "scaled residuals or logits": c.residual_scale != 1 or c.logit_scale != 1,
         }
         return [name for name, there in has.items() if there]
 
@@ -169,6 +173,9 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
         window=_window(fields, family.windows),
         window_pattern=_pattern(fields, family.windows, layers),
         query_scale=fields.positive("attention.scale", query_size**-0.5),
+        embedding_scale=fields.positive("embedding_scale", math.sqrt(hidden) if family.scaled_embedding else 1.0),
+        residual_scale=fields.positive("residual_scale", 1.0),
+        logit_scale=fields.positive("logit_scale", 1.0),
         attention_cap=fields.cap("attn_logit_softcapping", family.caps[0]),
         logit_cap=fields.cap("final_logit_softcapping", family.caps[1]),
         experts=experts,
@@ -256,8 +263,3 @@ def _experts(fields: Fields, family: Architecture) -> Experts | None:
 def refuse(condition: bool, name: str, got: object, takes: str) -> None:
     if condition:
         raise ModelError(complaint(CALL, name, got, takes))
-
-
-def embedding_scale(config: Config) -> np.float32:
-    """What the embedding of a token is multiplied with."""
-    return np.float32(math.sqrt(config.hidden) if config.family.scaled_embedding else 1.0)

@@ -10,16 +10,19 @@ from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.axes import why_never, why_not
+from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.cpu.plain import PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.errors import ModelError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.formats.structure import structure_of
+from billfish.gates import GATES
 from billfish.llm.cache import Cache, Floats
-from billfish.llm.config import Config, embedding_scale
+from billfish.llm.config import Config
 from billfish.llm.decoder import Decoder, Passage
 from billfish.llm.sampling import Sampler
-from billfish.llm.tensors import CALL, MATRICES, ModelTensors, Tensor
+from billfish.llm.tensors import ATTENTION, CALL, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors, Stack, Tensor
 from billfish.ops import dequantize
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
@@ -46,7 +49,7 @@ class CpuDecoder(Decoder):
         self._embedding = _in_memory(tensors.embedding())
 
     def pack(self, under_way: Callable[[], object]) -> None:
-        c, tensors, family = self.config, self.tensors, self.config.family
+        tensors = self.tensors
         packed: dict[str, PackedWeights | PlainWeights] = {}
 
         def read(places: list[str]) -> Iterator[Tensor]:
@@ -58,36 +61,60 @@ class CpuDecoder(Decoder):
         for places in self._batches():
             packed |= dict(zip(places, self._backend.pack_all(read(places)), strict=True))
             tensors.source.tensors.release()
-        self.nbytes = self._embedding.nbytes + sum(weights.nbytes for weights in packed.values())
-        self._native = _cpu.Decoder(
+        stacks: dict[str, PackedExperts] = {}
+        for place in tensors.stacks:  # one at a time: each is large
+            stacks[place] = self._backend.pack_experts(self._stack(place))
+            tensors.source.tensors.release()
+        weights = [*packed.values(), *stacks.values()]
+        self.nbytes = self._embedding.nbytes + sum(each.nbytes for each in weights)
+        self._native = self._make_native()
+        self._add_layers(packed, stacks)
+        self._set_embedding()
+
+    def _make_native(self) -> _cpu.Decoder:
+        c, family = self.config, self.config.family
+        return _cpu.Decoder(
             level=self._backend.level,
             hidden=c.hidden,
             heads=c.heads,
             kv_heads=c.kv_heads,
             head_size=c.head_size,
-            feed_forward=c.feed_forward,
+            feed_forward=c.feed_forward if c.experts is None else c.experts.shared,
             epsilon=c.norm_epsilon,
             query_scale=c.query_scale,
+            residual_scale=c.residual_scale,
             attention_cap=c.attention_cap,
             logit_cap=c.logit_cap,
             adjacent=family.rope == "adjacent",
-            gelu=family.gate == "gelu",
+            gate=GATES.index(family.gate),
             joint_norms=family.head_norms == "all",
-            rotations=[(rotation.frequencies.tolist(), rotation.magnitude) for rotation in tensors.rotations()],
+            rotations=[(rotation.frequencies.tolist(), rotation.magnitude) for rotation in self.tensors.rotations()],
         )
+
+    def _add_layers(self, packed: dict[str, PackedWeights | PlainWeights], stacks: dict[str, PackedExperts]) -> None:
+        c, tensors = self.config, self.tensors
         orders: dict[bytes, Array] = {}  # matrices with one order share its array, and x is put into it once for them
 
-        def native(weights: PackedWeights | PlainWeights, bias: Floats | None = None) -> _cpu.PackedMatrix:
+        def native(place: str, bias: Floats | None) -> _cpu.PackedMatrix:
+            weights = packed[place]
             order = weights.permutation if isinstance(weights, PackedWeights) else None
             shared = None if order is None else orders.setdefault(order.tobytes(), order)
             return weights.description, weights.data, bias, shared
 
         for i in range(c.layers):
-            layer = f"blk.{i}."
-            kind = c.kind(i)
-            matrices = [native(packed[layer + name], tensors.bias(layer + name)) for name in MATRICES]
-            self._native.add_layer(tensors.layer_vectors(layer), kind.window, kind.rotation, matrices)
-        self._native.set_head(self.last_norm, native(packed["head"]))
+            layer, kind, experts, mixture = f"blk.{i}.", c.kind(i), c.experts, None
+            dense = FEED_FORWARD if experts is None else SHARED if experts.shared else ()
+            matrices = [native(layer + name, tensors.bias(layer + name)) for name in (*ATTENTION, *dense)]
+            if experts is not None:
+                router = native(layer + ROUTER, tensors.bias(layer + ROUTER))
+                parts = [stacks[layer + name].arrays(tensors.stack_bias(layer + name)) for name in STACKS]
+                how = experts.chosen, experts.renormalized, experts.scale, tensors.shared_gate(layer)
+                mixture = router, parts, *how
+            self._native.add_layer(tensors.layer_vectors(layer), kind.window, kind.rotation, matrices, mixture)
+        self._native.set_head(self.last_norm / np.float32(c.logit_scale), native("head", None))
+
+    def _set_embedding(self) -> None:
+        """Native code decodes its rows, where it knows the format."""
         self._native_embedding = False
         if isinstance(self._embedding, QuantizedTensor):
             structure = structure_of(self._embedding.format)
@@ -111,12 +138,22 @@ class CpuDecoder(Decoder):
 
     def _matrix(self, place: str) -> Tensor:
         tensor = self.tensors.matrix(place)
-        if isinstance(tensor, QuantizedTensor) and (
-            reason := why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[1])
-        ):
-            got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
-            raise ModelError(complaint(CALL, self.tensors.matrices[place].name, got, takes))
+        if isinstance(tensor, QuantizedTensor):
+            self._check_format(self.tensors.matrices[place].name, tensor)
         return tensor
+
+    def _stack(self, place: str) -> Stack:
+        stack = self.tensors.stack(place)
+        if isinstance(stack, QuantizedExperts):
+            self._check_format(f"{place}.weight", stack)
+        return stack
+
+    def _check_format(self, name: str, tensor: QuantizedTensor | QuantizedExperts) -> None:
+        """Raises unless there are kernels for the weights."""
+        reason = why_never(tensor.format) or why_not(tensor.group_size, tensor.shape[-1])
+        if reason:
+            got, takes = f"{tensor.format.name} weights ({reason})", "a format that the CPU engine multiplies with"
+            raise ModelError(complaint(CALL, name, got, takes))
 
     # ---- computing ----------------------------------------------------------------------------------------------
 
@@ -150,7 +187,8 @@ class CpuDecoder(Decoder):
             rows = dequantize(self._embedding.take_rows(tokens))
         else:
             rows = self._embedding[tokens].astype(np.float32)
-        return rows * embedding_scale(self.config) if self.config.family.scaled_embedding else rows
+        scale = np.float32(self.config.embedding_scale)
+        return rows if scale == 1 else rows * scale
 
     def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
         """Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS

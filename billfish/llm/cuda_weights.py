@@ -11,7 +11,6 @@ from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.layers import Layer, Matrix, Shape
 from billfish.backends.cuda.weights import DeviceWeights
-from billfish.llm.config import embedding_scale
 from billfish.llm.tensors import ModelTensors, Tensor
 from billfish.ops import dequantize
 from billfish.storage import Array
@@ -44,7 +43,7 @@ class GpuWeights:
             adjacent=family.rope == "adjacent",
             gate=family.gate,
             head_norms=family.head_norms == "each",
-            embedding_scale=float(embedding_scale(c)),
+            embedding_scale=float(np.float32(c.embedding_scale)),
         )
 
     def layer(self, i: int) -> Layer:

@@ -37,15 +37,17 @@ class Source:
         cost, size = 0, sum(file.size for file in self.tensors.files)
         for name in names:
             about = self.tensors.describe(name)
-            n, k = (-(-extent // PADDING) * PADDING for extent in about.shape)
-            cost += MATRIX_COST + n * k * math.ceil(about.bits_per_weight / 8)
+            n, k = (-(-extent // PADDING) * PADDING for extent in about.shape[-2:])
+            cost += math.prod(about.shape[:-2]) * (MATRIX_COST + n * k * math.ceil(about.bits_per_weight / 8))
         if not is_affordable(cost, size):
             got = f"{size} bytes of many small matrices, which would take {cost}"
             raise ModelError(complaint(CALL, str(self.tensors.path), got, "larger ones"))
 
     def name(self, tensor: str) -> str:
         """What the file calls a tensor, or would call it: what a user looks for."""
-        return tensor if isinstance(self.fields, Metadata) else model_name(tensor) or tensor
+        if isinstance(self.fields, Metadata):
+            return tensor
+        return model_name(tensor, str(self.fields["general.architecture"])) or tensor
 
 
 def open_source(path: Path) -> Source:

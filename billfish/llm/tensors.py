@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from billfish.arrays import FLOATS
 from billfish.checkpoints.gguf import ggml_names
-from billfish.checkpoints.names import EMBEDDING, HEAD, ROTARY_FACTORS
+from billfish.checkpoints.names import EMBEDDING, HEAD
+from billfish.checkpoints.rotary import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from billfish.errors import ModelError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.llm.cache import Floats
 from billfish.llm.config import Config
 from billfish.llm.rotary import Rotation, plain_frequencies
@@ -21,14 +23,17 @@ from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
 Tensor = QuantizedTensor | Array
-Convert = Callable[[str, Tensor], Tensor]
+Stack = QuantizedExperts | Array  # the matrices of experts, [E, N, K]
+AnyTensor = TypeVar("AnyTensor", Tensor, Stack)
+Convert = Callable[[str, Tensor | Stack], Tensor | Stack]
 
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 # The matrices of a layer, in the order in which the native decoder takes them.
 ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
-MATRICES = ATTENTION + FEED_FORWARD
+SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")  # of the expert that all tokens have
+ROUTER = "ffn_gate_inp"
+STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 class Part(NamedTuple):
@@ -55,34 +60,56 @@ class ModelTensors:
         self._stored: dict[str, tuple[int, int]] = {}  # bytes and weights of the layers' matrices that were read
         c = config
         self.matrices: dict[str, Part] = {}  # by place
+        self.stacks: dict[str, tuple[int, int, int]] = {}  # of experts, by place: (E, N, K)
         self._joined: tuple[str, Tensor] | None = None  # the last matrix of which a part was wanted
         for i in range(c.layers):
             for place, part in self._layer_parts(f"blk.{i}."):
                 self._check(part.name, (part.rows or part.shape[0], part.shape[1]))  # at once: layers may be any number
                 self.matrices[place] = part
+            for place, size in self._layer_stacks(f"blk.{i}."):
+                self._check(f"{place}.weight", size)
+                self.stacks[place] = size
         # Many models use the embedding as the last matrix too.
         self.tied = HEAD not in source.tensors
         self.matrices["head"] = Part(EMBEDDING if self.tied else HEAD, (c.vocabulary, c.hidden))
         for name in {EMBEDDING, self.matrices["head"].name}:
             self._check(name, (c.vocabulary, c.hidden))
-        source.check_matrices({part.name for part in self.matrices.values()})
+        source.check_matrices(self._names())
 
     def _layer_parts(self, layer: str) -> Iterator[tuple[str, Part]]:
         """The matrices of a layer, by place."""
-        c = self.config
+        c, experts = self.config, self.config.experts
         q_size, kv_size = c.heads * c.head_size, c.kv_heads * c.head_size
-        qkv = (("attn_q", q_size), ("attn_k", kv_size), ("attn_v", kv_size))
-        gate_up = (("ffn_gate", c.feed_forward), ("ffn_up", c.feed_forward))
-        for whole, parts in (("attn_qkv", qkv), ("ffn_up", gate_up)):
-            first, rows = 0, sum(size for _, size in parts)
-            for place, size in parts:
-                if c.family.joined:
-                    yield layer + place, Part(f"{layer}{whole}.weight", (size, c.hidden), first, rows)
-                else:
-                    yield layer + place, Part(f"{layer}{place}.weight", (size, c.hidden))
-                first += size
+        yield from self._beside(layer, "attn_qkv", {"attn_q": q_size, "attn_k": kv_size, "attn_v": kv_size})
         yield f"{layer}attn_output", Part(f"{layer}attn_output.weight", (c.hidden, q_size))
-        yield f"{layer}ffn_down", Part(f"{layer}ffn_down.weight", (c.hidden, c.feed_forward))
+        if experts is not None:
+            yield layer + ROUTER, Part(f"{layer}{ROUTER}.weight", (experts.count, c.hidden))
+        if experts is None or experts.shared:
+            gate, up, down = SHARED if experts else FEED_FORWARD
+            size = experts.shared if experts else c.feed_forward
+            yield from self._beside(layer, up, {gate: size, up: size})
+            yield layer + down, Part(f"{layer}{down}.weight", (c.hidden, size))
+
+    def _beside(self, layer: str, whole: str, parts: dict[str, int]) -> Iterator[tuple[str, Part]]:
+        """Matrices that are multiplied with the same x; where they are joined, they are rows of the file's `whole`."""
+        c, first, rows = self.config, 0, sum(parts.values())
+        for place, size in parts.items():
+            if c.family.joined:
+                yield layer + place, Part(f"{layer}{whole}.weight", (size, c.hidden), first, rows)
+            else:
+                yield layer + place, Part(f"{layer}{place}.weight", (size, c.hidden))
+            first += size
+
+    def _layer_stacks(self, layer: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+        c, experts = self.config, self.config.experts
+        if experts is not None:
+            for name in STACKS[:2]:
+                yield layer + name, (experts.count, experts.feed_forward, c.hidden)
+            yield layer + STACKS[2], (experts.count, c.hidden, experts.feed_forward)
+
+    def _names(self) -> set[str]:
+        """Of all matrices and stacks in the file, but for an embedding that is not the head."""
+        return {part.name for part in self.matrices.values()} | {f"{place}.weight" for place in self.stacks}
 
     def has(self, name: str) -> bool:
         return name in self.source.tensors
@@ -95,7 +122,7 @@ class ModelTensors:
 
     def packed_bytes(self) -> int:
         """About what all weights take when they are packed: plain ones as 16-bit numbers."""
-        names = {part.name for part in self.matrices.values()} | {EMBEDDING}
+        names = self._names() | {EMBEDDING}
         abouts = [self.source.tensors.describe(name) for name in names]
         return sum(about.nbytes // (2 if about.dtype.upper() in ("F32", "FLOAT32") else 1) for about in abouts)
 
@@ -111,10 +138,25 @@ class ModelTensors:
             tensor = whole.take_rows(wanted) if isinstance(whole, QuantizedTensor) else whole[wanted]
             if first + shape[0] == rows:
                 self._joined = None
-        self.kinds.add(tensor.format.name if isinstance(tensor, QuantizedTensor) else tensor.dtype.name)
-        if place != "head":
-            self._stored[place] = tensor.nbytes, math.prod(tensor.shape)
-        return tensor
+        return self._seen(place, tensor)
+
+    def stack(self, place: str) -> Stack:
+        """The matrices of all experts for a place: quantized, or plain."""
+        tensor = self._tensor(f"{place}.weight", self.stacks[place])
+        assert not isinstance(tensor, QuantizedTensor)  # which has no three axes
+        return self._seen(place, self._checked(f"{place}.weight", tensor))
+
+    def stack_bias(self, place: str) -> Floats | None:
+        """What the products of all experts add, [E, N], where the model has it."""
+        routing, name = self.config.family.routing, f"{place}.bias"
+        must = routing is not None and routing.biases
+        return self._numbers(name, self.stacks[place][:2]) if must or self.has(name) else None
+
+    def shared_gate(self, layer: str) -> Floats | None:
+        """What the expert for all tokens is gated by, [hidden], where there is one."""
+        experts = self.config.experts
+        there = experts is not None and experts.shared > 0
+        return self.vector(f"{layer}ffn_gate_inp_shexp.weight", self.config.hidden) if there else None
 
     @property
     def bits_per_weight(self) -> float:
@@ -127,16 +169,20 @@ class ModelTensors:
         return self._matrix(EMBEDDING, (self.config.vocabulary, self.config.hidden))
 
     def vector(self, name: str, size: int) -> Floats:
+        return self._numbers(name, (size,))
+
+    def _numbers(self, name: str, shape: tuple[int, ...]) -> Floats:
         """Numbers in memory of their own: a decoder keeps them, and somebody may overwrite the file."""
-        tensor = self._tensor(name, (size,))
-        assert isinstance(tensor, np.ndarray)  # only matrices are quantized
+        tensor = self._tensor(name, shape)
+        if not isinstance(tensor, np.ndarray):
+            raise ModelError(complaint(CALL, self.source.name(name), f"{tensor.format.name} numbers", "plain ones"))
         return np.array(tensor, np.float32, order="C")
 
     def bias(self, place: str) -> Floats | None:
         """What a product of a layer adds, where the model has it."""
         weight, shape, first, rows = self.matrices[place]
         name = f"{weight.removesuffix('.weight')}.bias"
-        must = place.rpartition(".")[2] in self.config.family.biases
+        must = place.rpartition(".")[2] in self.config.family.must_have_biases
         if not must and not self.has(name):
             return None
         return self.vector(name, rows or shape[0])[first : first + shape[0]]
@@ -192,7 +238,7 @@ class ModelTensors:
             raise ModelError(complaint(CALL, own, about.unsupported, takes))
         _check_shape(own, about.shape, shape)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor | Stack:
         self._check(name, shape)
         tensor = self.source.tensors[name]
         if self._convert is not None:
@@ -202,10 +248,21 @@ class ModelTensors:
 
     def _matrix(self, name: str, shape: tuple[int, int]) -> Tensor:
         tensor = self._tensor(name, shape)
+        assert not isinstance(tensor, QuantizedExperts)  # which has three axes
+        return self._checked(name, tensor)
+
+    def _checked(self, name: str, tensor: AnyTensor) -> AnyTensor:
+        """Raises if its numbers are of a type that no product takes."""
         if isinstance(tensor, np.ndarray) and not (tensor.dtype.isnative and tensor.dtype.name in FLOATS):
             *types, last = FLOATS
             takes = f"quantized ones, {', '.join(types)} or {last}"
             raise ModelError(complaint(CALL, self.source.name(name), f"{tensor.dtype} weights", takes))
+        return tensor
+
+    def _seen(self, place: str, tensor: AnyTensor) -> AnyTensor:
+        self.kinds.add(tensor.dtype.name if isinstance(tensor, np.ndarray) else tensor.format.name)
+        if place != "head":
+            self._stored[place] = tensor.nbytes, math.prod(tensor.shape)
         return tensor
 
 

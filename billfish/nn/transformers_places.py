@@ -153,7 +153,7 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
 
     def numbers(name: str) -> NDArray[Any]:
         tensor = weights[name]
-        return dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+        return tensor if isinstance(tensor, np.ndarray) else dequantize(tensor)
 
     arrays: dict[str, Lazy] = {}
     for name in weights:

@@ -13,10 +13,12 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+_CASES = (  # what may follow a word, and how many digits go together
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = _CASES % ("", "", r"\p{N}")
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 # How `tokenizer.ggml.pre` cuts: digits alone or not, then a pattern, None being GPT-2's own. Of names that mean the
 # same, the first is the one that we write.
 CUTS: dict[str, tuple[bool, str | None]] = {
@@ -28,6 +30,9 @@ CUTS: dict[str, tuple[bool, str | None]] = {
     "llama3": (False, _WORDS % r"\p{N}{1,3}"),
     "qwen2": (False, _WORDS % r"\p{N}"),
     "tekken": (False, _TEKKEN),
+    "gpt-4o": (False, _CASES % (_SHORT, _SHORT, r"\p{N}{1,3}")),
+    "olmo": (False, None),
+    "refact": (True, None),
 }
 
 Step = tuple[str, bool | str]  # a part of a pre-tokenizer, and the one setting that tells it from others of its type

@@ -15,7 +15,14 @@ from typing import Any
 from sphinx.pycode import ModuleAnalyzer
 
 # Where public names are; the first module that has a name is the one to import it from.
-MODULES = ("billfish", "billfish.checkpoints", "billfish.nn", "billfish.nn.transformers", "billfish.llm")
+MODULES = (
+    "billfish",
+    "billfish.calibration",
+    "billfish.checkpoints",
+    "billfish.nn",
+    "billfish.nn.transformers",
+    "billfish.llm",
+)
 
 # Group, its title, and where its names are defined. The first group that fits has the name.
 GROUPS = {

@@ -16,6 +16,9 @@ class Description:
 
 # Weights, their stream, the bias, and the order of their columns.
 PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
+# The router; gate, up and down; how many experts a row takes, whether weights are renormalized, their scale; the gate
+# of the shared expert.
+PackedMixture = tuple[PackedMatrix, list[ExpertArrays], int, bool, float, NDArray[Any] | None]
 
 class Decoder:
     def __init__(
@@ -28,15 +31,21 @@ class Decoder:
         feed_forward: int,
         epsilon: float,
         query_scale: float,
+        residual_scale: float,
         attention_cap: float,
         logit_cap: float,
         adjacent: bool,
-        gelu: bool,
+        gate: int,
         joint_norms: bool,
         rotations: list[tuple[list[float], float]],
     ) -> None: ...
     def add_layer(
-        self, vectors: list[NDArray[Any] | None], window: int, rotation: int, matrices: list[PackedMatrix]
+        self,
+        vectors: list[NDArray[Any] | None],
+        window: int,
+        rotation: int,
+        matrices: list[PackedMatrix],
+        mixture: PackedMixture | None,
     ) -> None: ...
     def set_embedding(self, blocks: NDArray[Any], about: dict[str, Any]) -> None: ...
     def embed(self, tokens: list[int], out: NDArray[Any]) -> None: ...
@@ -100,7 +109,6 @@ def multiply_codes(
     scale: NDArray[Any],
     y: NDArray[Any],
 ) -> None: ...
-def add_outer(level: str, x: NDArray[Any], sums: NDArray[Any]) -> None: ...
 
 # One expert, the stream of all, how many there are, their factors and their biases.
 ExpertArrays = tuple[Description, NDArray[Any], int, NDArray[Any] | None, NDArray[Any] | None]
@@ -120,6 +128,7 @@ def run_experts(
     digits: int,
     y: NDArray[Any],
 ) -> None: ...
+def add_outer(level: str, x: NDArray[Any], sums: NDArray[Any]) -> None: ...
 def kept_bytes() -> int: ...
 def digest(data: NDArray[Any]) -> int: ...
 def read_rate(level: str, megabytes: int) -> float: ...

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.stacks import STACKED_FILES, one_by_one
+from billfish.checkpoints.stacks import by_transformers_stacks
 from billfish.checkpoints.writers.base import Item, Spec, Target
 from billfish.format import Format
 from billfish.storage import Array, Storage
@@ -22,8 +22,7 @@ class PlainTarget(Target):
         return True
 
     def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
-        # Files of some models have stacks, which transformers looks for.
-        return checkpoint if checkpoint.config.get("model_type") in STACKED_FILES else one_by_one(checkpoint)
+        return by_transformers_stacks(checkpoint)
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         return None  # nothing is quantized here

@@ -28,6 +28,9 @@ using Order = Contiguous<const int32_t>;
 // Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
 using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
 
+// The router; gate, up and down; then as in Mixture.
+using PackedMixture = std::tuple<PackedMatrix, std::vector<ExpertArrays>, int64_t, bool, float, std::optional<Numbers>>;
+
 // Keys, values, start, count.
 using PythonPassage = std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>;
 
@@ -48,18 +51,27 @@ const DecoderKernels& find_kernels(const std::string& name) {
 class PythonDecoder {
  public:
   PythonDecoder(const std::string& level, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_size, int64_t feed_forward,
-                float epsilon, float query_scale, float attention_cap, float logit_cap, bool adjacent, bool gelu, bool joint_norms,
+                float epsilon, float query_scale, float residual_scale, float attention_cap, float logit_cap, bool adjacent, int gate,
+                bool joint_norms,
                 const std::vector<std::tuple<std::vector<double>, double>>& rotations)
       : level_(find_level(level)), decoder_(level_, find_kernels(level),
-                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, attention_cap, logit_cap, adjacent, gelu, joint_norms},
+                 {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, residual_scale, attention_cap, logit_cap, adjacent,
+                  Gate(gate), joint_norms},
                  rotations_of(rotations)) {}
 
-  // vectors: as in LayerVectors.
-  void add_layer(const std::vector<std::optional<Numbers>>& vectors, int64_t window, int rotation, const std::vector<PackedMatrix>& m) {
+  // vectors: as in LayerVectors. matrices: as in Layer; of layers with a mixture but no shared expert, the first four.
+  void add_layer(const std::vector<std::optional<Numbers>>& vectors, int64_t window, int rotation, const std::vector<PackedMatrix>& matrices,
+                 const std::optional<PackedMixture>& mixture) {
     const float* v[7];
     for (size_t i = 0; i < 7; i++) v[i] = keep(vectors[i]);
-    decoder_.add_layer({{v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, window, rotation, keep(m[0]), keep(m[1]), keep(m[2]), keep(m[3]),
-                        keep(m[4]), keep(m[5]), keep(m[6])});
+    Matrix m[7]{};
+    for (size_t i = 0; i < matrices.size(); i++) m[i] = keep(matrices[i]);
+    Layer layer{{v[0], v[1], v[2], v[3], v[4], v[5], v[6]}, window, rotation, m[0], m[1], m[2], m[3], m[4], m[5], m[6], {}};
+    if (mixture) {
+      const auto& [router, stacks, chosen, renormalized, scale, shared_gate] = *mixture;
+      layer.mixture = Mixture{keep(router), keep(stacks[0]), keep(stacks[1]), keep(stacks[2]), chosen, renormalized, scale, keep(shared_gate)};
+    }
+    decoder_.add_layer(layer);
   }
 
   void set_embedding(Contiguous<const uint8_t> blocks, nb::dict about) {
@@ -139,6 +151,11 @@ class PythonDecoder {
     if (order) orders_.push_back(*order), weights.order = order->data();
     return {weights, keep(bias)};
   }
+  ExpertStack keep(const ExpertArrays& arrays) {
+    const auto& [description, stream, experts, factors, biases] = arrays;
+    streams_.push_back(stream), keep(factors), keep(biases);
+    return expert_stack(level_, arrays);
+  }
 
   const Level& level_;
   Decoder decoder_;
@@ -171,12 +188,12 @@ void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
 
 void billfish::bind_decoder(nb::module_& module) {
   nb::class_<PythonDecoder>(module, "Decoder")
-      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, float, float, bool, bool, bool,
+      .def(nb::init<const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, float, float, float, float, float, bool, int, bool,
                     const std::vector<std::tuple<std::vector<double>, double>>&>(),
            nb::arg("level"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_size"), nb::arg("feed_forward"),
-           nb::arg("epsilon"), nb::arg("query_scale"), nb::arg("attention_cap"), nb::arg("logit_cap"), nb::arg("adjacent"),
-           nb::arg("gelu"), nb::arg("joint_norms"), nb::arg("rotations"))
-      .def("add_layer", &PythonDecoder::add_layer)
+           nb::arg("epsilon"), nb::arg("query_scale"), nb::arg("residual_scale"), nb::arg("attention_cap"), nb::arg("logit_cap"),
+           nb::arg("adjacent"), nb::arg("gate"), nb::arg("joint_norms"), nb::arg("rotations"))
+      .def("add_layer", &PythonDecoder::add_layer, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("set_embedding", &PythonDecoder::set_embedding)
       .def("embed", &PythonDecoder::embed)
       .def("set_head", &PythonDecoder::set_head)

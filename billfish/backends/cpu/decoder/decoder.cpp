@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "activations/rows.h"
+#include "decoder/router.h"
 
 namespace billfish {
 namespace {
@@ -54,8 +55,8 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_;
 };
 
-void add_to(float* x, const float* more, int64_t count) {
-  for (int64_t i = 0; i < count; i++) x[i] += more[i];
+void add_to(float* x, const float* more, float scale, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] += more[i] * scale;
 }
 
 // Of all rows [m, pairs], for one Rotation.
@@ -78,7 +79,7 @@ class Pass {
  public:
   Pass(const Level& level, const DecoderKernels& kernels, const DecoderShape& shape, const std::vector<Rotation>& rotations,
        const std::vector<Passage>& passages, int digits, float* x, double* seconds, const Observe& observe)
-      : kernels_(kernels), s_(shape), rotations_(rotations), places_(places_of(passages)), blocks_(query_blocks(passages, shape)),
+      : level_(level), kernels_(kernels), s_(shape), digits_(digits), rotations_(rotations), places_(places_of(passages)), blocks_(query_blocks(passages, shape)),
         m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
         hidden_(level, m_, s_.hidden, digits), attended_(level, m_, q_size_, digits), opened_(level, m_, s_.feed_forward, digits),
         q_(size_t(m_ * q_size_)), k_(size_t(m_ * kv_size_)), v_(k_.size()), out_(q_.size()), gate_(size_t(m_ * s_.feed_forward)),
@@ -106,7 +107,8 @@ class Pass {
     attended_.multiply({{layer.o.weights, layer.o.bias, added_.data()}});
     after_ = layer.vectors.after_attention_norm;
     watch_.lap(OUTPUT);
-    feed_forward(layer, number);
+    if (layer.mixture) mixture(layer, number, *layer.mixture);
+    else feed_forward(layer, number);
     after_ = layer.vectors.after_feed_forward_norm;
   }
 
@@ -126,7 +128,7 @@ class Pass {
   void take_in(int64_t row) {
     float* added = added_.data() + row * s_.hidden;
     if (after_) kernels_.normalize(added, after_, s_.epsilon, s_.hidden, added);
-    add_to(x_ + row * s_.hidden, added, s_.hidden);
+    add_to(x_ + row * s_.hidden, added, s_.residual_scale, s_.hidden);
   }
 
   // The same for all rows; then x is normalized for the next part.
@@ -199,18 +201,62 @@ class Pass {
     watch_.lap(NORM);
     hidden_.multiply({{layer.gate.weights, layer.gate.bias, gate_.data()}, {layer.up.weights, layer.up.bias, up_.data()}});
     watch_.lap(GATE_UP);
+    open_and_close(layer, number, added_.data());
+  }
+
+  // The second half of a feed-forward part, from gate and up.
+  void open_and_close(const Layer& layer, int64_t number, float* out) {
     opened_.fill({&layer.down.weights}, [&](int64_t row, float* to) {
-      kernels_.open_gate(gate_.data() + row * s_.feed_forward, up_.data() + row * s_.feed_forward, s_.gelu, s_.feed_forward, to);
+      level_.open_gate(gate_.data() + row * s_.feed_forward, up_.data() + row * s_.feed_forward, s_.gate, s_.feed_forward, to);
       note(row, to, s_.feed_forward);
     });
     if (observe_) observe_(number, INPUT_DOWN, seen_.data(), m_, s_.feed_forward);
     watch_.lap(GATE);
-    opened_.multiply({{layer.down.weights, layer.down.bias, added_.data()}});
+    opened_.multiply({{layer.down.weights, layer.down.bias, out}});
     watch_.lap(DOWN);
   }
 
+  void mixture(const Layer& layer, int64_t number, const Mixture& mixture) {
+    const bool shared = mixture.shared_gate != nullptr;
+    const int64_t experts = mixture.gate.experts;
+    normal_.resize(size_t(m_ * s_.hidden)), scores_.resize(size_t(m_ * experts));
+    std::vector<const Weights*> next{&mixture.router.weights};
+    std::vector<LinearInto> products{{mixture.router.weights, mixture.router.bias, scores_.data()}};
+    if (shared) {
+      next.insert(next.end(), {&layer.gate.weights, &layer.up.weights});
+      products.push_back({layer.gate.weights, layer.gate.bias, gate_.data()});
+      products.push_back({layer.up.weights, layer.up.bias, up_.data()});
+    }
+    hidden_.fill(next, [&](int64_t row, float* to) {
+      take_in(row);
+      kernels_.normalize(x_ + row * s_.hidden, layer.vectors.feed_forward_norm, s_.epsilon, s_.hidden, to);
+      std::copy(to, to + s_.hidden, normal_.data() + row * s_.hidden);
+    });
+    watch_.lap(NORM);
+    hidden_.multiply(products);
+    const Routing routing = route(scores_.data(), m_, experts, mixture.chosen, mixture.renormalized, mixture.scale);
+    watch_.lap(ROUTER);
+    run_experts(level_, normal_.data(), m_, routing.ids.data(), routing.weights.data(), mixture.chosen, mixture.gate, &mixture.up,
+                mixture.down, int(s_.gate), digits_, added_.data());
+    watch_.lap(EXPERTS);
+    if (shared) add_shared(layer, number, mixture.shared_gate);
+  }
+
+  // What the expert for all rows gives, times the sigmoid of its own gate.
+  void add_shared(const Layer& layer, int64_t number, const float* shared_gate) {
+    std::vector<float> more(added_.size());
+    open_and_close(layer, number, more.data());
+    for (int64_t row = 0; row < m_; row++) {
+      double score = 0;
+      for (int64_t i = 0; i < s_.hidden; i++) score += double(normal_[size_t(row * s_.hidden + i)]) * double(shared_gate[i]);
+      add_to(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
+    }
+  }
+
+  const Level& level_;
   const DecoderKernels& kernels_;
   const DecoderShape& s_;
+  const int digits_;
   const std::vector<Rotation>& rotations_;
   const std::vector<Place> places_;
   const std::vector<QueryBlock> blocks_;
@@ -218,6 +264,7 @@ class Pass {
   float* x_;
   Rows hidden_, attended_, opened_;
   std::vector<float> q_, k_, v_, out_, gate_, up_;
+  std::vector<float> normal_, scores_;  // of rows before experts: their normalized x, and the router's scores
   std::vector<float> added_;      // what the last part computed
   const float* after_ = nullptr;  // its norm, if it has one
   std::vector<Angles> angles_;

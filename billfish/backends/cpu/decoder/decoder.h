@@ -2,8 +2,10 @@
 // feed-forward part. One call runs all layers for some rows (tokens), so that a token costs one trip from Python.
 #pragma once
 #include <functional>
+#include <optional>
 #include <vector>
 
+#include "gemm/experts.h"
 #include "layout/problem.h"
 
 namespace billfish {
@@ -42,18 +44,32 @@ struct LayerVectors {
   const float* sinks;                                      // for each head the score of a key whose value is zero
 };
 
+// Experts, of which each row takes the `chosen` ones with the largest scores; of equal scores the lower index goes first.
+struct Mixture {
+  Matrix router;  // scores [rows, experts]
+  ExpertStack gate, up, down;
+  int64_t chosen;
+  bool renormalized;         // routing weights are a softmax over the chosen scores, not over all
+  float scale;               // of routing weights
+  const float* shared_gate;  // [hidden], of the expert that Layer has for all rows; null where there is none
+};
+
 struct Layer {
   LayerVectors vectors;
   int64_t window;  // of positions that a row sees, its own the last; 0: all
   int rotation;    // the number of its Rotation; -1: heads do not rotate
-  Matrix q, k, v, o, gate, up, down;
+  Matrix q, k, v, o, gate, up, down;  // the last three of the shared expert, or unused, where there is a mixture
+  std::optional<Mixture> mixture;
 };
 
 struct DecoderShape {
-  int64_t hidden, heads, kv_heads, head_size, feed_forward;
+  int64_t hidden, heads, kv_heads, head_size;
+  int64_t feed_forward;  // of Layer's gate and up
   float epsilon, query_scale;
+  float residual_scale;  // of what each part gives, before x takes it in
   float attention_cap, logit_cap;  // c, where scores s become c tanh(s / c); 0 leaves them
-  bool adjacent, gelu;             // how pairs of a head rotate, and what the gate goes through
+  bool adjacent;                   // how pairs of a head rotate
+  Gate gate;                       // of the feed-forward part, of experts too
   bool joint_norms;                // q_norm and k_norm are of all heads together
 };
 
@@ -68,7 +84,6 @@ struct Sight {
 // The parts that are not products, for one ISA level; see decoder/kernels.h.
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
-  void (*open_gate)(const float* gate, const float* up, bool gelu, int64_t count, float* out);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
   // Up to four rows of q, with the keys and values of one head. sight.more is 1 for rows at consecutive positions, 0 for heads of
   // one position.
@@ -81,9 +96,9 @@ struct DecoderKernels {
 };
 
 // Where the time of run() and finish() goes. Quantizing x counts as part of what makes it: norm, attention, gate.
-enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, HEAD, PARTS };
+enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, ROUTER, EXPERTS, HEAD, PARTS };
 constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
-                                           "gate and up", "gate", "down", "head"};
+                                           "gate and up", "gate", "down", "router", "experts", "head"};
 
 // What the products of a layer multiply: of q, k and v; of the attention's output; of gate and up; of down.
 enum LayerInput : int { INPUT_QKV, INPUT_OUTPUT, INPUT_GATE_UP, INPUT_DOWN };

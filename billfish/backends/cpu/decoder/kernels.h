@@ -33,16 +33,6 @@ inline void normalize(const float* x, const float* weight, float epsilon, int64_
     for (int j = 0; j < COLUMNS; j++) out[i + j] = x[i + j] * scale * weight[i + j];
 }
 
-// gate * sigmoid(gate) * up, or GELU by its tanh formula, which is gate * sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)).
-inline void open_gate(const float* gate, const float* up, bool gelu, int64_t count, float* out) {
-  const float cubic = gelu ? 0.0713548163f : 0.0f, linear = gelu ? 1.59576912f : 1.0f;
-  for (int64_t i = 0; i < count; i += COLUMNS)
-    for (int j = 0; j < COLUMNS; j++) {
-      const float g = gate[i + j], z = g * (linear + cubic * (g * g));
-      out[i + j] = g / (1.0f + exponential(-z)) * up[i + j];
-    }
-}
-
 inline void rotate(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent) {
   const int64_t stride = adjacent ? 2 : 1, other = adjacent ? 1 : pairs;
   for (int64_t i = 0; i < pairs; i++) {

@@ -7,6 +7,6 @@
 namespace BILLFISH_ISA {
 
 extern const billfish::DecoderKernels decoder_kernels;
-const billfish::DecoderKernels decoder_kernels = {normalize, open_gate, rotate, attend, soften, add_outer};
+const billfish::DecoderKernels decoder_kernels = {normalize, rotate, attend, soften, add_outer};
 
 }  // namespace BILLFISH_ISA
