@@ -87,7 +87,7 @@ class Squared(ScaledWordFormat):
 
 
 OWN = [ReorderedQ4K, LargerQ4K, SwappedQ3K, B2Minimum, LevelsTimesPowers, Thirds, Squared]
-NOT_MULTIPLIED = {"thirds", "squared"}  # by the CPU's kernels: the reference does
+NOT_MULTIPLIED = {"squared"}  # by the CPU's kernels: the reference does
 READ_AS_STORED = {"another_q4_k", "another_q6_k", "reordered_q4_k", "scaled_u4", "halved_e2m1", "fp4_with_zeros"}
 READ_AS_STORED |= {"table_with_minimum", "biased_with_minimum", "signed_with_minimum", "levels_times_powers"}
 
@@ -187,10 +187,11 @@ def test_layouts_of_codes_are_those_of_the_kernels():
         pytest.skip("an installed wheel has no sources")
     text = source.read_text()
     found = {}
-    for fields, codes in re.findall(r"case layout_of\(([\d, ]+)\): return f\(([^)]+)\(\)\)", text):
+    for fields, cases in re.findall(r"case layout_of\(([\d, ]+)\):((?:(?!case).)+)", text, re.DOTALL):
         numbers = [int(number) for number in fields.split(",")]
         key = tuple(zip(numbers[::2], numbers[1::2], strict=True))
-        template = re.match(r"FileCodes<(\d+), (\d+), Minimums::(\w+)", codes)
-        count, group, minimums = template.groups() if template else ("32", "32", "perhaps")  # RowNibbles, RowBytes
-        found[key] = (int(count), int(group), {"never": False, "always": True, "perhaps": None}[minimums])
+        for codes in re.findall(r"return f\(([^)]+)\(\)\)", cases):
+            template = re.match(r"FileCodes<(\d+), (\d+), Minimums::(\w+)", codes)
+            count, group, minimums = template.groups() if template else ("32", "32", "perhaps")  # RowNibbles, RowBytes
+            found[int(count), key] = (int(group), {"never": False, "always": True, "perhaps": None}[minimums])
     assert found == CODE_LAYOUTS

@@ -372,7 +372,7 @@ def test_an_unknown_name_gets_the_nearest(name, near):
     with pytest.raises(bf.FormatError) as caught:
         bf.get_format(name)
     assert str(caught.value).startswith(f"[get_format] format: got {name!r}; takes one of u4, u8")
-    assert str(caught.value).endswith(f"; did you mean {near!r}?" if near else "q3_k")
+    assert str(caught.value).endswith(f"; did you mean {near!r}?" if near else "nf4")
 
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "q4_k_s", "Q3_K_L", "q5km"])

@@ -58,7 +58,7 @@ template <class Element> constexpr int QUAD_BYTES = ROW_VECTORS * VECTOR_BYTES *
 template <class Element, class F> inline void each_quad(const Blocks& run, int halves, const GroupScales* group, F&& f) {
   const uint8_t* p = run.stream + run.chunk_header;
   const int quads = 8 / halves;
-  Floats scale[ROW_VECTORS];
+  Floats scale[ROW_VECTORS] = {};
   for (int64_t b = 0; b < run.count; b++) {
     const bool begins = b % run.span == 0;
     if (begins) p += run.span_header;
