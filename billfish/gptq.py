@@ -98,14 +98,13 @@ def _factorize(a: Doubles) -> None:
     """
     patches = _patches(a)
     for p in reversed(range(len(patches))):
-        own = patches[p, p]
-        own = own[::-1, ::-1]  # Cholesky's factor is L L^T: from the last to the first it is G^T G
-        root = np.linalg.cholesky(own)[::-1, ::-1].T
+        # Cholesky's is L L^T: with rows and columns from the last to the first, that is G^T G.
+        root = np.linalg.cholesky(patches[p, p, ::-1, ::-1])[::-1, ::-1].T
         patches[p, p] = root
+        patches[p, p + 1 :] = 0
         patches[p, :p] = np.matmul(np.linalg.inv(root).T, patches[p, :p])
         for row in range(p):
             patches[row, : row + 1] -= np.matmul(patches[p, row].T, patches[p, : row + 1])
-    a[np.triu_indices(len(a), 1)] = 0
 
 
 def _round_rows(

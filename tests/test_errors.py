@@ -47,7 +47,7 @@ CASES = [
     (
         lambda: bf.quantize(W, "fp4", method="best"),
         bf.FormatError,
-        "[quantize] method: got 'best'; takes 'rtn' or 'mse'",
+        "[quantize] method: got 'best'; takes 'rtn' or 'mse' or 'gptq'",
     ),
     (
         lambda: bf.quantize(W, "fp4", group_size=48),
@@ -401,7 +401,7 @@ CASES = [
     (
         lambda: bf.quantize_q4_0(W[:0], method="x"),
         bf.FormatError,
-        "[quantize_q4_0] method: got 'x'; takes 'rtn' or 'mse'",
+        "[quantize_q4_0] method: got 'x'; takes 'rtn' or 'mse' or 'gptq'",
     ),
     (
         lambda: bf.dequantize(Q, out=torch.empty(1, 64).expand(4, 64)),
