@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import billfish.formats  # noqa: F401  (registers the formats)
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import set_threads
+from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.blocks import (
     dequantize_q4_0,
@@ -69,6 +70,7 @@ __all__ = [
     "MarlinLinear",
     "ModelError",
     "ModelReport",
+    "PackedExperts",
     "PackedWeights",
     "QuantizedExperts",
     "QuantizedTensor",

@@ -9,16 +9,19 @@ from billfish.activations import check_activations
 from billfish.arrays import FLOATS, Input, float_input
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import ExpertBlock, ExpertProduct
-from billfish.errors import DTypeError, ShapeError, complaint
+from billfish.backends.cpu.experts import PackedExperts
+from billfish.errors import BackendUnavailable, DTypeError, ShapeError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.gates import check_gate
 from billfish.routing import checked_ids, checked_routing, ids_input, routing_input
 from billfish.typing import Activations, AnyArray, ArrayT, Gate
 
+Stack = QuantizedExperts | PackedExperts  # what a product with experts takes
+
 
 def expert_linear(
     x: ArrayT,
-    w: QuantizedExperts,
+    w: Stack,
     ids: AnyArray,
     *,
     biases: AnyArray | None = None,
@@ -29,7 +32,7 @@ def expert_linear(
     """y [T, k, N]: y[t, j] = W[ids[t, j]] @ x[t] + biases[ids[t, j]], of x's type and kind (NumPy, torch or MLX).
 
     x: [T, K], or [T, k, K] where each chosen expert has a row of its own: y[t, j] is then of x[t, j].
-    w: W [E, N, K]. Experts that nobody chose are not read.
+    w: W [E, N, K], or what `prepack` made of it. Experts that nobody chose are not read.
     ids: integers [T, k], the experts of each row of x; the same one may come twice. T may be 0, k may not.
     biases: [E, N].
     activations, backend: as in :func:`quantized_linear`.
@@ -59,8 +62,8 @@ def expert_linear(
 
 def experts(
     x: ArrayT,
-    gate_up: QuantizedExperts | Sequence[QuantizedExperts],
-    down: QuantizedExperts,
+    gate_up: Stack | Sequence[Stack],
+    down: Stack,
     ids: AnyArray,
     weights: AnyArray,
     *,
@@ -77,7 +80,7 @@ def experts(
     of the gate and up rows of expert e times x[t]. The sum goes in the order of j, in float32, and is rounded once.
 
     gate_up: [E, 2 I, H], all gate rows first, then all up rows; or a pair (gate [E, I, H], up [E, I, H]).
-    down: [E, H, I].
+    down: [E, H, I]. Stacks may be what `prepack` made of them.
     ids: integers [T, k], as in :func:`expert_linear`. weights: the routing weights [T, k], finite numbers.
     activation: "silu" for silu(gate) * up; "gelu" for gelu(gate) * up, by the tanh formula; "clamped_silu", gpt-oss's:
     with g = min(gate, 7) and u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1).
@@ -88,13 +91,14 @@ def experts(
     call = "experts"
     rows = float_input(call, "x", x)
     pair = isinstance(gate_up, (list, tuple))
-    stacks = [_stack(call, "gate_up", stack) for stack in (gate_up if pair else [gate_up])]
+    given: Sequence[object] = gate_up if isinstance(gate_up, (list, tuple)) else [gate_up]
+    stacks = [_stack(call, "gate_up", stack) for stack in given]
     last = _stack(call, "down", down)
     inner = _check_sizes(call, rows, stacks, last)
     taken = ids_input(call, ids, rows.shape[0])
     routing = routing_input(call, weights, taken.shape)
-    for given in (taken, routing):
-        _check_place(call, rows, given)
+    for numbers in (taken, routing):
+        _check_place(call, rows, numbers)
     check_gate(call, activation)
     given_biases = _paired(call, gate_up_biases, len(stacks), pair)
     added = [_biases(call, "gate_up_biases", b, stack) for b, stack in zip(given_biases, stacks, strict=True)]
@@ -111,13 +115,14 @@ def experts(
     return y
 
 
-def _stack(call: str, argument: str, stack: object) -> QuantizedExperts:
-    if not isinstance(stack, QuantizedExperts):
-        raise DTypeError(complaint(call, argument, f"a {type(stack).__name__}", "QuantizedExperts [E, N, K]"))
+def _stack(call: str, argument: str, stack: object) -> Stack:
+    if not isinstance(stack, (QuantizedExperts, PackedExperts)):
+        takes = "QuantizedExperts [E, N, K], or what `prepack` made of them"
+        raise DTypeError(complaint(call, argument, f"a {type(stack).__name__}", takes))
     return stack
 
 
-def _check_sizes(call: str, x: Input, gate_up: list[QuantizedExperts], down: QuantizedExperts) -> int:
+def _check_sizes(call: str, x: Input, gate_up: list[Stack], down: Stack) -> int:
     """I, the rows of a gate; raises unless the stacks belong together and to x."""
     count, hidden, inner = down.shape
     if len(gate_up) not in (1, 2):
@@ -137,7 +142,7 @@ def _check_place(call: str, x: Input, other: Input) -> None:
         raise DTypeError(complaint(call, other.argument, f"an array on {other.place}", f"one on {x.place}, as x"))
 
 
-def _biases(call: str, argument: str, biases: Any, stack: QuantizedExperts) -> Input | None:
+def _biases(call: str, argument: str, biases: Any, stack: Stack) -> Input | None:
     if biases is None:
         return None
     taken = float_input(call, argument, biases)
@@ -157,28 +162,34 @@ def _paired(call: str, biases: Any, stacks: int, pair: bool) -> Sequence[Any]:
     return biases if pair else [biases]
 
 
-def _choose(
-    call: str, stacks: Sequence[QuantizedExperts], x: Input, ids: Input, activations: str, backend: str | None
-) -> Backend:
+def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activations: str, backend: str | None) -> Backend:
     """The best backend that can run the products with all stacks, for these rows."""
     check_activations(call, activations)
+    if any(isinstance(stack, PackedExperts) for stack in stacks):
+        if backend not in (None, "cpu") or x.device != "cpu":
+            got = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
+            raise BackendUnavailable(complaint(call, "backend", got, "'cpu', for which the weights are packed"))
+        backend = "cpu"
     (tokens, k), dtype = ids.shape, FLOATS[x.dtype_name]
     problems = [
         Problem(
             "matmul", w.format, w.group_size, tokens * k, *w.shape[1:], dtype, x.kind, x.device, activations, len(w), k
         )
         for w in stacks
+        if isinstance(w, QuantizedExperts)
     ]
-    found = [choose(call, problem, backend) for problem in problems]
     # Stacks of several formats may have several best backends: the last of them in their order runs all.
     order = list(BACKENDS)
+    found = [choose(call, problem, backend) for problem in problems] or [BACKENDS["cpu"]]
     last = max(found, key=lambda one: order.index(one.name))
     for problem in problems:
         choose(call, problem, last.name)
     return last
 
 
-def _packed(stack: QuantizedExperts, backend: Backend, x: Input) -> Any:
+def _packed(stack: Stack, backend: Backend, x: Input) -> Any:
+    if isinstance(stack, PackedExperts):
+        return stack
     place = x.place
     return stack.made((backend.name, place), lambda: backend.pack_experts(stack, place))
 

@@ -14,6 +14,7 @@ from billfish.activations import IntegerActivations, check_activations
 from billfish.arrays import FLOATS, Input, float_dtype, float_input, library_for
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Product
+from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.device_array import DeviceArray
 from billfish.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
@@ -301,16 +302,24 @@ def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> A
     return tensor.made(key, lambda: backend.pack(tensor, key[1])) if packed is None else packed
 
 
-def prepack(q: QuantizedTensor) -> PackedWeights:
-    """The weights of q as the CPU's kernels read them, for `quantized_linear`; q itself need not be kept.
+@overload
+def prepack(q: QuantizedTensor) -> PackedWeights: ...
+@overload
+def prepack(q: QuantizedExperts) -> PackedExperts: ...
 
-    `quantized_linear` does this at its first call with a tensor, and then holds both. This is for whoever wants one of
-    them, or wants to save it: packed.save(path), PackedWeights.load(path).
+
+def prepack(q: Quantized) -> PackedWeights | PackedExperts:
+    """The weights of q as the CPU's kernels read them, for products; q itself need not be kept.
+
+    A product does this at its first call with a tensor or a stack of experts, and then holds both. This is for whoever
+    wants one of them. A matrix can also be saved: packed.save(path), PackedWeights.load(path).
     """
-    if not isinstance(q, QuantizedTensor):
-        raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", "a QuantizedTensor"))
-    packed = BACKENDS["cpu"].pack(q)
-    assert isinstance(packed, PackedWeights)
+    if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
+        takes = "a QuantizedTensor, or QuantizedExperts"
+        raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", takes))
+    backend = BACKENDS["cpu"]
+    packed = backend.pack_experts(q) if isinstance(q, QuantizedExperts) else backend.pack(q)
+    assert isinstance(packed, (PackedWeights, PackedExperts))
     return packed
 
 

@@ -33,9 +33,9 @@ def write_random(folder: Path, model_type: str, dtype: torch.dtype = torch.float
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(SIZES | {"initializer_range": 0.2} | more))
     model = AutoModelForCausalLM.from_config(config)
-    for vector in model.parameters():
-        if vector.ndim == 1:  # norms and biases begin as ones or zeros
-            vector.data += 0.3 * torch.randn(vector.shape)
+    for name, numbers in model.named_parameters():
+        if numbers.ndim == 1 or name.endswith("bias"):  # norms and biases begin as ones or zeros
+            numbers.data += 0.3 * torch.randn(numbers.shape)
     model.to(dtype).save_pretrained(folder)
     write_tokenizer(folder)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import expert_oracle as oracle
 import ml_dtypes
@@ -204,6 +206,16 @@ def test_one_expert_that_is_chosen_twice(backend, rng):
     y = bf.expert_linear(x, w, np.zeros((3, 2), np.int32), backend=backend)
     assert_same_bits(y[:, 0], y[:, 1])
     assert error(y[:, 0], x.astype(np.float64) @ bf.dequantize(w)[0].T.astype(np.float64)) < 2e-6
+
+
+def test_the_page_shows_what_works(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "experts.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, np.ndarray] = {}
+    exec(program, names)
+    assert names["y"].shape == (5, 256)
+    assert names["z"].shape == (5, 2, 256)
+    assert capsys.readouterr().out.startswith("QuantizedExperts(mxfp4, [8, 256, 256]")
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.sampling import Sampling
 from billfish.llm.source import open_source
-from billfish.llm.tensors import Convert, ModelTensors, Tensor
+from billfish.llm.tensors import Convert, ModelTensors, Stack, Tensor
 from billfish.progress import OnProgress, follow
 from billfish.tokenizer import Tokenizer
 from billfish.typing import Activations
@@ -50,7 +50,7 @@ class Model:
             progress = False
         with follow(progress, size) as advance, ThreadPoolExecutor(1) as pool:
 
-            def read(name: str, tensor: Tensor) -> Tensor:
+            def read(name: str, tensor: Tensor | Stack) -> Tensor | Stack:
                 advance(source.tensors.describe(name).nbytes, source.name(name))
                 return tensor if convert is None else convert(name, tensor)
 

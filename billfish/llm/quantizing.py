@@ -15,9 +15,12 @@ from billfish.checkpoints.names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.writers.plan import Quantization, Rule
 from billfish.errors import FormatError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
-from billfish.llm.tensors import Tensor
+from billfish.llm.tensors import Stack, Tensor
 from billfish.quantizing import quantize_matrix
+from billfish.storage import Array
+from billfish.tensor import QuantizedTensor
 
 CALL = "llm.load"
 
@@ -41,17 +44,21 @@ class Quantizer:
         for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
             print(f"not quantized: {line}", file=out)
 
-    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+    def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""
         choice = self._how.choice(name, name, tensor.shape)
         if choice is None or not isinstance(tensor, np.ndarray) or tensor.dtype.name not in FLOATS:
             return tensor
         format, group_size = choice
-        k = tensor.shape[1]
+        k = tensor.shape[-1]
         if k % format.block_size:
             self.left.append(Remark(name, f"K = {k} is no multiple of {format.block_size}, as {format.name} needs"))
             return tensor
-        return quantize_matrix(CALL, name, tensor, format, group_size, self._how.method, {})
+
+        def quantized(matrix: Array) -> QuantizedTensor:
+            return quantize_matrix(CALL, name, matrix, format, group_size, self._how.method, {})
+
+        return quantized(tensor) if tensor.ndim == 2 else QuantizedExperts.from_tensors([*map(quantized, tensor)])
 
 
 def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:

@@ -23,9 +23,12 @@ GROUPS = {
     "models": ("Language models", r"billfish\.(llm|tokenizer)\b"),
     "checkpoints": ("Checkpoints", r"billfish\.checkpoints\b"),
     "layers": ("Layers", r"billfish\.nn\b"),
-    "products": ("Products", r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|expert_ops|backends(?!\.cpu\.packed))"),
+    "products": (
+        "Products",
+        r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|expert_ops|backends(?!\.cpu\.(packed|experts)))",
+    ),
     "formats": ("Formats", r"billfish\.(format|formats|elements|scales|storage)\."),
-    "weights": ("Weights", r"billfish\.(ops|tensor|experts|packing|blocks|arrays|backends\.cpu\.packed)\."),
+    "weights": ("Weights", r"billfish\.(ops|tensor|experts|packing|blocks|arrays|backends\.cpu\.(packed|experts))\."),
 }
 ORDER = ("weights", "products", "formats", "layers", "checkpoints", "models", "errors")
 

@@ -6,6 +6,7 @@ To pack W (docs/words.md has the words):
     axes.py       which codes and which scales of the kernels a format is made of
     packed.py     the result: one stream of bytes, in the order in which the kernels read
     plain.py      the same of a matrix that is not quantized
+    experts.py    the same of a stack of matrices
 To multiply: x and the stream go to the native core, and y comes back.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +23,19 @@ from numpy.typing import NDArray
 from billfish import machine
 from billfish.activations import DIGITS, IntegerActivations
 from billfish.arrays import FLOATS, Input
-from billfish.backends.base import Backend, Problem, Product, delivered
+from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
+from billfish.backends.cpu.experts import PackedExperts, pack_experts
 from billfish.backends.cpu.packed import Axes, PackedWeights
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
-from billfish.backends.cpu.source import codes_of, source_of
+from billfish.backends.cpu.source import codes_of, prepack_fields, source_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.formats.ggml import BlockFormat
 from billfish.formats.structure import structure_of
+from billfish.gates import GATES
+from billfish.routing import checked_ids, checked_routing
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 
@@ -70,17 +75,25 @@ def check_threads(call: str, argument: str, count: int, least: int = 1) -> int:
 OUTPUTS = ("float32", "float16", "bfloat16")  # types that dequantize writes, numbered as in layout/problem.h
 
 
-def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
-    """Numbers [N, count] of any type to bytes [N, count, size of one]."""
-    return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
-
-
 def _rounded(y: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     """y in x's type. A value too large for the type becomes infinite."""
     if dtype == np.float32:
         return y
     with np.errstate(over="ignore", invalid="ignore"):
         return y.astype(dtype)
+
+
+@overload
+def _floats(numbers: None) -> None: ...
+@overload
+def _floats(numbers: Input) -> NDArray[np.float32]: ...
+@overload
+def _floats(numbers: Input | None) -> NDArray[np.float32] | None: ...
+
+
+def _floats(numbers: Input | None) -> NDArray[np.float32] | None:
+    """An argument as the native core takes it."""
+    return None if numbers is None else np.ascontiguousarray(numbers.numpy(), np.float32)
 
 
 class CpuBackend(Backend):
@@ -142,11 +155,9 @@ class CpuBackend(Backend):
 
     def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
         """Packs codes from the storage or from their plane, and scales from the planes of a Layout."""
-        layout, source = layout_of(tensor), codes_of(tensor)
+        layout = layout_of(tensor)
         weights = self._room_for(tensor, layout)
-        chunk_fields, group_fields = map(_as_bytes, (layout.chunk_fields, layout.group_fields))
-        about = (weights.description, source.data, source.words, source.about)
-        _cpu.prepack(self.level, *about, chunk_fields, group_fields, weights.data)
+        prepack_fields(self.level, weights.description, tensor, layout, weights.data)
         return weights
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
@@ -183,6 +194,33 @@ class CpuBackend(Backend):
             codes, scale = np.ascontiguousarray(x.codes, np.int8), np.ascontiguousarray(x.scale, np.float32)
             _cpu.multiply_codes(weights.level, weights.description, weights.data, codes, scale, y)
         return y
+
+    def pack_experts(self, stack: QuantizedExperts | Array, place: str = "cpu") -> PackedExperts:
+        """stack: quantized, or an array [E, N, K] of PLAIN_TYPES."""
+        return pack_experts(self.level, stack)
+
+    def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
+        """All chosen experts in one native call, which shares out their tiles together."""
+        x, weights = product.x, product.weights
+        ids, rows = checked_ids(product.ids, product.experts), _floats(x)
+        y = np.empty((*ids.shape, product.n), np.float32)
+        if len(ids):
+            stack = weights.arrays(_floats(product.biases))
+            _cpu.multiply_experts(weights.level, stack, rows, ids, DIGITS[activations], y)
+        return x.like(_rounded(y, FLOATS[x.dtype_name]))
+
+    def experts(self, block: ExpertBlock, activations: str) -> Any:
+        """The whole block in one native call."""
+        x, down = block.x, block.down
+        ids, routing, rows = checked_ids(block.ids, block.experts), checked_routing(block.routing), _floats(x)
+        y = np.empty(x.shape, np.float32)
+        if len(ids):
+            biases = map(_floats, block.gate_up_biases)
+            stacks = [stack.arrays(added) for stack, added in zip(block.gate_up, biases, strict=True)]
+            up = stacks[1] if len(stacks) == 2 else None
+            last, activation = down.arrays(_floats(block.down_biases)), GATES.index(block.activation)
+            _cpu.run_experts(down.level, rows, ids, routing, stacks[0], up, last, activation, DIGITS[activations], y)
+        return x.like(_rounded(y, FLOATS[x.dtype_name]))
 
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         wanted = out.numpy()

@@ -15,11 +15,9 @@ class Description:
 
 # Weights, their stream, the bias, and the order of their columns.
 PackedMatrix = tuple[Description, NDArray[Any], NDArray[Any] | None, NDArray[Any] | None]
-# The matrices of experts: their kind, one stream for all, how many they are, their factors and biases.
-PackedStack = tuple[Description, NDArray[Any], int, NDArray[Any] | None, NDArray[Any] | None]
-# The router; gate, up and down; how many experts a row takes, whether weights are renormalized, their scale; the gate of
-# the shared expert.
-PackedMixture = tuple[PackedMatrix, list[PackedStack], int, bool, float, NDArray[Any] | None]
+# The router; gate, up and down; how many experts a row takes, whether weights are renormalized, their scale; the gate
+# of the shared expert.
+PackedMixture = tuple[PackedMatrix, list[ExpertArrays], int, bool, float, NDArray[Any] | None]
 
 class Decoder:
     def __init__(
@@ -98,6 +96,25 @@ def multiply_codes(
     stream: NDArray[Any],
     codes: NDArray[Any],
     scale: NDArray[Any],
+    y: NDArray[Any],
+) -> None: ...
+
+# One expert, the stream of all, how many there are, their factors and their biases.
+ExpertArrays = tuple[Description, NDArray[Any], int, NDArray[Any] | None, NDArray[Any] | None]
+
+def multiply_experts(
+    level: str, stack: ExpertArrays, x: NDArray[Any], ids: NDArray[Any], digits: int, y: NDArray[Any]
+) -> None: ...
+def run_experts(
+    level: str,
+    x: NDArray[Any],
+    ids: NDArray[Any],
+    routing: NDArray[Any],
+    gate: ExpertArrays,
+    up: ExpertArrays | None,
+    down: ExpertArrays,
+    activation: int,
+    digits: int,
     y: NDArray[Any],
 ) -> None: ...
 def kept_bytes() -> int: ...

@@ -42,6 +42,11 @@ class Layout:
     factor: float = 1.0
     table: tuple[int, ...] = ()
 
+    @property
+    def kind(self) -> tuple[str, str, int, int, tuple[int, ...]]:
+        """Which kernels read it: codes, scales, group, bias and table."""
+        return self.codes, self.scales, self.group, self.bias, self.table
+
 
 @cache
 def why_never(format: Format) -> str:
@@ -61,15 +66,15 @@ def why_not(group_size: int, k: int) -> str:
 
 
 @with_known_floats
-def layout_of(tensor: QuantizedTensor) -> Layout:
-    """Which kernel axes a tensor is made of."""
+def layout_of(tensor: QuantizedTensor, in_floats: bool = False) -> Layout:
+    """Which kernel axes a tensor is made of. in_floats: with scales in float32, which hold those of any tensor."""
     format = tensor.format
     axis = _code_axis(format.element)
     assert axis is not None
     group = min(tensor.group_size, CHUNK)
     layout = Layout("", "f16", [], [], group if group in GROUPS else CHUNK)  # the other is all of a short row
     layout.codes, layout.bias, layout.table, layout.factor = axis
-    _add_scales(layout, format, tensor.scale_planes)
+    _add_scales(layout, format, tensor.scale_planes, in_floats)
     if layout.group < tensor.group_size:  # one scale for more than a chunk: repeat it for each
         chunks = -(-tensor.shape[1] // CHUNK)
         index = np.arange(chunks) * CHUNK // tensor.group_size
@@ -103,13 +108,15 @@ def _code_axis(element: Element) -> tuple[str, int, tuple[int, ...], float] | No
     return "table", 0, tuple(int(v) & 0xFF for v in np.resize(values, 16)), factor
 
 
-def _add_scales(layout: Layout, format: Format, planes: Planes) -> None:
+def _add_scales(layout: Layout, format: Format, planes: Planes, in_floats: bool) -> None:
     means, scale = meaning(format), planes["scale"]
     # The kernels' bytes are signed: of codes that mean q they hold q - 128.
     shift = 128 - format.element.bias if layout.codes == "s8" and isinstance(format.element, Integer) else 0
     # The kernels' sums are offset by a multiple of the scale, so scales that are not finite go as float32, without.
     halves = scale.dtype == np.float16 and bool(np.isfinite(scale).all())
-    if means in TWO_LEVELS and halves and format.block_size == CHUNK and _small(format, planes):
+    if in_floats:
+        _add_floats(layout, format, planes, np.float32(shift))
+    elif means in TWO_LEVELS and halves and format.block_size == CHUNK and _small(format, planes):
         _add_two_levels(layout, format, planes)
     elif means in PLAIN and halves and not shift and (layout.factor == 1 or planes.keys() == {"scale"}):
         _add_halves(layout, planes)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.axes import Layout
 from billfish.elements import Signed
 from billfish.format import Format
 from billfish.formats.meaning import E4M3, E8M0, meaning
@@ -47,6 +48,20 @@ def codes_of(tensor: QuantizedTensor) -> Source:
     held = np.ascontiguousarray(next(iter(tensor.storage.values())))
     row_bytes = held.shape[1] if held.dtype == np.uint8 else tensor.shape[1] * tensor.format.element.bits // 8
     return Source(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
+
+
+def prepack_fields(
+    level: str, description: _cpu.Description, tensor: QuantizedTensor, layout: Layout, out: NDArray[np.uint8]
+) -> None:
+    """Writes the stream: codes from the storage or from their plane, and scales from the planes of a Layout."""
+    source = codes_of(tensor)
+    per_chunk, per_group = _as_bytes(layout.chunk_fields), _as_bytes(layout.group_fields)
+    _cpu.prepack(level, description, source.data, source.words, source.about, per_chunk, per_group, out)
+
+
+def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
+    """Numbers [N, count] of any type to bytes [N, count, size of one]."""
+    return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
 
 
 @with_known_floats

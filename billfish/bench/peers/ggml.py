@@ -20,7 +20,7 @@ from billfish.errors import BackendUnavailable
 from billfish.format import get_format
 from billfish.tensor import QuantizedTensor
 
-F32 = 0
+F32, I32 = 0, 26
 TYPES = {
     "q4_0": 2,
     "q4_1": 3,
@@ -80,7 +80,9 @@ class Library:
         self.tensor_overhead = function("ggml_tensor_overhead", size)
         self.graph_overhead = function("ggml_graph_overhead_custom", size, size, ctypes.c_bool)
         self.new_matrix = function("ggml_new_tensor_2d", pointer, pointer, integer, long, long)
+        self.new_stack = function("ggml_new_tensor_3d", pointer, pointer, integer, long, long, long)
         self.multiply = function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.multiply_chosen = function("ggml_mul_mat_id", pointer, pointer, pointer, pointer, pointer)
         self.new_graph = function("ggml_new_graph_custom", pointer, pointer, size, ctypes.c_bool)
         self.add_to_graph = function("ggml_build_forward_expand", None, pointer, pointer)
         self.allocate = function("ggml_backend_alloc_ctx_tensors_from_buft", pointer, pointer, pointer)

@@ -26,16 +26,14 @@ class Rows {
 
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
-    fill_parts(weights, false, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) {
-      std::vector<float> made(size_t(k_ * part.rows));
-      for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
-      put(wanted, made.data(), part);
-    });
+    expect(weights);
+    for_each_part(m_, blocks_of(k_), false, [&](const Prepared::Part& part) { fill_part(part, make); });
   }
 
   // The same with x [m, k] that is there already.
   void take(const std::vector<const Weights*>& weights, const float* x) {
-    fill_parts(weights, true, [&](const std::vector<Prepared*>& wanted, const Prepared::Part& part) { put(wanted, x + part.first_row * k_, part); });
+    expect(weights);
+    for_each_part(m_, blocks_of(k_), true, [&](const Prepared::Part& part) { put(x + part.first_row * k_, part); });
   }
 
   // y = x W^T + bias for several W, whose tiles are shared out among the threads together.
@@ -45,10 +43,32 @@ class Rows {
     parallel_for(tiles, [&](int64_t first, int64_t last) {
       for (const LinearInto& product : products) {
         const int64_t count = tiles_of(product.weights), from = std::max<int64_t>(first, 0), to = std::min(last, count);
-        if (from < to) find(product.weights)->multiply(product.weights, product.bias, product.y, from, to);
+        if (from < to) multiply_tiles(product, from, to);
         first -= count, last -= count;
       }
     });
+  }
+
+  // ---- the same in steps, for whoever shares out the rows or the tiles of several Rows --------------------------------
+
+  // Which weights are multiplied next.
+  void expect(const std::vector<const Weights*>& weights) {
+    wanted_.clear();
+    for (const Weights* w : weights) {
+      Prepared* prepared = &prepared_for(*w);
+      if (std::find(wanted_.begin(), wanted_.end(), prepared) == wanted_.end()) wanted_.push_back(prepared);
+    }
+  }
+
+  template <class Make> void fill_part(const Prepared::Part& part, Make make) {
+    std::vector<float> made(size_t(k_ * part.rows));
+    for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
+    put(made.data(), part);
+  }
+
+  // Tiles [first, last) of a product.
+  void multiply_tiles(const LinearInto& product, int64_t first, int64_t last) const {
+    find(product.weights)->multiply(product.weights, product.bias, product.y, first, last);
   }
 
   size_t bytes() const {
@@ -64,16 +84,6 @@ class Rows {
     return nullptr;
   }
 
-  // fill_part(wanted, part) for each kind of x that these weights want.
-  template <class F> void fill_parts(const std::vector<const Weights*>& weights, bool cut, F fill_part) {
-    std::vector<Prepared*> wanted;
-    for (const Weights* w : weights) {
-      Prepared* prepared = &prepared_for(*w);
-      if (std::find(wanted.begin(), wanted.end(), prepared) == wanted.end()) wanted.push_back(prepared);
-    }
-    for_each_part(m_, blocks_of(k_), cut, [&](const Prepared::Part& part) { fill_part(wanted, part); });
-  }
-
   Prepared& prepared_for(const Weights& w) {
     if (const Prepared* found = find(w)) return const_cast<Prepared&>(*found);
     if (used_ == prepared_.size()) prepared_.emplace_back();
@@ -82,8 +92,9 @@ class Rows {
     return p;
   }
 
-  static void put(const std::vector<Prepared*>& wanted, const float* x, const Prepared::Part& part) {
-    for (Prepared* prepared : wanted) prepared->put(x, part);
+  // x [rows, k] of a part.
+  void put(const float* x, const Prepared::Part& part) {
+    for (Prepared* prepared : wanted_) prepared->put(x, part);
   }
 
   int64_t tiles_of(const Weights& w) const { return (w.n + level_->tile_rows - 1) / level_->tile_rows; }
@@ -93,6 +104,7 @@ class Rows {
   int digits_ = 0;
   std::deque<Prepared> prepared_;  // one for each kind, mostly a single one
   size_t used_ = 0;                // of them
+  std::vector<Prepared*> wanted_;  // for the weights that come next
 };
 
 }  // namespace billfish

@@ -75,8 +75,7 @@ namespace {
 
 size_t packed_bytes(const std::string& level, const Description& d) {
   const Level& chosen = find_level(level);
-  const TileShape shape(d.weights(chosen, nullptr), chosen.tile_rows);
-  return shape.tile_bytes * ((d.n + shape.rows - 1) / shape.rows);
+  return expert_bytes(chosen, d.weights(chosen, nullptr));
 }
 
 }  // namespace
@@ -372,7 +371,7 @@ NB_MODULE(_cpu, module) {
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_all", &multiply_all);
   module.def("multiply_codes", &multiply_codes);
-  module.def("kept_bytes", [] { return kept_rows().bytes(); }, "What this thread keeps of the room for x that calls took.");
+  module.def("kept_bytes", [] { return kept_rows().bytes() + kept_by_experts(); }, "What this thread keeps of the room for x that calls took.");
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
@@ -385,5 +384,6 @@ NB_MODULE(_cpu, module) {
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
   bind_decoder(module);
+  bind_experts(module);
   default_threads();  // looked at now, and then seldom: see threads.h
 }

@@ -4,9 +4,12 @@
 #include <nanobind/ndarray.h>
 #include <unistd.h>
 
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "gemm/experts.h"
 #include "layout/problem.h"
 #include "threads/float_mode.h"
 
@@ -56,6 +59,12 @@ const Level& find_level(const std::string& name);
 // Storage as the Python side describes it, without scales that are decoded already.
 Storage storage_of(const uint8_t* bytes, nanobind::dict about);
 
+// A stack of experts as the Python side keeps it: what one expert is, the stream of all, how many there are, and where they have them, a
+// factor for each and biases [experts, n].
+using ExpertArrays = std::tuple<Description, Contiguous<const uint8_t>, int64_t, std::optional<Contiguous<const float>>, std::optional<Contiguous<const float>>>;
+ExpertStack expert_stack(const Level& level, const ExpertArrays& arrays);
+
 void bind_decoder(nanobind::module_& module);
+void bind_experts(nanobind::module_& module);
 
 }  // namespace billfish

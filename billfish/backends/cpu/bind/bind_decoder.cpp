@@ -26,10 +26,8 @@ using Order = Contiguous<const int32_t>;
 // Packed weights and, where there are any, the bias and the order of their columns. Matrices with one order share its array.
 using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::optional<Numbers>, std::optional<Order>>;
 
-// Of one kind, expert after expert: their number, and where there are any, a factor and a bias of each.
-using PackedStack = std::tuple<Description, Contiguous<const uint8_t>, int64_t, std::optional<Numbers>, std::optional<Numbers>>;
 // The router; gate, up and down; then as in Mixture.
-using PackedMixture = std::tuple<PackedMatrix, std::vector<PackedStack>, int64_t, bool, float, std::optional<Numbers>>;
+using PackedMixture = std::tuple<PackedMatrix, std::vector<ExpertArrays>, int64_t, bool, float, std::optional<Numbers>>;
 
 const DecoderKernels& find_kernels(const std::string& name) {
 #define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
@@ -123,11 +121,10 @@ class PythonDecoder {
     if (order) orders_.push_back(*order), weights.order = order->data();
     return {weights, keep(bias)};
   }
-  ExpertStack keep(const PackedStack& stack) {
-    const auto& [description, stream, experts, factors, biases] = stack;
-    streams_.push_back(stream);
-    const Weights weights = description.weights(level_, stream.data());
-    return {weights, experts, expert_bytes(level_, weights), keep(factors), keep(biases)};
+  ExpertStack keep(const ExpertArrays& arrays) {
+    const auto& [description, stream, experts, factors, biases] = arrays;
+    streams_.push_back(stream), keep(factors), keep(biases);
+    return expert_stack(level_, arrays);
   }
 
   const Level& level_;

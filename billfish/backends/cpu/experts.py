@@ -1,0 +1,121 @@
+"""PackedExperts: the matrices of experts, one after the other in one stream that the kernels of one ISA level read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
+from billfish.backends.cpu.packed import Axes
+from billfish.backends.cpu.plain import PLAIN_TYPES, describe_plain
+from billfish.backends.cpu.source import codes_of, prepack_fields
+from billfish.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.experts import QuantizedExperts
+from billfish.formats.ggml import BlockFormat
+from billfish.formats.structure import structure_of
+from billfish.storage import Array
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """W [E, N, K] in one stream, each expert padded to whole tiles: what :func:`billfish.prepack` makes of a stack.
+
+    kind: the name of the format, or of one of PLAIN_TYPES.
+    level, axes: as of PackedWeights, and the same for all experts; None for plain weights.
+    factors: float32 [E], where experts have factors of their own in the place of that of `axes`.
+    """
+
+    kind: str
+    shape: tuple[int, int, int]
+    level: str
+    axes: Axes | None
+    data: NDArray[np.uint8]
+    factors: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises unless `data` has all that the kernels will read: they believe what they are told."""
+        call, levels, experts = "PackedExperts", _cpu.levels(), self.shape[0]
+        if self.level not in levels:
+            takes = f"one of this machine: {', '.join(levels)}"
+            raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
+        if self.data.shape != (experts * _cpu.packed_bytes(self.level, self.description),):
+            takes = f"the bytes that packing {list(self.shape)} makes"
+            raise ShapeError(complaint(call, "data", f"shape {self.data.shape}", takes))
+
+    @cached_property
+    def description(self) -> _cpu.Description:
+        """What the native core takes for one expert."""
+        n, k = self.shape[1:]
+        return describe_plain(self.kind, (n, k)) if self.axes is None else self.axes.describe((n, k))
+
+    def arrays(self, biases: NDArray[np.float32] | None = None) -> _cpu.ExpertArrays:
+        """What the native core takes for all. biases: [E, N]."""
+        return self.description, self.data, len(self), self.factors, biases
+
+    def part(self, expert: int) -> NDArray[np.uint8]:
+        """The stream of one expert."""
+        size = self.nbytes // len(self)
+        return self.data[expert * size : (expert + 1) * size]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        return f"PackedExperts({self.kind}, [{sizes}], {self.level}, {self.nbytes} bytes)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "description"}
+
+
+def pack_experts(level: str, stack: QuantizedExperts | Array) -> PackedExperts:
+    """A stack [E, N, K], quantized or an array of PLAIN_TYPES, as the kernels of a level read it."""
+    if not isinstance(stack, QuantizedExperts):
+        return _pack_plain(level, stack)
+    structure = structure_of(stack.format)
+    if structure is not None and structure.scales_inside:
+        assert isinstance(stack.format, BlockFormat)
+        packed = _room_for(level, stack, [layout_of_blocks(stack.format)])
+        sources = [codes_of(matrix) for matrix in stack]
+        blocks = [(packed.description, s.data, s.about, packed.part(e)) for e, s in enumerate(sources)]
+        if all(_cpu.prepack_blocks(level, blocks)):
+            return packed  # else scales that are not finite go as float32: see axes.py
+    layouts = [layout_of(matrix) for matrix in stack]
+    if any(layout.kind != layouts[0].kind for layout in layouts):  # scales that only some experts' bytes can hold
+        layouts = [layout_of(matrix, in_floats=True) for matrix in stack]
+    packed = _room_for(level, stack, layouts)
+    for e, (matrix, layout) in enumerate(zip(stack, layouts, strict=True)):
+        prepack_fields(level, packed.description, matrix, layout, packed.part(e))
+    return packed
+
+
+def _room_for(level: str, stack: QuantizedExperts, layouts: Sequence[Layout]) -> PackedExperts:
+    """PackedExperts whose stream is not written yet. layouts: one for all experts, or one for each."""
+    axes = Axes(*layouts[0].kind[:4], layouts[0].factor, layouts[0].table)
+    factors = np.array([layout.factor for layout in layouts], np.float32)
+    room = len(stack) * _cpu.packed_bytes(level, axes.describe(stack.shape[1:]))
+    own = factors if (factors != factors[0]).any() else None
+    return PackedExperts(stack.format.name, stack.shape, level, axes, np.empty(room, np.uint8), own)
+
+
+def _pack_plain(level: str, stack: Array) -> PackedExperts:
+    if stack.dtype.name not in PLAIN_TYPES or stack.ndim != 3:
+        got, takes = f"{stack.dtype} of shape {stack.shape}", f"[E, N, K] of {', '.join(PLAIN_TYPES)}"
+        raise DTypeError(complaint("pack_experts", "stack", got, takes))
+    experts, n, k = stack.shape
+    description = describe_plain(stack.dtype.name, (n, k))
+    data = np.empty(experts * _cpu.packed_bytes(level, description), np.uint8)
+    packed = PackedExperts(stack.dtype.name, (experts, n, k), level, None, data)
+    for e, matrix in enumerate(np.ascontiguousarray(stack)):
+        _cpu.prepack_plain(level, description, matrix.reshape(-1).view(np.uint8), packed.part(e))
+    return packed

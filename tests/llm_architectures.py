@@ -1,0 +1,95 @@
+"""Small random models, a row for each architecture, whose settings all matter: windows are shorter than the text, soft
+caps bite, positions pass the context of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llm_folders import write_random
+
+EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "rope_theta": 10000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "long_factor": [1.0 + 0.25 * i for i in range(8)],
+    "short_factor": [1.0] * 8,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+# The architecture in GGUF, the type of model in transformers, and its settings.
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("llama", "mixtral", EXPERTS),
+    "llama3": ("llama", "llama", {"rope_parameters": LLAMA3}),
+    "qwen3-yarn": ("qwen3", "qwen3", {"rope_parameters": YARN}),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", {**EXPERTS, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+    "qwen3moe-sums": ("qwen3moe", "qwen3_moe", {**EXPERTS, "moe_intermediate_size": 64, "norm_topk_prob": False}),
+    "qwen2moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        {**EXPERTS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96, "head_dim": 16},
+    ),
+    "olmoe": ("olmoe", "olmoe", {**EXPERTS, "head_dim": 16}),
+    "granitemoe": ("granitemoe", "granitemoe", {**EXPERTS, **MULTIPLIERS, "head_dim": 16}),
+    "gpt-oss": (
+        "gpt-oss",
+        "gpt_oss",
+        {**EXPERTS, "sliding_window": 7, "rope_parameters": {**YARN, "truncate": False}, "num_hidden_layers": 3},
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {
+            "sliding_window": 7,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 24,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": GEMMA3_ROPE,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "phi3": ("phi3", "phi3", {"sliding_window": 7, "pad_token_id": 2}),
+    "phi3-longrope": ("phi3", "phi3", {"rope_parameters": LONGROPE, "head_dim": 16, "pad_token_id": 2}),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}),
+}
+TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
+
+
+def write_model(folder: Path, name: str, **more: Any) -> None:
+    """One of MODELS as transformers saves it."""
+    write_random(folder, MODELS[name][1], **(MODELS[name][2] | more))
