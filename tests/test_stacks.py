@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,33 @@ def test_scales_that_need_another_type_in_one_expert_widen_those_of_all(tmp_path
     assert stack.storage["scales"].dtype == np.float32
     for e in range(E):
         assert_same_bits(bf.dequantize(stack[e]), bf.dequantize(ck[f"{BLOCK}.experts.{e}.up_proj.weight"]))
+
+
+def test_one_stack_is_in_memory_at_a_time(tmp_path):
+    weights = {part: gaussian((16, 128, 128), i) for i, part in enumerate(PARTS)}
+    write(tmp_path / "in", one_each(weights), model_type="qwen3_moe")
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "u4b8", to="gptq", method="rtn")
+    ck = bf.load(tmp_path / "out")
+    view = by_stacks(ck)
+    tracemalloc.start()
+    try:
+        for name in view:
+            stack = view[name]
+            largest = stack.nbytes
+            del stack
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert largest < peak < 1.5 * largest
+
+
+def test_files_with_a_stack_are_no_tensor_alone(tmp_path):
+    bf.quantize(gaussian((3, 16, 64)), "q4_0").save(tmp_path / "stack.safetensors")
+    with pytest.raises(bf.CheckpointError, match=r"got a stack of matrices; takes one; QuantizedExperts\.load"):
+        bf.QuantizedTensor.load(tmp_path / "stack.safetensors")
+    bf.quantize(gaussian((16, 64)), "q4_0").save(tmp_path / "one.safetensors")
+    with pytest.raises(bf.CheckpointError, match="no stack alone"):
+        bf.QuantizedExperts.load(tmp_path / "one.safetensors")
 
 
 def test_mlx_layers_read_the_stacks_that_we_write(tmp_path):
