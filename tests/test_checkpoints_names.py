@@ -234,7 +234,7 @@ def test_scaled_positions_go_both_ways(tmp_path, rule, key):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"rope_type": "yarn", "factor": 8.0}, "rope_scaling: got 'yarn'; takes one of default, linear, llama3"),
+        ({"rope_type": "dynamic", "factor": 8.0}, "rope_scaling: got 'dynamic'; takes one of default, linear, llama3"),
         ({"type": "linear"}, "rope_scaling.factor: got None; takes a positive number"),
         ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor: got None; takes a positive number"),
         ({"full_attention": {"rope_type": "default"}}, "rope_scaling: got {'full_attention'"),
