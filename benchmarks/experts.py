@@ -3,8 +3,9 @@
     python benchmarks/experts.py [--tokens 1,64] [--formats mxfp4_gguf,q4_k] [--threads 2] [--seconds 4] [--json FILE]
 
 E = 32 experts of 768 x 2048 (gate, up) and 2048 x 768 (down), 4 for each token, x rounded to 8 bits by both. One token
-chooses other experts each time, so that none is in a cache. `gate` and `down` are one product each, bf.expert_linear
-and one mul_mat_id. `block` is bf.experts with its activation and its sum, and of ggml the three products alone.
+chooses other experts each time, so that none is in a cache. `gate` and `down` are one product each, the native part of
+bf.expert_linear and one mul_mat_id. `block` is that of bf.experts with its activation and its sum, and of ggml the
+three products alone.
 ggml's libraries: of llama-cpp-python, or of the folder that BILLFISH_GGML_LIB names. Errors are root mean squares
 beside those of y, against float64 with x as it is.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import billfish as bf
-from billfish.backends.cpu import set_threads
+from billfish.activations import DIGITS
+from billfish.backends.cpu import _cpu, set_threads
 from billfish.bench.engines import CpuEngine
 from billfish.bench.limits import machine
 from billfish.bench.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
 from billfish.bench.peers.ggml import F32, I32, TYPES, Ggml, Library
 from billfish.bench.peers.turns import take_turns
 from billfish.files import write_atomically
-from billfish.gates import open_gate
+from billfish.gates import GATES, open_gate
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 32, 4, 2048, 768
 SHAPES = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
@@ -51,7 +53,7 @@ class Case:
         rng, made = np.random.default_rng(0), {}
         for name in PARTS[self.part]:
             n, k = SHAPES[name]
-            rows = bf.quantize(rng.standard_normal((DISTINCT_ROWS, k), np.float32) / np.sqrt(k), self.format)
+            rows = bf.quantize(rng.standard_normal((DISTINCT_ROWS, k), np.float32) / np.float32(k**0.5), self.format)
             order = [rng.integers(0, DISTINCT_ROWS, n) for _ in range(EXPERTS)]
             made[name] = bf.QuantizedExperts.from_tensors([rows.take_rows(rows_of) for rows_of in order])
         return made
@@ -95,27 +97,33 @@ class Case:
 
 
 class Ours(Prepared):
-    """Every draw with every copy of the stacks, a call for each."""
+    """Every draw with every copy of the stacks: a native call for each, as a decoder makes it, with y that exists."""
 
     def __init__(self, case: Case, cold_bytes: int) -> None:
         self.case = case
         one = [bf.prepack(stack) for stack in case.stacks.values()]
         count = copies_for(sum(stack.nbytes for stack in one), cold_bytes)
-        self._weights = [one] + [[bf.prepack(stack) for stack in case.stacks.values()] for _ in range(count - 1)]
+        self._weights = [one] + [[replace(stack, data=stack.data.copy()) for stack in one] for _ in range(count - 1)]
         self.copies = count * len(case.draws)
         self._y: Any = None
 
     def bind(self, x: Floats) -> Callable[[], object]:
-        case = self.case
+        case, digits = self.case, DIGITS["q8"]
+        calls: list[tuple[Any, ...]] = []
+        for ids in reversed(case.draws):  # the first one last, for `result`
+            for stacks in self._weights:
+                level, arrays = stacks[0].level, [stack.arrays() for stack in stacks]
+                if case.part == "block":
+                    self._y = np.empty_like(x)
+                    silu = GATES.index("silu")
+                    calls.append((_cpu.run_experts, level, x, ids, case.routing, *arrays, silu, digits, self._y))
+                else:
+                    self._y = np.empty((*ids.shape, stacks[0].shape[1]), np.float32)
+                    calls.append((_cpu.multiply_experts, level, arrays[0], x, ids, digits, self._y))
 
         def run() -> None:
-            for ids in reversed(case.draws):  # the first one last, for `result`
-                for stacks in self._weights:
-                    if case.part == "block":
-                        gate, up, down = stacks
-                        self._y = bf.experts(x, (gate, up), down, ids, case.routing, activations="q8")
-                    else:
-                        self._y = bf.expert_linear(x, stacks[0], ids, activations="q8")
+            for function, *arguments in calls:
+                function(*arguments)
 
         return run
 

@@ -165,11 +165,14 @@ def _paired(call: str, biases: Any, stacks: int, pair: bool) -> Sequence[Any]:
 def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activations: str, backend: str | None) -> Backend:
     """The best backend that can run the products with all stacks, for these rows."""
     check_activations(call, activations)
-    if any(isinstance(stack, PackedExperts) for stack in stacks):
+    packed = [isinstance(stack, PackedExperts) for stack in stacks]
+    if any(packed):
         if backend not in (None, "cpu") or x.device != "cpu":
             got = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
             raise BackendUnavailable(complaint(call, "backend", got, "'cpu', for which the weights are packed"))
         backend = "cpu"
+    if all(packed):
+        return BACKENDS["cpu"]
     (tokens, k), dtype = ids.shape, FLOATS[x.dtype_name]
     problems = [
         Problem(
@@ -180,10 +183,11 @@ def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activation
     ]
     # Stacks of several formats may have several best backends: the last of them in their order runs all.
     order = list(BACKENDS)
-    found = [choose(call, problem, backend) for problem in problems] or [BACKENDS["cpu"]]
+    found = [choose(call, problem, backend) for problem in problems]
     last = max(found, key=lambda one: order.index(one.name))
-    for problem in problems:
-        choose(call, problem, last.name)
+    if any(one is not last for one in found):
+        for problem in problems:
+            choose(call, problem, last.name)
     return last
 
 

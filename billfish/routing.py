@@ -36,9 +36,8 @@ def routing_input(call: str, source: object, shape: tuple[int, ...]) -> Input:
 def checked_ids(ids: Input, experts: int) -> NDArray[np.int32]:
     """`ids` [T, k] in CPU memory, each of them below `experts`."""
     numbers = ids.numpy()
-    wrong = (numbers < 0) | (numbers >= experts)
-    if wrong.any():
-        t, j = (int(i) for i in np.argwhere(wrong)[0])
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < experts:
+        t, j = (int(i) for i in np.argwhere((numbers < 0) | (numbers >= experts))[0])
         got, takes = f"expert {int(numbers[t, j])} at row {t}, place {j}", f"0 .. {experts - 1}, as there are {experts}"
         raise DataError(complaint(ids.call, "ids", got, takes))
     return np.ascontiguousarray(numbers, np.int32)
@@ -47,9 +46,9 @@ def checked_ids(ids: Input, experts: int) -> NDArray[np.int32]:
 def checked_routing(routing: Input) -> NDArray[np.float32]:
     """Routing weights [T, k] in CPU memory, all finite."""
     numbers = np.ascontiguousarray(routing.numpy(), np.float32)
-    wrong = ~np.isfinite(numbers)
-    if wrong.any():
-        t, j = (int(i) for i in np.argwhere(wrong)[0])
+    finite = np.isfinite(numbers)
+    if not finite.all():
+        t, j = (int(i) for i in np.argwhere(~finite)[0])
         got = f"{float(numbers[t, j])} at row {t}, place {j}"
         raise DataError(complaint(routing.call, "weights", got, "finite numbers"))
     return numbers

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import expert_oracle as oracle
@@ -15,6 +18,9 @@ import torch
 from support import assert_same_bits
 
 import billfish as bf
+from billfish.arrays import FLOATS
+from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.plain import PLAIN_TYPES
 from billfish.format import FORMATS
 from billfish.gates import GATES
 
@@ -25,6 +31,12 @@ BACKENDS = ("cpu", "reference")
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+def cpu_backend() -> CpuBackend:
+    backend = bf.BACKENDS["cpu"]
+    assert isinstance(backend, CpuBackend)
+    return backend
 
 
 def error(y, expected) -> float:
@@ -216,6 +228,116 @@ def test_the_page_shows_what_works(capsys):
     assert names["y"].shape == (5, 256)
     assert names["z"].shape == (5, 2, 256)
     assert capsys.readouterr().out.startswith("QuantizedExperts(mxfp4, [8, 256, 256]")
+
+
+# ---- the CPU engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+def test_any_number_of_threads_gives_the_same_bits(tokens, activations, rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_k") for n, k in ((512, 256), (256, 256)))
+    ids, weights = oracle.random_routing(rng, tokens, 3, E)
+    x = rng.standard_normal((tokens, 256)).astype(np.float32)
+    found = []
+    try:
+        for threads in (1, 2, 3, 7):
+            bf.set_threads(threads)
+            y = bf.experts(x, gate_up, down, ids, weights, activations=activations, backend="cpu")
+            found.append((y, bf.expert_linear(x, gate_up, ids, activations=activations, backend="cpu")))
+    finally:
+        bf.set_threads(0)
+    for y, z in found[1:]:
+        assert_same_bits(y, found[0][0])
+        assert_same_bits(z, found[0][1])
+
+
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_an_expert_gives_what_its_matrix_gives_alone(activations, rng):
+    w = oracle.random_stack(rng, 2, 40, 256, "q4_k")
+    x = rng.standard_normal((12, 256)).astype(np.float32)
+    y = bf.expert_linear(x, w, np.ones((12, 1), np.int64), activations=activations, backend="cpu")
+    assert_same_bits(y[:, 0], bf.quantized_linear(x, w[1], activations=activations, backend="cpu"))
+
+
+@pytest.mark.parametrize("dtype", PLAIN_TYPES)
+def test_plain_stacks(dtype, rng):
+    w = rng.standard_normal((3, 40, 96)).astype(np.float32).astype(FLOATS[dtype])
+    ids, _ = oracle.random_routing(rng, 10, 2, 3)
+    x = rng.standard_normal((10, 96)).astype(np.float32)
+    packed = cpu_backend().pack_experts(w)
+    assert packed.shape == (3, 40, 96)
+    expected = np.einsum("tnk,tk->tn", w.astype(np.float64)[ids.ravel()], np.repeat(x.astype(np.float64), 2, axis=0))
+    assert error(bf.expert_linear(x, packed, ids), expected.reshape(10, 2, 40)) < 2e-6
+    with pytest.raises(bf.DTypeError, match=r"stack: got int32 of shape \(3, 40, 96\); takes \[E, N, K\] of float32"):
+        cpu_backend().pack_experts(w.astype(np.int32))
+
+
+def test_prepacked_stacks(rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "nvfp4") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 6, 2, E)
+    x = rng.standard_normal((6, 96)).astype(np.float32)
+    expected = bf.experts(x, gate_up, down, ids, weights, backend="cpu")
+    for packed in (bf.prepack(gate_up), pickle.loads(pickle.dumps(bf.prepack(gate_up)))):
+        assert repr(packed).startswith("PackedExperts(nvfp4, [5, 128, 96], ")
+        assert_same_bits(bf.experts(x, packed, down, ids, weights), expected)
+        with pytest.raises(bf.BackendUnavailable, match="backend: got 'reference'; takes 'cpu'"):
+            bf.expert_linear(x, packed, ids, backend="reference")
+    with pytest.raises(bf.ShapeError, match="data: got shape"):
+        dataclasses.replace(packed, data=packed.data[:-1])
+
+
+def test_experts_whose_scales_are_unlike_are_packed_alike(rng):
+    w = oracle.random_stack(rng, 3, N, 256, "q4_0")
+    blocks = w.storage["blocks"].copy()
+    blocks[1, 0, :2] = np.array([0x00, 0x7C])  # the first scale of expert 1 is infinite
+    odd = bf.QuantizedExperts.from_storage("q4_0", {"blocks": blocks})
+    x = rng.standard_normal((4, 256)).astype(np.float32)
+    ids = np.array([[0, 1], [1, 2], [2, 0], [1, 0]], np.int32)
+    y, expected = bf.expert_linear(x, odd, ids, backend="cpu"), bf.expert_linear(x, w, ids, backend="reference")
+    assert not np.isfinite(y[..., 0][ids == 1]).any()
+    assert error(y[..., 1:], expected[..., 1:]) < 2e-6
+    assert error(y[ids != 1], expected[ids != 1]) < 2e-6
+
+
+UNREADABLE = """
+import ctypes, mmap
+import numpy as np
+import billfish as bf
+from billfish.backends.cpu.experts import PackedExperts
+
+w = bf.quantize(np.random.default_rng(0).standard_normal((3, 512, 512)).astype(np.float32), "q4_0", method="rtn")
+packed = bf.prepack(w)
+size = packed.part(0).nbytes
+assert size % mmap.PAGESIZE == 0
+memory = mmap.mmap(-1, packed.nbytes)
+data = np.frombuffer(memory, np.uint8)
+data[:] = packed.data
+libc = ctypes.CDLL(None, use_errno=True)
+for expert in (0, 2):
+    assert libc.mprotect(ctypes.c_void_p(data.ctypes.data + expert * size), ctypes.c_size_t(size), 0) == 0
+torn = PackedExperts(packed.kind, packed.shape, packed.level, packed.axes, data)
+for tokens in (1, 5, 40):
+    for activations in ("exact", "q8", "q16"):
+        x = np.random.default_rng(1).standard_normal((tokens, 512)).astype(np.float32)
+        ids = np.ones((tokens, 1), np.int32)
+        y = bf.expert_linear(x, torn, ids, activations=activations)
+        assert np.array_equal(y, bf.expert_linear(x, packed, ids, activations=activations))
+print("read nothing else")
+"""
+
+
+def test_the_bytes_of_experts_that_nobody_chose_are_not_read():
+    """They cannot be: their pages are protected."""
+    run = subprocess.run([sys.executable, "-c", UNREADABLE], capture_output=True, text=True, check=False)
+    assert run.stdout == "read nothing else\n", run.stderr
+
+
+def test_threads_keep_little_of_the_room_that_a_call_took(rng):
+    w = oracle.random_stack(rng, E, 64, 512, "q4_0")
+    ids, _ = oracle.random_routing(rng, 6000, 2, E)
+    bf.expert_linear(rng.standard_normal((6000, 512)).astype(np.float32), w, ids, backend="cpu")
+    assert _cpu.kept_bytes() <= 2 * 8 << 20
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

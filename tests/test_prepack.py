@@ -7,9 +7,9 @@ import pytest
 from support import gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _as_bytes, _cpu
+from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.axes import layout_of
-from billfish.backends.cpu.source import codes_of
+from billfish.backends.cpu.source import as_bytes, codes_of
 from billfish.formats.structure import structure_of
 
 SHORT_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q8_1", "iq4_nl")
@@ -50,7 +50,7 @@ def check_against_planes(q, level):
     packed, layout, k = backend.pack(q), layout_of(q), q.shape[1]
     whole_bytes = {"row_bytes": k, "block": 32, "block_bytes": 32, "code_fields": [(0, 1, 8)]}
     expected = np.empty_like(packed.data)
-    fields = [_as_bytes(part) for part in (layout.chunk_fields, layout.group_fields)]
+    fields = [as_bytes(part) for part in (layout.chunk_fields, layout.group_fields)]
     codes = np.ascontiguousarray(q.planes["codes"])
     _cpu.prepack(level, packed.description, codes, False, codes_of(q).about | whole_bytes, *fields, expected)
     assert (packed.data == expected).all()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import billfish as bf
-from billfish import activations, arrays, format
+from billfish import activations, arrays, format, gates
 from billfish import typing as names
 from billfish.checkpoints.writers import TARGETS
 
@@ -97,6 +97,7 @@ def test_names_are_those_of_the_registries():
     assert set(typing.get_args(names.FormatName)) == set(bf.FORMATS)
     assert typing.get_args(names.Method) == format.METHODS
     assert typing.get_args(names.Activations) == activations.ACTIVATIONS
+    assert typing.get_args(names.Gate) == gates.GATES
     assert typing.get_args(names.FloatName) == tuple(arrays.FLOATS)
     assert set(typing.get_args(names.Layout)) == set(TARGETS)
     assert set(typing.get_args(names.Library)) == {adapter.kind for adapter in arrays.ADAPTERS} - {"cupy"}

@@ -12,16 +12,17 @@
 
 using namespace billfish;
 
-// dequantize.cpp is not needed here.
-#define WITHOUT_DEQUANTIZE(level_name)                                                   \
+// dequantize.cpp and level_gates.cpp are not needed here.
+#define WITHOUT_THE_REST(level_name)                                                     \
   namespace level_name {                                                                 \
   extern const Level level;                                                              \
   void dequantize_rows(const Storage&, void*, int, int64_t, int64_t) {}                  \
   void dequantize_words(const Storage&, void*, int, int64_t, int64_t) {}                 \
   void read_codes(const Storage&, int64_t, int64_t, uint8_t*) {}                         \
+  void open_gate(const float*, const float*, Gate, int64_t, float*) {}                   \
   }
-WITHOUT_DEQUANTIZE(portable)
-WITHOUT_DEQUANTIZE(avx512_vnni)
+WITHOUT_THE_REST(portable)
+WITHOUT_THE_REST(avx512_vnni)
 
 struct Kind {
   const char* name;

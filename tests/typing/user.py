@@ -42,6 +42,14 @@ assert_type(bf.dequantize(q, like=t), torch.Tensor)
 assert_type(bf.dequantize(q, out=t), torch.Tensor)
 assert_type(bf.dequantize(q, like=w), NDArray[np.float32])
 
+# Experts. Nobody knows from its type how many axes an array has.
+stack = bf.QuantizedExperts.from_tensors([q, q])
+assert_type(stack[0], bf.QuantizedTensor)
+assert_type(bf.prepack(stack), bf.PackedExperts)
+assert_type(bf.dequantize(stack, like="torch"), torch.Tensor)
+assert_type(bf.expert_linear(t, stack, t), torch.Tensor)
+assert_type(bf.experts(m, (stack, stack), stack, m, m, activation="clamped_silu"), mx.array)
+
 # Packed arrays and blocks.
 assert_type(bf.pack_fp4_weights(w), tuple[NDArray[np.uint32], NDArray[np.float16]])
 assert_type(bf.pack_u4_weights(t, zero_point="fractional"), tuple[torch.Tensor, torch.Tensor, torch.Tensor])

@@ -55,11 +55,11 @@ def prepack_fields(
 ) -> None:
     """Writes the stream: codes from the storage or from their plane, and scales from the planes of a Layout."""
     source = codes_of(tensor)
-    per_chunk, per_group = _as_bytes(layout.chunk_fields), _as_bytes(layout.group_fields)
+    per_chunk, per_group = as_bytes(layout.chunk_fields), as_bytes(layout.group_fields)
     _cpu.prepack(level, description, source.data, source.words, source.about, per_chunk, per_group, out)
 
 
-def _as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
+def as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
     """Numbers [N, count] of any type to bytes [N, count, size of one]."""
     return [np.ascontiguousarray(f).view(np.uint8).reshape(*f.shape, f.dtype.itemsize) for f in fields]
 

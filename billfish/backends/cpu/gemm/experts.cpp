@@ -19,6 +19,10 @@ void share_out(int64_t count, int64_t numbers, const std::function<void(int64_t,
 // The rows of one chosen expert: rows [first, first + count) of all that are sorted.
 struct Gathering {
   int64_t expert, first, count;
+
+  // How many of them are multiplied one by one. Kernels for q8 take four rows at a time and one alone for less than half of that, so of 5, 9
+  // or 13 rows the last goes alone.
+  int64_t alone(int digits) const { return digits == 1 && count > 4 && count % 4 == 1 ? 1 : 0; }
 };
 
 // The places t * chosen + j of ids [tokens, chosen], sorted by expert; those of one expert stay in order.
@@ -79,34 +83,44 @@ float* at_least(std::vector<float>& room, int64_t count) {
   return room.data();
 }
 
+// Tiles that all rows of a gathering pass over before the next tiles: their stream stays in the second-level cache.
+constexpr int64_t TILES_TOGETHER = 8;
+
 // Rows of x for each gathering, and what they are multiplied with next.
 class GatheredRows {
  public:
   // make(sorted row, out) writes a row of x [k]. One row that all have is made once.
   template <class Make>
-  GatheredRows(const Level& level, std::deque<Rows>& rows, const std::vector<Gathering>& gatherings, bool one_row, const std::vector<const ExpertStack*>& stacks,
-              int digits, Make make)
-      : rows_(rows), one_row_(one_row) {
-    struct Piece {
-      size_t gathering;
-      Prepared::Part part;
-    };
+  GatheredRows(const Level& level, std::deque<Rows>& rows, const std::vector<Gathering>& gatherings, bool one_row,
+               const std::vector<const ExpertStack*>& stacks, int digits, Make make)
+      : rows_(rows) {
     const int64_t k = stacks[0]->weights.k, blocks = blocks_of(k);
     std::vector<const Weights*> kinds;
     for (const ExpertStack* stack : stacks) kinds.push_back(&stack->weights);
-    std::vector<Piece> pieces;
-    int64_t all = 0;
-    for (size_t g = 0; g < (one_row ? 1 : gatherings.size()); g++) {
-      if (rows.size() == g) rows.emplace_back();
-      rows[g].begin(level, gatherings[g].count, k, digits);
-      rows[g].expect(kinds);
-      for (int64_t row = 0; row < gatherings[g].count; row += 8) pieces.push_back({g, {row, std::min<int64_t>(8, gatherings[g].count - row), 0, blocks}});
-      all += gatherings[g].count * k;
+    for (const Gathering& all : gatherings) {
+      const size_t number = one_row ? 0 : runs_.size();
+      runs_.push_back({number, all.first, all.count - all.alone(digits)});
+      ends_.push_back(runs_.size());
+      if (all.alone(digits)) runs_.push_back({number + 1, all.first + all.count - 1, 1}), ends_.back()++;
     }
-    share_out(int64_t(pieces.size()), all, [&](int64_t first, int64_t last) {
+    struct Piece {
+      const Run* run;
+      Prepared::Part part;
+    };
+    std::vector<Piece> pieces;
+    int64_t numbers = 0;
+    for (size_t i = 0; i < (one_row ? 1 : runs_.size()); i++) {
+      const Run& run = runs_[i];
+      if (rows.size() == i) rows.emplace_back();
+      rows[i].begin(level, run.count, k, digits);
+      rows[i].expect(kinds);
+      for (int64_t row = 0; row < run.count; row += 8) pieces.push_back({&run, {row, std::min<int64_t>(8, run.count - row), 0, blocks}});
+      numbers += run.count * k;
+    }
+    share_out(int64_t(pieces.size()), numbers, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) {
-        const auto& [g, part] = pieces[size_t(i)];
-        rows[g].fill_part(part, [&, first_row = gatherings[g].first](int64_t row, float* to) { make(first_row + row, to); });
+        const auto& [run, part] = pieces[size_t(i)];
+        rows[run->rows].fill_part(part, [&, before = run->first](int64_t row, float* to) { make(before + row, to); });
       }
     });
   }
@@ -114,12 +128,22 @@ class GatheredRows {
   // Tiles [first, last) of the product of a gathering's rows with its expert; y [sorted rows, n].
   void multiply(const ExpertStack& stack, const Gathering& gathering, size_t number, float* y, int64_t first, int64_t last) const {
     const Weights own = stack.of(gathering.expert);
-    rows_[one_row_ ? 0 : number].multiply_tiles({own, stack.bias_of(gathering.expert), y + gathering.first * own.n}, first, last);
+    const size_t begin = number == 0 ? 0 : ends_[number - 1], end = ends_[number];
+    for (int64_t tile = first; tile < last; tile += TILES_TOGETHER)
+      for (size_t i = begin; i < end; i++) {
+        const Run& run = runs_[i];
+        rows_[run.rows].multiply_tiles({own, stack.bias_of(gathering.expert), y + run.first * own.n}, tile, std::min(last, tile + TILES_TOGETHER));
+      }
   }
 
  private:
+  struct Run {
+    size_t rows;           // which of rows_ has them
+    int64_t first, count;  // sorted rows
+  };
   const std::deque<Rows>& rows_;
-  const bool one_row_;
+  std::vector<Run> runs_;
+  std::vector<size_t> ends_;  // of the runs of each gathering
 };
 
 }  // namespace
