@@ -194,8 +194,11 @@ class QuantizedTensor:
         names = [name for name in checkpoint if checkpoint.describe(name).format is not None]
         tensor = checkpoint[names[0]] if len(names) == 1 else None
         if not isinstance(tensor, QuantizedTensor):
-            got = f"{len(names)} quantized tensors" if names else "no quantized tensor"
-            raise CheckpointError(complaint("QuantizedTensor.load", str(path), got, "one; bf.load reads them all"))
+            got = {0: "no quantized tensor", 1: "a stack of matrices"}.get(
+                len(names), f"{len(names)} quantized tensors"
+            )
+            takes = "one; QuantizedExperts.load reads a stack, and bf.load all of them"
+            raise CheckpointError(complaint("QuantizedTensor.load", str(path), got, takes))
         return tensor
 
     @property

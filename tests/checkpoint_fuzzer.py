@@ -8,6 +8,7 @@ language models and asks them for the next token: that works, or raises an error
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import resource
@@ -27,6 +28,7 @@ from safetensors.numpy import save_file
 import billfish as bf
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
+from billfish.checkpoints.stacks import by_stacks
 
 OVERHEAD = 100_000  # bytes: the objects of an open checkpoint, whatever its size
 SECONDS = 60
@@ -66,6 +68,11 @@ def make_sources(folder: Path, container: str) -> dict[str, Path]:
     )
     keep = {"t1": "q4_k", "t2": "affine8", "t": "u4"}
     bf.quantize_checkpoint(folder / "plain", folder / "native", "u4", method="rtn", keep=keep)
+    samples.write_config(folder / "experts")
+    stack = samples.integers(4, 32, n=4 * 64, k=64)[0].T.astype(np.float32).reshape(4, 64, 64)
+    save_file({"a.experts.gate_up_proj": stack, "b.experts.down_proj": stack}, folder / "experts" / "m.safetensors")
+    bf.quantize_checkpoint(folder / "experts", folder / "stacks", "u4b8", method="rtn")
+    bf.quantize_checkpoint(folder / "experts", folder / "one each", "u4b8", method="rtn", to="compressed-tensors")
     return {path.name: path for path in sorted(folder.iterdir())}
 
 
@@ -257,7 +264,10 @@ DAMAGE: list[Callable[[Path, random.Random], None]] = [
 # ---- one case -------------------------------------------------------------------------------------------------------
 
 
-def read_all(path: Path) -> tuple[bf.Checkpoint, dict[str, bf.QuantizedTensor | np.ndarray]]:
+Tensors = dict[str, bf.QuantizedTensor | bf.QuantizedExperts | np.ndarray]
+
+
+def read_all(path: Path) -> tuple[bf.Checkpoint, Tensors]:
     """List, describe and read everything, and keep it. Of tensors that cannot be read, the others still can."""
     ck, tensors, problems = bf.load(path), {}, 0
     for name in ck:
@@ -285,7 +295,7 @@ def check_with_the_library(path: Path) -> None:
     assert [info[:4] for info in header.tensors] == tensors
 
 
-def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndarray]) -> None:
+def check_all(ck: bf.Checkpoint, tensors: Tensors) -> None:
     """Whatever came out is what was promised."""
     for name, tensor in tensors.items():
         about, order = ck.describe(name), ck.permutation(name)
@@ -297,6 +307,12 @@ def check_all(ck: bf.Checkpoint, tensors: dict[str, bf.QuantizedTensor | np.ndar
                 ck.read(name, rows=(0, 1), columns=(0, about.column_step))
         else:
             assert tensor.shape == about.shape, name
+            if isinstance(tensor, bf.QuantizedExperts):
+                assert bf.dequantize(tensor).shape == about.shape, name
+    with contextlib.suppress(bf.CheckpointError):  # experts that are not all there, or unlike
+        stacks = by_stacks(ck)
+        for name in stacks:
+            assert stacks[name].shape == stacks.describe(name).shape or len(stacks.describe(name).shape) == 1, name
 
 
 def run_model(folder: Path) -> None:

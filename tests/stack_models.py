@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from safetensors.numpy import save_file
 
 EXPERTS, HIDDEN, INNER, LAYERS = 4, 64, 32, 2
 SIZES = {
@@ -58,3 +62,27 @@ def experts(made: Any, architecture: str, layer: int) -> dict[str, torch.Tensor]
         joint, down = joint.transpose(1, 2), down.transpose(1, 2)
         return {"gate": joint[:, ::2], "up": joint[:, 1::2], "down": down}
     return {"gate": joint[:, :INNER], "up": joint[:, INNER:], "down": down}
+
+
+def gpt_oss_folder(folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    """A small gpt-oss as it is published, its experts MXFP4; and the model of these weights as transformers decodes
+    them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    made, rng = model("gpt-oss"), np.random.default_rng(0)
+    arrays = {name: tensor.numpy() for name, tensor in made.state_dict().items()}
+    with torch.no_grad():
+        for layer in range(LAYERS):
+            for projection in ("gate_up_proj", "down_proj"):
+                name = f"model.layers.{layer}.mlp.experts.{projection}"
+                experts, k, n = arrays.pop(name).shape
+                blocks = rng.integers(0, 256, (experts, n, k // 32, 16), dtype=np.uint8)
+                scales = rng.integers(118, 124, (experts, n, k // 32), dtype=np.uint8)
+                arrays |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+                decoded = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+                made.get_parameter(name).copy_(decoded)
+    made.config.quantization_config = {"quant_method": "mxfp4"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(json.loads(made.config.to_json_string()), default=str))
+    save_file(arrays, folder / "model.safetensors")
+    return made, arrays

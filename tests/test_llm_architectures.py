@@ -8,11 +8,13 @@ import re
 import gguf
 import numpy as np
 import pytest
+import torch
 from llm_architectures import MODELS, TOKENS, write_model
-from llm_folders import edit, in_transformers
+from llm_folders import edit, in_transformers, write_tokenizer
 from llm_models import Small
 from llm_models import write_model as write_gguf
 from safetensors.numpy import load_file, save_file
+from stack_models import gpt_oss_folder
 from support import assert_same_bits
 
 import billfish as bf
@@ -71,6 +73,20 @@ def test_quantized_weights_give_the_logits_of_their_numbers(folder_of, name, for
     error = np.abs(model.logits(TOKENS, activations="q16") - expected).max(axis=1)
     assert np.median(error) <= 1e-3 * np.abs(expected).max()  # a token with two equal scores may take another expert
     assert close(load(tmp_path / "quantized", device="cpu").logits(TOKENS), expected)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """Its experts are MXFP4, and not a bit of them changes."""
+    made, _ = gpt_oss_folder(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    made.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = made(torch.tensor([TOKENS])).logits[0].numpy()
+    for path in (tmp_path / "in", tmp_path / "m.gguf"):
+        model = load(path, device="cpu")
+        assert "mxfp4" in model.decoder.kernels
+        assert close(model.logits(TOKENS), expected)
 
 
 @EVERY_MODEL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,33 @@ def test_scales_that_need_another_type_in_one_expert_widen_those_of_all(tmp_path
         assert_same_bits(bf.dequantize(stack[e]), bf.dequantize(ck[f"{BLOCK}.experts.{e}.up_proj.weight"]))
 
 
+def test_one_stack_is_in_memory_at_a_time(tmp_path):
+    weights = {part: gaussian((16, 128, 128), i) for i, part in enumerate(PARTS)}
+    write(tmp_path / "in", one_each(weights), model_type="qwen3_moe")
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", "u4b8", to="gptq", method="rtn")
+    ck = bf.load(tmp_path / "out")
+    view = by_stacks(ck)
+    tracemalloc.start()
+    try:
+        for name in view:
+            stack = view[name]
+            largest = stack.nbytes
+            del stack
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert largest < peak < 1.5 * largest
+
+
+def test_files_with_a_stack_are_no_tensor_alone(tmp_path):
+    bf.quantize(gaussian((3, 16, 64)), "q4_0").save(tmp_path / "stack.safetensors")
+    with pytest.raises(bf.CheckpointError, match=r"got a stack of matrices; takes one; QuantizedExperts\.load"):
+        bf.QuantizedTensor.load(tmp_path / "stack.safetensors")
+    bf.quantize(gaussian((16, 64)), "q4_0").save(tmp_path / "one.safetensors")
+    with pytest.raises(bf.CheckpointError, match="no stack alone"):
+        bf.QuantizedExperts.load(tmp_path / "one.safetensors")
+
+
 def test_mlx_layers_read_the_stacks_that_we_write(tmp_path):
     folder = quantized_folder(tmp_path, "mlx", "affine4")
     arrays = mx.load(str(folder / "model.safetensors"))
@@ -222,32 +249,8 @@ def test_routers_and_biases_stay_as_they_are(tmp_path):
 # ---- gpt-oss's own files ------------------------------------------------------------------------------------------
 
 
-def gpt_oss_folder(folder: Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """A small gpt-oss as it is published, its experts MXFP4; and the model of these weights as transformers decodes
-    them."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    made, rng = models.model("gpt-oss"), np.random.default_rng(0)
-    arrays = {name: tensor.numpy() for name, tensor in made.state_dict().items()}
-    with torch.no_grad():
-        for layer in range(models.LAYERS):
-            for projection in ("gate_up_proj", "down_proj"):
-                name = f"model.layers.{layer}.mlp.experts.{projection}"
-                experts, k, n = arrays.pop(name).shape
-                blocks = rng.integers(0, 256, (experts, n, k // 32, 16), dtype=np.uint8)
-                scales = rng.integers(118, 124, (experts, n, k // 32), dtype=np.uint8)
-                arrays |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-                decoded = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
-                made.get_parameter(name).copy_(decoded)
-    made.config.quantization_config = {"quant_method": "mxfp4"}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(json.loads(made.config.to_json_string()), default=str))
-    save_file(arrays, folder / "model.safetensors")
-    return made, arrays
-
-
 def test_gpt_oss_blocks_are_what_transformers_decodes_them_to(tmp_path):
-    made, arrays = gpt_oss_folder(tmp_path / "in")
+    made, arrays = models.gpt_oss_folder(tmp_path / "in")
     ck = bf.load(tmp_path / "in")
     name = f"{BLOCK}.experts.gate_up_proj"
     theirs = made.get_parameter(name).detach().numpy().swapaxes(1, 2)
@@ -264,7 +267,7 @@ def test_gpt_oss_blocks_are_what_transformers_decodes_them_to(tmp_path):
 
 
 def test_gpt_oss_becomes_gguf_blocks_that_gguf_decodes_to_the_same(tmp_path):
-    made, _ = gpt_oss_folder(tmp_path / "in")
+    made, _ = models.gpt_oss_folder(tmp_path / "in")
     report = bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
     assert {tensor.after for tensor in report.tensors if "_exps.weight" in tensor.name} == {"mxfp4_gguf"}
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
@@ -277,17 +280,23 @@ def test_gpt_oss_becomes_gguf_blocks_that_gguf_decodes_to_the_same(tmp_path):
 
 
 def test_gpt_oss_as_numbers_is_the_model_that_transformers_has(tmp_path):
-    made, _ = gpt_oss_folder(tmp_path / "in")
+    made, _ = models.gpt_oss_folder(tmp_path / "in")
     bf.convert(tmp_path / "in", tmp_path / "out", "plain", dtype="float32")
     again = type(made).from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, made(tokens).logits)
     assert bf.verify(tmp_path / "in", tmp_path / "out")
+    bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
+    bf.convert(tmp_path / "out.gguf", tmp_path / "back", "plain", dtype="float32")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "back"))
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
 
 
 def test_gpt_oss_for_mlx_has_the_layers_that_mlx_lm_makes_of_it(tmp_path):
-    gpt_oss_folder(tmp_path / "in")
+    models.gpt_oss_folder(tmp_path / "in")
     bf.convert(tmp_path / "in", tmp_path / "out", "mlx")
     from mlx_lm.models import gpt_oss
 

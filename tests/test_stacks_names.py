@@ -101,6 +101,18 @@ def test_gguf_reads_the_sizes_that_llama_cpp_wants(tmp_path, name):
     assert {types[n] for n in exact} == {"F32"}
 
 
+@pytest.mark.parametrize("name", models.WITH_EXPERTS)
+def test_models_in_memory_become_the_same_file(tmp_path, name):
+    """transformers has other names for experts in memory than in files."""
+    made = folder_of(name, tmp_path / "in")
+    bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
+    bf.save(made, tmp_path / "saved.gguf")
+    report = bf.verify(tmp_path / "out.gguf", tmp_path / "saved.gguf")
+    assert {comparison.outcome for comparison in report.comparisons} == {"equal bits"}
+    ours, theirs = (bf.load(tmp_path / file).metadata for file in ("saved.gguf", "out.gguf"))
+    assert {**ours, "general.name": ""} == {**theirs, "general.name": ""}
+
+
 @pytest.mark.parametrize("name", models.MODELS)
 def test_folder_to_gguf_and_back_is_the_same_model(tmp_path, name):
     made = folder_of(name, tmp_path / "in")

@@ -16,7 +16,8 @@ layout spreads over several arrays (`M.qweight`, `M.weight_packed`, `M.scales`, 
                               whole groups (and whole blocks of the storage), or at the end
     ck.permutation(name)      None, or for act-order an int64 array p [K]: see below
 
-Stacked matrices (experts) come as one matrix: `describe(name).shape` is (E, N, K) and the tensor is [E * N, K].
+A stack of matrices (experts) is one QuantizedExperts [E, N, K], or a plain array of that shape; `ck.read(name,
+experts=(e, f), ...)` is some of its matrices, and rows and columns are the same of each.
 
 **Act-order** (GPTQ's desc_act, compressed-tensors' actorder="group"): columns of W are sorted by group when they are
 read, so that groups are consecutive as everywhere else, and p says where they came from: sorted[:, j] is W[:, p[j]].

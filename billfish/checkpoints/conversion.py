@@ -81,8 +81,8 @@ def quantize_checkpoint(
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
 
-    Embeddings, the last layer, norms, routers, stacks of matrices (experts) and whatever is quantized already stay as
-    they are; `report.left` says which and why. If nothing would be quantized, that is an error.
+    Embeddings, the last layer, norms, routers and whatever is quantized already stay as they are; `report.left` says
+    which and why. Experts are quantized, in stacks or one by one. If nothing would be quantized, that is an error.
 
     format: of the weights, with groups of `group_size` (-1: a whole row; None: the format's own). Or a mix such as
     "Q4_K_M", which chooses a format for each tensor, embeddings and the last layer too, as llama.cpp does.
@@ -146,10 +146,10 @@ def save(
 ) -> ConversionReport:
     """Write a model or tensors from memory to a folder or file that bf.load reads, not a bit of them changed.
 
-    model_or_tensors: a torch.nn.Module or an mlx.nn.Module, or a mapping from names to QuantizedTensors and arrays
-    (NumPy, torch, MLX). The matrix of a MarlinLinear is `LAYER.weight`; everything else of the model's state dict has
-    its own name, and what is tied is written once, under its first name. The configuration of a model of transformers
-    becomes config.json.
+    model_or_tensors: a torch.nn.Module or an mlx.nn.Module, or a mapping from names to QuantizedTensors,
+    QuantizedExperts and arrays (NumPy, torch, MLX). The matrix of a MarlinLinear is `LAYER.weight`; everything else of
+    the model's state dict has its own name, and what is tied is written once, under its first name. The configuration
+    of a model of transformers becomes config.json.
     path: a folder to create, or a file: .safetensors for our own layout, .gguf for GGUF. GGUF takes models that have
     llama.cpp's names or a configuration that tells them, and others with `raw_names`.
     to, requantize, raw_names, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf file.

@@ -192,8 +192,8 @@ class Joined(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         if self.description.format is None:
-            first, second = (np.asarray(half.read()) for half in self.halves)
-            return cut_array(self._join(first, second, 1), rows, columns, experts)
+            plain = [np.asarray(half.read()) for half in self.halves]
+            return cut_array(self._join(plain[0], plain[1], 1), rows, columns, experts)
         first, second = (half.read(None, columns, experts) for half in self.halves)
         assert isinstance(first, QuantizedExperts)
         assert isinstance(second, QuantizedExperts)

@@ -60,7 +60,7 @@ def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Fiel
     fields: dict[str, Field] = {}
     for name, field in NUMBERS.get(model_type, {}).items():
         value = config.get(name, config.get(OTHER_NAMES.get(name, name)))
-        if value is not None:
+        if value is not None or name in EXPERTS:
             fields[field] = _number(name, value)
         elif name == "attn_logit_softcapping" and model_type == "gemma2":
             fields[field] = 0.0  # none: without a field, it would be 50
