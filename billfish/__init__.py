@@ -31,6 +31,8 @@ from billfish.errors import (
     ModelError,
     ShapeError,
 )
+from billfish.expert_ops import expert_linear, experts
+from billfish.experts import QuantizedExperts
 from billfish.format import FORMATS, Format, get_format, register
 from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear, quantized_linears
 from billfish.packing import (
@@ -68,6 +70,7 @@ __all__ = [
     "ModelError",
     "ModelReport",
     "PackedWeights",
+    "QuantizedExperts",
     "QuantizedTensor",
     "ShapeError",
     "VerificationReport",
@@ -79,6 +82,8 @@ __all__ = [
     "dequantize_q5_1",
     "dequantize_q8_0",
     "dequantize_q8_1",
+    "expert_linear",
+    "experts",
     "gemm_w4a8",
     "get_format",
     "llm",

@@ -17,6 +17,7 @@ from billfish.backends.base import Product
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.device_array import DeviceArray
 from billfish.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
 from billfish.formats.words import WordFormat
 from billfish.loose import Loose
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
     import torch
 
+Quantized = QuantizedTensor | QuantizedExperts
 Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
 
 
@@ -36,6 +38,9 @@ def quantize(
     w: AnyArray, format: FormatLike, *, group_size: int | None = None, method: Method = "mse", **options: str
 ) -> QuantizedTensor:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+
+    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
+    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
 
     A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
     is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
@@ -46,14 +51,23 @@ def quantize(
     """
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
-    if weights.ndim != 2 or weights.shape[0] == 0:
-        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", "a matrix [N, K] with N > 0"))
-    return quantize_matrix("quantize", "w", weights, format, group_size, method, options)
+    if weights.ndim not in (2, 3) or 0 in weights.shape[:-1]:
+        takes = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
+        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", takes))
+    if weights.ndim == 2:
+        return quantize_matrix("quantize", "w", weights, format, group_size, method, options)
+    matrices = ((f"w[{e}]", weights[e]) for e in range(weights.shape[0]))
+    return cast(
+        "QuantizedTensor",
+        QuantizedExperts.from_tensors(
+            [quantize_matrix("quantize", name, w, format, group_size, method, options) for name, w in matrices]
+        ),
+    )
 
 
 @overload
 def dequantize(
-    q: QuantizedTensor,
+    q: Quantized,
     dtype: Literal["float32"] = "float32",
     *,
     like: Literal["numpy"] | NDArray[Any] | None = None,
@@ -61,7 +75,7 @@ def dequantize(
 ) -> NDArray[np.float32]: ...
 @overload
 def dequantize(
-    q: QuantizedTensor,
+    q: Quantized,
     dtype: FloatName | type[np.generic] | np.dtype[Any],
     *,
     like: Literal["numpy"] | NDArray[Any] | None = None,
@@ -69,42 +83,42 @@ def dequantize(
 ) -> NDArray[Any]: ...
 @overload
 def dequantize(
-    q: QuantizedTensor, dtype: FloatType = "float32", *, out: ArrayT, like: None = None, backend: str | None = None
+    q: Quantized, dtype: FloatType = "float32", *, out: ArrayT, like: None = None, backend: str | None = None
 ) -> ArrayT: ...
 @overload
 def dequantize(
-    q: QuantizedTensor, dtype: FloatType = "float32", *, like: Literal["torch"], backend: str | None = None
+    q: Quantized, dtype: FloatType = "float32", *, like: Literal["torch"], backend: str | None = None
 ) -> torch.Tensor: ...
 @overload
 def dequantize(
-    q: QuantizedTensor, dtype: FloatType = "float32", *, like: Literal["mlx"], backend: str | None = None
+    q: Quantized, dtype: FloatType = "float32", *, like: Literal["mlx"], backend: str | None = None
 ) -> mx.array: ...
 @overload
-def dequantize(
-    q: QuantizedTensor, dtype: FloatType = "float32", *, like: ArrayT, backend: str | None = None
-) -> ArrayT: ...
+def dequantize(q: Quantized, dtype: FloatType = "float32", *, like: ArrayT, backend: str | None = None) -> ArrayT: ...
 @overload
-def dequantize(q: QuantizedTensor, dtype: torch.dtype, *, backend: str | None = None) -> torch.Tensor: ...
+def dequantize(q: Quantized, dtype: torch.dtype, *, backend: str | None = None) -> torch.Tensor: ...
 @overload
-def dequantize(q: QuantizedTensor, dtype: mx.Dtype, *, backend: str | None = None) -> mx.array: ...
+def dequantize(q: Quantized, dtype: mx.Dtype, *, backend: str | None = None) -> mx.array: ...
 
 
 def dequantize(
-    q: QuantizedTensor, dtype: Any = "float32", *, like: Any = None, out: Any = None, backend: str | None = None
+    q: Quantized, dtype: Any = "float32", *, like: Any = None, out: Any = None, backend: str | None = None
 ) -> Any:
-    """The weights [N, K] as numbers: float32 arithmetic, rounded once to `dtype`. Columns are in W's own order.
+    """The weights [N, K], or [E, N, K] of experts, as numbers: float32 arithmetic, rounded once to `dtype`.
+
+    Columns are in W's own order.
 
     dtype: a name, or a type of NumPy, ml_dtypes, torch or MLX. The result is an array of the library of the type; that
     of a name is a NumPy array.
     like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library, on its device.
     q: what :func:`quantize` or a checkpoint gave.
-    out: an array [N, K] to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU; its
-    type then counts, and it is returned.
+    out: an array of W's shape to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU;
+    its type then counts, and it is returned.
     backend: a name of BACKENDS; None takes the best that can.
     """
     call = "dequantize"
-    if not isinstance(q, QuantizedTensor):
-        raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor"))
+    if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
+        raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor, or QuantizedExperts"))
     if out is None:
         numbers, library = float_dtype(call, dtype), library_for(call, like, dtype)
         if library.kind == "mlx":  # whose arrays nobody writes to in place
@@ -113,6 +127,10 @@ def dequantize(
     elif like is not None:
         raise DTypeError(complaint(call, "like", "a value", "none beside `out`, which has a kind of its own"))
     target = _writable(float_input(call, "out", out), q.shape)
+    if isinstance(q, QuantizedExperts):
+        for e, matrix in enumerate(q):
+            dequantize(matrix, out=target.source[e], backend=backend)
+        return _written(target, out)
     numbers = FLOATS[target.dtype_name]
     problem = Problem("dequantize", q.format, q.group_size, 0, *q.shape, numbers, target.kind, target.device)
     chosen = choose(call, problem, backend)

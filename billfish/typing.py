@@ -22,6 +22,7 @@ __all__ = [
     "FloatType",
     "FormatLike",
     "FormatName",
+    "Gate",
     "Layout",
     "Library",
     "Method",
@@ -55,6 +56,7 @@ FormatName: TypeAlias = Literal[
 FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of a format that somebody registered
 Method: TypeAlias = Literal["rtn", "mse"]
 Activations: TypeAlias = Literal["exact", "q8", "q16"]
+Gate: TypeAlias = Literal["silu", "gelu", "clamped_silu"]  # what a feed-forward part does to its gate and up rows
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 FloatType: TypeAlias = "FloatName | type[np.generic] | np.dtype[Any] | torch.dtype | mx.Dtype"
 Library: TypeAlias = Literal["numpy", "torch", "mlx"]

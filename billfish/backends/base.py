@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from billfish.activations import IntegerActivations
 from billfish.arrays import Input
 from billfish.errors import BackendUnavailable
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, Planes
+from billfish.gates import open_gate
+from billfish.routing import checked_ids, checked_routing, rows_by_expert
 from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
@@ -33,6 +36,8 @@ class Problem(NamedTuple):
     kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
     device: str = "cpu"  # where they are
     activations: str = "exact"  # as in billfish.activations, or "given": x is in integers already
+    experts: int = 0  # E of a product with experts; m then counts the rows of x once for each expert that they chose
+    chosen: int = 0  # experts of each row
 
 
 class Product(NamedTuple):
@@ -46,6 +51,41 @@ class Product(NamedTuple):
     n: int
     bias: Input | None = None
     out: Input | None = None
+
+
+class ExpertProduct(NamedTuple):
+    """y [T, k, n]: row y[t, j] = W[ids[t, j]] @ x[t] + biases[ids[t, j]]. y is of x's kind and type.
+
+    x [T, K], or [T, k, K] where each chosen expert has a row of its own. ids [T, k] are integers of any library, in the
+    place where x is; nobody has looked at them. biases [experts, n].
+    """
+
+    x: Input
+    ids: Input
+    weights: Any  # W [experts, n, K] as `Backend.pack_experts` made it
+    experts: int
+    n: int
+    biases: Input | None = None
+
+
+class ExpertBlock(NamedTuple):
+    """y [T, H]: y[t] = sum over j of routing[t, j] * (down[e] @ h[t, j] + down_biases[e]) with e = ids[t, j], and
+    h[t, j] [I] what `activation` makes of the gate and up rows of expert e times x[t].
+
+    x [T, H], ids [T, k] and routing [T, k] as in ExpertProduct: in one place, and nobody has looked at them.
+    gate_up: one packed stack [experts, 2 I, H] with all gate rows first, or two of them [experts, I, H], gate and up.
+    """
+
+    x: Input
+    ids: Input
+    routing: Input
+    gate_up: Sequence[Any]
+    down: Any  # [experts, H, I], packed
+    experts: int
+    inner: int  # I
+    gate_up_biases: Sequence[Input | None]  # one for each stack of gate_up
+    down_biases: Input | None
+    activation: str  # one of billfish.gates.GATES
 
 
 class Backend(ABC):
@@ -85,6 +125,50 @@ class Backend(ABC):
     def pack_planes(self, format: Format, planes: Planes, group_size: int, place: str) -> Any:
         """As `pack`, of planes that are in that place already (billfish.device_array). Optional, with `to_tensors`."""
         raise BackendUnavailable(f"[{self.name}] weights are not packed from planes on {place}")
+
+    # ---- experts: the default gathers the rows of each chosen expert ------------------------------------------------
+
+    def pack_experts(self, stack: QuantizedExperts, place: str = "cpu") -> Any:
+        """The stack as `expert_linear` and `experts` want it, as `pack` does for one matrix."""
+        return [self.pack(matrix, place) for matrix in stack]
+
+    def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
+        """y [T, k, n] of x's kind and type. Experts that nobody chose are not read."""
+        x, (tokens, chosen) = product.x, product.ids.shape
+        ids = checked_ids(product.ids, product.experts)
+        rows = x.numpy().reshape(-1, x.shape[-1])
+        biases = None if product.biases is None else product.biases.numpy()
+        places = rows_by_expert(ids)  # of ids, and so of y [T * k, n]
+        products = []
+        for e, at in places.items():
+            own = x.with_source(x.like(rows[at if len(x.shape) == 3 else at // chosen]))
+            bias = None if biases is None else Input(x.call, "biases", biases[e])
+            products.append(Product(own, product.weights[e], product.n, bias))
+        y = np.empty((tokens * chosen, product.n), rows.dtype)
+        for at, own in zip(places.values(), self.linears(products, activations) if products else (), strict=True):
+            y[at] = x.with_source(own).numpy()
+        return x.like(y.reshape(tokens, chosen, product.n))
+
+    def experts(self, block: ExpertBlock, activations: str) -> Any:
+        """y [T, H] of x's kind and type. h is float32, and so is the sum over j, which goes in the order of j."""
+        x, dtype = block.x, block.x.numpy().dtype
+        routing = checked_routing(block.routing)
+
+        def multiply(rows: Any, weights: Any, n: int, biases: Input | None) -> NDArray[np.float32]:
+            own = x.with_source(x.like(rows))
+            product = ExpertProduct(own, block.ids, weights, block.experts, n, biases)
+            return own.with_source(self.expert_linear(product, activations)).numpy()
+
+        n = 2 * block.inner // len(block.gate_up)
+        rows = x.numpy().astype(np.float32)
+        parts = [multiply(rows, w, n, b) for w, b in zip(block.gate_up, block.gate_up_biases, strict=True)]
+        gate, up = parts if len(parts) == 2 else (parts[0][..., : block.inner], parts[0][..., block.inner :])
+        down = multiply(open_gate(gate, up, block.activation), block.down, x.shape[1], block.down_biases)
+        y = np.zeros(x.shape, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for j in range(routing.shape[1]):
+                y += routing[:, j, None] * down[:, j]
+            return x.like(y.astype(dtype))
 
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 

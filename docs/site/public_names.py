@@ -23,9 +23,9 @@ GROUPS = {
     "models": ("Language models", r"billfish\.(llm|tokenizer)\b"),
     "checkpoints": ("Checkpoints", r"billfish\.checkpoints\b"),
     "layers": ("Layers", r"billfish\.nn\b"),
-    "products": ("Products", r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|backends(?!\.cpu\.packed))"),
+    "products": ("Products", r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|expert_ops|backends(?!\.cpu\.packed))"),
     "formats": ("Formats", r"billfish\.(format|formats|elements|scales|storage)\."),
-    "weights": ("Weights", r"billfish\.(ops|tensor|packing|blocks|arrays|backends\.cpu\.packed)\."),
+    "weights": ("Weights", r"billfish\.(ops|tensor|experts|packing|blocks|arrays|backends\.cpu\.packed)\."),
 }
 ORDER = ("weights", "products", "formats", "layers", "checkpoints", "models", "errors")
 

@@ -21,6 +21,9 @@ enum class Operand { codes, values, bytes };
 // How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
+// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/gates.py; see gemm/gates.h.
+enum class Gate : int32_t { silu, gelu, clamped_silu };
+
 struct Weights {
   const uint8_t* stream;  // tile after tile of rows; see TileShape
   int64_t n, k;           // as the user has them; the stream is padded to whole tiles and blocks
@@ -154,6 +157,8 @@ struct Level {
   void (*multiply8)(const Weights&, const Activations8&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_exact)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
   void (*multiply_plain)(const Weights&, const ActivationsExact&, const float* bias, float* y, int64_t first, int64_t last);
+  // out [count] of gate [count] and up [count]; it may be one of them.
+  void (*open_gate)(const float* gate, const float* up, Gate activation, int64_t count, float* out);
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
   void (*dequantize_rows)(const Storage&, void* out, int type, int64_t first, int64_t last);
   void (*dequantize_words)(const Storage&, void* out, int type, int64_t first, int64_t last);

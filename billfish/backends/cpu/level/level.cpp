@@ -4,6 +4,7 @@
 #include BILLFISH_SIMD
 #include "activations/quantize.h"
 #include "dequantize/dequantize.h"
+#include "gemm/gates.h"
 #include "gemm/gemm8.h"
 #include "gemm/gemm_exact.h"
 #include "gemm/gemm_plain.h"
@@ -17,7 +18,7 @@ namespace BILLFISH_ISA {
 extern const billfish::Level level;
 const billfish::Level level = {
     NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, quantize_row, lanes_of_x, start_stride, fill_starts, exact_in_digits, lay_out_row,
-    multiply8, multiply_exact, multiply_plain, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
+    multiply8, multiply_exact, multiply_plain, open_gate, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
 };
 
 }  // namespace BILLFISH_ISA

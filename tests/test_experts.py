@@ -1,0 +1,280 @@
+"""QuantizedExperts, and the two verbs on the engines that compute in CPU memory, against an oracle in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import expert_oracle as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from support import assert_same_bits
+
+import billfish as bf
+from billfish.format import FORMATS
+from billfish.gates import GATES
+
+E, N, K = 5, 24, 512
+BACKENDS = ("cpu", "reference")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def error(y, expected) -> float:
+    """The largest difference beside the largest number."""
+    return float(np.abs(np.asarray(y, np.float64) - expected).max(initial=0) / np.abs(expected).max(initial=1e-30))
+
+
+# ---- the class ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stack_is_its_experts(format, rng):
+    w = rng.standard_normal((3, 8, 256)).astype(np.float32)
+    q = bf.quantize(w, format, method="rtn")
+    assert isinstance(q, bf.QuantizedExperts)
+    assert q.shape == (3, 8, 256)
+    assert len(q) == 3
+    alone = [bf.quantize(matrix, format, method="rtn") for matrix in w]
+    for e, matrix in enumerate(alone):
+        for name, array in matrix.storage.items():
+            assert_same_bits(q[e].storage[name], array)
+            assert np.shares_memory(q[e].storage[name], q.storage[name])
+    assert_same_bits(bf.dequantize(q), np.stack([bf.dequantize(matrix) for matrix in alone]))
+    assert q.nbytes == sum(matrix.nbytes for matrix in alone)
+    assert q.bits_per_weight == pytest.approx(alone[0].bits_per_weight)
+
+
+@pytest.mark.parametrize("format", ["q4_k", "nvfp4", "u4", "mxfp4"])
+def test_copies_pickles_and_files_have_the_same_bits(format, rng, tmp_path):
+    q = oracle.random_stack(rng, 3, 8, 256, format)
+    q.save(tmp_path / "q.safetensors")
+    for other in (
+        copy.copy(q),
+        copy.deepcopy(q),
+        pickle.loads(pickle.dumps(q)),
+        bf.QuantizedExperts.load(tmp_path / "q.safetensors"),
+    ):
+        assert (other.format, other.shape, other.group_size) == (q.format, q.shape, q.group_size)
+        for name, array in q.storage.items():
+            assert_same_bits(other.storage[name], array)
+
+
+@pytest.mark.parametrize("format", ["q4_k", "nvfp4", "u4", "mxfp4"])
+def test_rows_and_experts_are_taken(format, rng):
+    q = oracle.random_stack(rng, 4, 16, 256, format)
+    w = bf.dequantize(q)
+    rows, ids = np.array([3, 0, 15]), np.array([2, 2, 0])
+    assert_same_bits(bf.dequantize(q.take_rows(rows)), w[:, rows])
+    assert_same_bits(bf.dequantize(q.take_experts(ids)), w[ids])
+    assert_same_bits(bf.dequantize(q.take_experts(slice(1, 3))), w[1:3])
+
+
+def test_a_repr_says_what_it_is(rng):
+    q = oracle.random_stack(rng, 2, 8, 64)
+    assert repr(q) == f"QuantizedExperts(q4_0, [2, 8, 64], group_size=32, {q.nbytes} bytes)"
+
+
+def test_a_stack_is_dequantized_into_an_array(rng):
+    q = oracle.random_stack(rng, 2, 8, 64)
+    out = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    assert bf.dequantize(q, out=out) is out
+    assert_same_bits(out.view(torch.uint16).numpy().view(ml_dtypes.bfloat16), bf.dequantize(q, "bfloat16"))
+
+
+def test_stacks_that_do_not_fit_together_are_errors(rng):
+    q = oracle.random_stack(rng, 2, 8, 64)
+    other = bf.quantize(rng.standard_normal((8, 64)).astype(np.float32), "q8_0")
+    with pytest.raises(bf.ShapeError, match=r"tensors\[1\]: got q8_0 .*takes q4_0"):
+        bf.QuantizedExperts.from_tensors([q[0], other])
+    with pytest.raises(bf.ShapeError, match="tensors: got none"):
+        bf.QuantizedExperts.from_tensors([])
+    ordered = bf.QuantizedTensor(q.format, (8, 64), 32, q[0].storage, np.arange(64)[::-1])
+    with pytest.raises(bf.FormatError, match="act-order"):
+        bf.QuantizedExperts.from_tensors([ordered])
+    with pytest.raises(bf.ShapeError, match=r"blocks: got shape \(8, 36\)|an array of 2 axes"):
+        bf.QuantizedExperts.from_storage("q4_0", {"blocks": q.storage["blocks"][0]})
+    u4 = oracle.random_stack(rng, 2, 8, 64, "u4")
+    with pytest.raises(bf.ShapeError, match=r"scales: got shape \(1, .*first array has 2 experts"):
+        bf.QuantizedExperts.from_storage("u4", {**u4.storage, "scales": u4.storage["scales"][:1]})
+    with pytest.raises(IndexError):
+        q[2]
+    with pytest.raises(TypeError, match="dequantize"):
+        np.asarray(q)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_products_with_every_format(format, activations, backend, rng):
+    w = oracle.random_stack(rng, E, N, K, format)
+    ids, _ = oracle.random_routing(rng, 9, 2, E)
+    x = rng.standard_normal((9, K)).astype(np.float32)
+    biases = rng.standard_normal((E, N)).astype(np.float32)
+    y = bf.expert_linear(x, w, ids, biases=biases, activations=activations, backend=backend)
+    assert y.shape == (9, 2, N)
+    assert y.dtype == np.float32
+    assert error(y, oracle.expert_linear(x, w, ids, biases, activations)) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("each_its_own", [False, True])
+def test_products_with_any_number_of_rows(each_its_own, tokens, backend, rng):
+    w = oracle.random_stack(rng, E, 40, 96, "q4_0")
+    ids, _ = oracle.random_routing(rng, tokens, 3, E)
+    x = rng.standard_normal((tokens, 3, 96) if each_its_own else (tokens, 96)).astype(np.float32)
+    y = bf.expert_linear(x, w, ids, backend=backend)
+    assert error(y, oracle.expert_linear(x, w, ids, None, "exact")) < 2e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activation", GATES)
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_the_whole_block(tokens, pair, activation, backend, rng):
+    hidden, inner = 64, 40
+    shapes = [(inner, "q4_0"), (inner, "q8_0")] if pair else [(2 * inner, "q4_0")]
+    gate_up = tuple(oracle.random_stack(rng, E, n, hidden, format) for n, format in shapes)
+    biases = tuple(rng.standard_normal((E, n)).astype(np.float32) * 5 for n, _ in shapes)
+    down = oracle.random_stack(rng, E, hidden, inner, "u4", group_size=-1)
+    down_biases = rng.standard_normal((E, hidden)).astype(np.float32)
+    ids, weights = oracle.random_routing(rng, tokens, 3, E)
+    x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+    stacks = (gate_up, biases) if pair else (gate_up[0], biases[0])
+    options = {"activation": activation, "gate_up_biases": stacks[1], "down_biases": down_biases}
+    y = bf.experts(x, stacks[0], down, ids, weights, **options, backend=backend)
+    assert error(y, oracle.experts(x, stacks[0], down, ids, weights, **options)) < 4e-6
+
+
+@pytest.mark.parametrize("activations", ["q8", "q16"])
+def test_the_whole_block_in_integers(activations, rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "mxfp4") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 20, 2, E)
+    x = rng.standard_normal((20, 96)).astype(np.float32)
+    y = bf.experts(x, gate_up, down, ids, weights, activations=activations)
+    assert error(y, oracle.experts(x, gate_up, down, ids, weights, activations=activations)) < 1e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "torch"])
+def test_y_is_of_the_kind_and_type_of_x(kind, backend, rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 6, 2, E)
+    x = rng.standard_normal((6, 96)).astype(np.float32)
+    if kind == "torch":
+        given = torch.from_numpy(x).bfloat16(), torch.from_numpy(ids).long(), torch.from_numpy(weights).half()
+        x, weights = given[0].float().numpy(), given[2].float().numpy()
+    else:
+        given = x.astype({"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[kind]), ids, weights
+        x = given[0].astype(np.float32)
+    y = bf.experts(given[0], gate_up, down, given[1], given[2], backend=backend)
+    assert type(y) is type(given[0])
+    assert y.dtype == given[0].dtype
+    expected = oracle.experts(x, gate_up, down, ids, weights)
+    assert error(y.float().numpy() if kind == "torch" else y, expected) < 5e-3
+    z = bf.expert_linear(given[0], gate_up, given[1], backend=backend)
+    assert type(z) is type(given[0])
+    assert z.dtype == given[0].dtype
+    assert tuple(z.shape) == (6, 2, 128)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_give_an_empty_y(backend, rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
+    x, ids, weights = np.empty((0, 96), np.float16), np.empty((0, 2), np.int64), np.empty((0, 2), np.float32)
+    y = bf.experts(x, gate_up, down, ids, weights, backend=backend)
+    assert y.shape == (0, 96)
+    assert y.dtype == np.float16
+    assert bf.expert_linear(x, gate_up, ids, backend=backend).shape == (0, 2, 128)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_expert_that_is_chosen_twice(backend, rng):
+    w = oracle.random_stack(rng, 1, N, 64)
+    x = rng.standard_normal((3, 64)).astype(np.float32)
+    y = bf.expert_linear(x, w, np.zeros((3, 2), np.int32), backend=backend)
+    assert_same_bits(y[:, 0], y[:, 1])
+    assert error(y[:, 0], x.astype(np.float64) @ bf.dequantize(w)[0].T.astype(np.float64)) < 2e-6
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bad_routing_is_named(backend, rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 4, 2, E)
+    x = rng.standard_normal((4, 96)).astype(np.float32)
+
+    def call(ids=ids, weights=weights, **options):
+        return bf.experts(x, gate_up, down, ids, weights, backend=backend, **options)
+
+    for wrong in (-1, E):
+        bad = ids.copy()
+        bad[2, 1] = wrong
+        with pytest.raises(bf.DataError, match=rf"\[experts\] ids: got expert {wrong} at row 2, place 1; takes 0 .. 4"):
+            call(bad)
+        with pytest.raises(bf.DataError, match=rf"\[expert_linear\] ids: got expert {wrong} at row 2"):
+            bf.expert_linear(x, gate_up, bad, backend=backend)
+    for wrong in (np.nan, np.inf):
+        bad = weights.copy()
+        bad[3, 0] = wrong
+        with pytest.raises(bf.DataError, match=rf"weights: got {wrong} at row 3, place 0; takes finite"):
+            call(weights=bad)
+    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(4, 0\), k=0; takes one expert or more"):
+        call(ids[:, :0], weights[:, :0])
+    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(3, 2\); takes \[4, k\]"):
+        call(ids[:3])
+    with pytest.raises(bf.ShapeError, match=r"weights: got shape \(4, 1\); takes \(4, 2\)"):
+        call(weights=weights[:, :1])
+    with pytest.raises(bf.DTypeError, match="ids: got dtype float32; takes int32 or int64"):
+        call(ids.astype(np.float32))
+    with pytest.raises(bf.DTypeError, match="weights: got dtype int32"):
+        call(weights=ids)
+    with pytest.raises(bf.FormatError, match="activation: got 'relu'; takes 'silu' or"):
+        call(activation="relu")
+
+
+def test_wrong_shapes_are_named(rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 4, 2, E)
+    x = rng.standard_normal((4, 96)).astype(np.float32)
+    with pytest.raises(bf.ShapeError, match=r"gate_up: got \[4, 128, 96\]; takes \[5, 128, 96\] for down"):
+        bf.experts(x, gate_up.take_experts(slice(4)), down, ids, weights)
+    with pytest.raises(bf.ShapeError, match=r"gate_up: got \[5, 128, 96\]; takes \[5, 64, 96\]"):
+        bf.experts(x, (gate_up, gate_up), down, ids, weights)
+    with pytest.raises(bf.ShapeError, match=r"x: got shape \(4, 64\); takes \[T, 96\]"):
+        bf.experts(x[:, :64], gate_up, down, ids, weights)
+    with pytest.raises(bf.ShapeError, match=r"x: got shape \(4, 64\); takes \[T, 96\] or \[T, k, 96\]"):
+        bf.expert_linear(x[:, :64], gate_up, ids)
+    with pytest.raises(bf.ShapeError, match=r"ids: got shape \(4, 2\); takes \(4, 3\)"):
+        bf.expert_linear(np.zeros((4, 3, 96), np.float32), gate_up, ids)
+    with pytest.raises(bf.ShapeError, match=r"down_biases: got shape \(96,\); takes \(5, 96\)"):
+        bf.experts(x, gate_up, down, ids, weights, down_biases=x[0])
+    with pytest.raises(bf.ShapeError, match="gate_up_biases: got a tuple; takes one array"):
+        bf.experts(x, gate_up, down, ids, weights, gate_up_biases=(None, None))
+    with pytest.raises(bf.DTypeError, match="w: got a QuantizedTensor; takes QuantizedExperts"):
+        bf.expert_linear(x, gate_up[0], ids)
+    with pytest.raises(bf.ShapeError, match=r"w: got shape \(0, 2, 64\)"):
+        bf.quantize(np.zeros((0, 2, 64), np.float32), "q4_0")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_that_nobody_chose_change_nothing(backend, rng):
+    w = oracle.random_stack(rng, 4, N, 256, "u4", group_size=64)
+    damaged = {name: array.copy() for name, array in w.storage.items()}
+    damaged["scales"][[0, 2]] = np.nan
+    bad = bf.QuantizedExperts.from_storage("u4", damaged, 64)
+    ids = np.array([[1, 3], [3, 1], [1, 3]], np.int32)
+    x = rng.standard_normal((3, 256)).astype(np.float32)
+    expected = bf.expert_linear(x, w, ids, backend="reference")
+    assert error(bf.expert_linear(x, bad, ids, backend=backend), expected) < 2e-6
