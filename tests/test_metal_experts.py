@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import expert_oracle
+import mlx.core as mx
 import numpy as np
 import pytest
 from metal_support import (
@@ -21,7 +23,8 @@ from metal_support import (
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.backends.metal import MetalWeights, emulator
+from billfish.backends import BACKENDS
+from billfish.backends.metal import Kernels, MetalBackend, MetalWeights, emulator
 from billfish.backends.metal.bridge import EXPERT_PRODUCTS
 from billfish.backends.metal.choose import choose_experts, launch_experts
 from billfish.backends.metal.layout import lay_out_experts
@@ -195,3 +198,89 @@ def test_tiles_have_about_the_pairs_of_an_expert(pairs, rows):
     chosen = launch_experts("gemm_experts", pairs, 8, 200, 512)
     assert chosen.template["TILE_M"] == rows
     assert chosen.grid == (4 * 128, -(-pairs // rows), 1)
+
+
+# ---- by name ------------------------------------------------------------------------------------------------------
+
+
+def arguments(seed: int = 0, dtype: np.dtype = FLOAT32, tokens: int = 7) -> dict[str, Any]:
+    """Of `bf.experts`: 6 experts, 3 of them for each token, H = 64 and I = 96."""
+    rng = np.random.default_rng(seed)
+    ids, weights = expert_oracle.random_routing(rng, tokens, 3, 6)
+    return {
+        "x": gaussian((tokens, 64), seed).astype(dtype),
+        "gate_up": expert_oracle.random_stack(rng, 6, 192, 64, "q4_0"),
+        "down": expert_oracle.random_stack(rng, 6, 64, 96, "mxfp4"),
+        "ids": ids,
+        "weights": weights,
+        "gate_up_biases": rng.standard_normal((6, 192)).astype(dtype),
+        "down_biases": rng.standard_normal((6, 64)).astype(dtype),
+    }
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_silu"])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_the_block_in_the_emulator(tokens, activation):
+    given = arguments(tokens=tokens)
+    y = bf.experts(**given, activation=activation, backend="metal-emulator")
+    assert (y.shape, y.dtype) == ((tokens, 64), FLOAT32)
+    if tokens:
+        expected = expert_oracle.experts(**given, activation=activation)
+        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_errors_of_routing_in_the_emulator():
+    given = arguments()
+    given["ids"] = given["ids"] + 4
+    with pytest.raises(bf.BillfishError, match="ids"):
+        bf.experts(**given, backend="metal-emulator")
+
+
+def metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend `metal`, its kernels in the emulator."""
+    backend = MetalBackend()
+    backend.kernels = Kernels(emulator.metal_kernel)
+    monkeypatch.setitem(BACKENDS, "metal", backend)
+    monkeypatch.setattr(MetalBackend, "can_run", lambda self, problem: (problem.kind == "mlx", "no"))
+
+
+def in_mlx(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: mx.array(value) if isinstance(value, np.ndarray) else value for name, value in given.items()}
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_the_block_of_mlx_arrays(pair, monkeypatch):
+    metal(monkeypatch)
+    given = arguments()
+    expected = expert_oracle.experts(**given)
+    taken = in_mlx(given)
+    if pair:
+        halves = np.arange(96), np.arange(96, 192)
+        taken["gate_up"] = tuple(given["gate_up"].take_rows(rows) for rows in halves)
+        taken["gate_up_biases"] = tuple(given["gate_up_biases"][:, rows] for rows in halves)
+    y = bf.experts(**taken)
+    assert isinstance(y, mx.array)
+    np.testing.assert_allclose(np.array(y), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_gradients_of_the_block(monkeypatch):
+    """For x, the routing weights and the biases."""
+    metal(monkeypatch)
+    given = in_mlx(arguments())
+    gate_up, down = (mx.array(bf.dequantize(given.pop(name))) for name in ("gate_up", "down"))
+    stacks = {name: arguments()[name] for name in ("gate_up", "down")}
+    ids, names = given.pop("ids"), list(given)
+
+    def ours(*values: mx.array) -> mx.array:
+        return (bf.experts(**dict(zip(names, values, strict=True)), **stacks, ids=ids) ** 2).sum()
+
+    def dense(x: mx.array, weights: mx.array, gate_up_biases: mx.array, down_biases: mx.array) -> mx.array:
+        both = mx.einsum("th,tknh->tkn", x, gate_up[ids]) + gate_up_biases[ids]
+        h = both[..., :96] * mx.sigmoid(both[..., :96]) * both[..., 96:]
+        y = mx.einsum("tki,tkhi->tkh", h, down[ids]) + down_biases[ids]
+        return ((y * weights[..., None]).sum(axis=1) ** 2).sum()
+
+    every = tuple(range(len(names)))
+    assert names == ["x", "weights", "gate_up_biases", "down_biases"]
+    for a, b in zip(mx.grad(ours, every)(*given.values()), mx.grad(dense, every)(*given.values()), strict=True):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=1e-3, atol=1e-3 * float(mx.abs(b).max()))

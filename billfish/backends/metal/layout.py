@@ -66,7 +66,6 @@ class MetalWeights:
         made = {id(a): convert(a) for a in self.arrays.values()}
         return replace(self, arrays={name: made[id(a)] for name, a in self.arrays.items()})
 
-
     def expert(self, index: int) -> MetalWeights:
         """One matrix of a stack, on the same memory."""
         arrays = {id(a): a[index] for a in self.arrays.values()}
