@@ -65,16 +65,18 @@ class ArraySpec(NamedTuple):
         return np.broadcast_to(np.zeros((), self.dtype), self.shape)
 
     def cut(self, array: Array, rows: slice | Array | None = None, columns: slice | None = None) -> Array:
-        """W[rows, columns]: rows are a slice or indices, columns a slice whose ends are ends of steps."""
+        """W[rows, columns]: rows are a slice or indices, columns a slice whose ends are ends of steps. Of an array with
+        axes before the spec's own, such as experts, the same of each."""
         if self.n_axis is None or self.k_axis is None:
             return array
+        before = array.ndim - len(self.shape)
         if isinstance(rows, slice):
-            array = array[rows] if self.n_axis == 0 else array[:, rows]
+            array = array[(slice(None),) * (before + self.n_axis) + (rows,)]
         elif rows is not None:
-            array = np.take(array, rows, axis=self.n_axis)
+            array = np.take(array, rows, axis=before + self.n_axis)
         if columns is not None:
             along = slice(columns.start // self.run * self.items, -(-columns.stop // self.run) * self.items)
-            array = array[along] if self.k_axis == 0 else array[:, along]
+            array = array[(slice(None),) * (before + self.k_axis) + (along,)]
         return array
 
 

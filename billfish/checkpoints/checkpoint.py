@@ -12,14 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.detect import open_path
-from billfish.checkpoints.entry import Description, Entry, Span
+from billfish.checkpoints.entry import Description, Entry, Span, Tensor
 from billfish.errors import CheckpointError, complaint
 from billfish.files import path_of
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
 
 
-class Checkpoint(Mapping[str, QuantizedTensor | Array]):
+class Checkpoint(Mapping[str, Tensor]):
     """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`.
 
     path: a file or a folder, as :func:`billfish.load` takes it.
@@ -47,7 +45,7 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
         other._entries, other.origins = dict(entries), dict(zip(entries, origins, strict=True))
         return other
 
-    def __getitem__(self, name: str) -> QuantizedTensor | Array:
+    def __getitem__(self, name: str) -> Tensor:
         return self.read(name)
 
     def __contains__(self, name: object) -> bool:
@@ -69,15 +67,18 @@ class Checkpoint(Mapping[str, QuantizedTensor | Array]):
         """What a tensor is; reads nothing but headers."""
         return self.entry(name).description
 
-    def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedTensor | Array:
+    def read(
+        self, name: str, *, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None
+    ) -> Tensor:
         """A tensor, or W[a:b, c:d] of it for rows=(a, b), columns=(c, d). Only that part is read.
 
         Columns are cut where groups end. With act-order they are columns of the sorted matrix, see :meth:`permutation`,
         and the part that is read does not know where they were; a whole tensor, or rows of it, does. Of a plain array
-        rows are its first axis and columns its last.
+        rows are its first axis and columns its last. Of a stack [E, N, K], experts=(e, f) are some of its matrices,
+        and rows and columns are the same of each.
         """
         try:
-            return self.entry(name).read(rows, columns)
+            return self.entry(name).read(rows, columns, experts)
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise

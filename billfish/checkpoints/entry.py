@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.container import CALL, Stored
 from billfish.errors import BillfishError, CheckpointError, complaint, readable
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
-from billfish.storage import Array, Storage
+from billfish.storage import Array, ArraySpec, Storage
 from billfish.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # from, up to
+Tensor = QuantizedTensor | QuantizedExperts | Array  # a matrix, a stack of matrices, or a plain array of any shape
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class Entry(ABC):
         self.parts = frozenset(parts)  # names of the arrays that it takes from the container
 
     @abstractmethod
-    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
-        """The tensor, or a part of it."""
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        """The tensor, or a part of it. Of a stack [E, N, K], `experts` are of E, `rows` of N and `columns` of K."""
 
     def permutation(self) -> NDArray[np.int64] | None:
         """Where the columns came from, if they were sorted."""
@@ -91,8 +93,8 @@ class Plain(Entry):
         )
         super().__init__(about, [stored.name])
 
-    def read(self, rows: Span | None, columns: Span | None) -> Array:
-        return cut_array(self.stored.array(), rows, columns)
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
+        return cut_array(self.stored.array(), rows, columns, experts)
 
 
 class Unsupported(Entry):
@@ -104,13 +106,13 @@ class Unsupported(Entry):
         about = Description(name, layout, None, stored[0].kind, shape, None, nbytes, unsupported=reason)
         super().__init__(about, [part.name for part in stored])
 
-    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         about = self.description
         raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that docs/checkpoints.md lists"))
 
 
 class Matrix(Entry):
-    """A quantized matrix [N, K], or a stack of them, which reads as one [E * N, K].
+    """A quantized matrix [N, K], or a stack [E, N, K] of them.
 
     A tensor knows the order of its columns, but for some columns of one: those are in stored order.
     """
@@ -128,28 +130,47 @@ class Matrix(Entry):
         stored_group: int | None = None,  # where the file has larger groups than we
     ) -> None:
         self.format = get_format(format, CALL)
-        self.n, self.k = math.prod(shape[:-1]), shape[-1]
+        self.n, self.k = math.prod(shape[:-1]), shape[-1]  # of a stack, n are the rows of all its matrices
         stored, group = list(parts), stored_group or group_size
         nbytes = sum(part.nbytes for part in stored)
         kind, step = stored[0].kind, math.lcm(self.format.block_size, 1 if group >= self.k else group)
         about = Description(name, self.layout, self.format, kind, shape, group_size, nbytes, act_order, step)
         super().__init__(about, [part.name for part in stored])
-        if self.k == 0 or self.k % self.format.block_size or self.n == 0:
-            takes = f"N > 0 and K a positive multiple of {self.format.block_size} for {self.format.name}"
+        if self.k == 0 or self.k % self.format.block_size or self.n == 0 or len(shape) > 3:
+            takes = f"[N, K] or [E, N, K], K a positive multiple of {self.format.block_size} for {self.format.name}"
             raise CheckpointError(complaint(CALL, name, f"shape {shape}", takes))
 
     @abstractmethod
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
-        """That part in a format's own layout, and its group size."""
+        """That part in a format's own layout, and its group size; of a stack, as if it were one matrix [E * N, K]."""
 
-    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor:
-        a, b = check_span("rows", rows, self.n)
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        """These experts of a stack: the format's arrays, each [E, ...], and the group size."""
+        count, n = experts.stop - experts.start, self.description.shape[1]
+        format, storage, group_size = self.storage(slice(experts.start * n, experts.stop * n), columns)
+        specs = format.storage_spec(*format.check_storage(CALL, storage, group_size))
+        return format, {part: apart(specs[part], array, count) for part, array in storage.items()}, group_size
+
+    def read(
+        self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None
+    ) -> QuantizedTensor | QuantizedExperts:
+        about = self.description
+        stacked = len(about.shape) == 3
+        n = about.shape[1] if stacked else self.n
+        a, b = check_span("rows", rows, n)
         c, d = check_span("columns", columns, self.k)
-        step = self.description.column_step
-        if c % step or (d % step and d != self.k):
-            takes = f"multiples of {step}, or the end, for {self.description.name}"
+        first, last = check_experts(about, experts)
+        if c % about.column_step or (d % about.column_step and d != self.k):
+            takes = f"multiples of {about.column_step}, or the end, for {about.name}"
             raise CheckpointError(complaint("read", "columns", f"({c}, {d})", takes))
         try:
+            if stacked:
+                format, storage, group_size = self.stack(slice(first, last), slice(c, d))
+                one = {name: array[0, ...] for name, array in storage.items()}
+                n, k, group_size = format.check_storage(CALL, one, group_size)
+                specs = format.storage_spec(n, k, group_size)
+                some = {name: specs[name].cut(array, slice(a, b)) for name, array in storage.items()}
+                return QuantizedExperts.owning(format, (last - first, b - a, k), group_size, some)
             format, storage, group_size = self.storage(slice(a, b), slice(c, d))
             order = self.permutation() if columns is None else None
             n, k, group_size = format.check_storage(CALL, storage, group_size)
@@ -157,18 +178,41 @@ class Matrix(Entry):
         except CheckpointError:
             raise
         except BillfishError as error:
-            raise CheckpointError(f"[{CALL}] {readable(self.description.name)}: {error}") from None
+            raise CheckpointError(f"[{CALL}] {readable(about.name)}: {error}") from None
 
 
-def cut_array(array: Array, rows: Span | None, columns: Span | None) -> Array:
-    """Rows are the first axis of a plain array, columns its last."""
-    if rows is not None:
-        a, b = check_span("rows", rows, array.shape[0] if array.ndim else 0)
+def apart(spec: ArraySpec, array: Array, experts: int) -> Array:
+    """An array of a matrix [E * N, K] as one of a stack, [E, ...]: a view."""
+    if spec.n_axis is None:
+        return np.broadcast_to(array, (experts, *array.shape))
+    axis = spec.n_axis
+    split = array.reshape(*array.shape[:axis], experts, array.shape[axis] // experts, *array.shape[axis + 1 :])
+    return np.moveaxis(split, axis, 0)
+
+
+def cut_array(array: Array, rows: Span | None, columns: Span | None, experts: Span | None = None) -> Array:
+    """A part of a plain array. Rows are its first axis and columns its last; of three axes or more, the first are the
+    experts, and rows the second."""
+    stacked = array.ndim > 2
+    if experts is not None:
+        a, b = check_span("experts", experts, array.shape[0] if stacked else 0)
         array = array[a:b]
+    if rows is not None:
+        a, b = check_span("rows", rows, array.shape[int(stacked)] if array.ndim else 0)
+        array = array[:, a:b] if stacked else array[a:b]
     if columns is not None:
         c, d = check_span("columns", columns, array.shape[-1] if array.ndim > 1 else 0)
         array = array[..., c:d]
     return array
+
+
+def check_experts(about: Description, experts: Span | None) -> Span:
+    """Matrices of a stack; (0, 1) for a tensor that is no stack, which has none to choose from."""
+    if len(about.shape) > 2:
+        return check_span("experts", experts, about.shape[0])
+    if experts is not None:
+        raise CheckpointError(complaint("read", "experts", experts, f"none: {about.name} is no stack of matrices"))
+    return 0, 1
 
 
 def check_span(argument: str, span: Span | None, size: int) -> Span:

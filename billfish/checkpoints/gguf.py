@@ -68,9 +68,15 @@ class GgufMatrix(Matrix):
         part = slice(columns.start // self.format.block_size * size, columns.stop // self.format.block_size * size)
         storage = {"blocks": self.stored.array().reshape(self.n, -1)[rows, part]}
         if self.format.name == "nvfp4_gguf":
-            scale = 1 if self.scale is None else self.scale.array().reshape(())
+            scale = 1 if self.scale is None else self.scale.array().flat[0]
             storage["global_scale"] = np.array(scale, np.float32)
         return self.format, storage, self.format.default_group_size
+
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        format, storage, group_size = super().stack(experts, columns)
+        if self.scale is not None and self.scale.nbytes > 4:  # one for each expert
+            storage = {**storage, "global_scale": np.array(self.scale.array().reshape(-1)[experts], np.float32)}
+        return format, storage, group_size
 
 
 def open_gguf(path: Path) -> tuple[list[MappedFile], dict[str, Entry], Metadata]:
@@ -142,7 +148,8 @@ def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
             if format == "nvfp4_gguf":
                 candidates = (f"{name.removesuffix('.weight')}.scale", f"{name}.scale")
                 scale = next((infos[n][1] for n in candidates if n in infos and infos[n][0].kind == "F32"), None)
-                if scale is not None and scale.nbytes == 4:
+                counts = (1, info.shape[0]) if len(info.shape) == 3 else (1,)  # for a stack one, or one for each expert
+                if scale is not None and scale.nbytes // 4 in counts:
                     taken.add(scale.name)
                 else:
                     scale = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import KINDS, TYPES
 from billfish.checkpoints.entry import Description, Entry, Matrix, Span, cut_array
 from billfish.errors import CheckpointError, DTypeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
 from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
@@ -32,7 +34,7 @@ class HeldPart(NamedTuple):
 
 
 class HeldMatrix(Matrix):
-    """A quantized matrix; `make` gives it, as a layer may have to unpack its weights first."""
+    """A quantized matrix or a stack of them; `make` gives it, as a layer may have to unpack its weights first."""
 
     layout = "memory"
 
@@ -40,24 +42,29 @@ class HeldMatrix(Matrix):
         self,
         name: str,
         format: Format,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         group_size: int,
         act_order: bool,
-        make: Callable[[], QuantizedTensor],
+        make: Callable[[], QuantizedTensor | QuantizedExperts],
     ) -> None:
-        specs = format.storage_spec(*shape, group_size)
-        parts = [HeldPart(f"{name}.{part}", KINDS[spec.dtype], spec.nbytes) for part, spec in specs.items()]
+        specs, matrices = format.storage_spec(*shape[-2:], group_size), math.prod(shape[:-2])
+        parts = [HeldPart(f"{name}.{part}", KINDS[spec.dtype], matrices * spec.nbytes) for part, spec in specs.items()]
         super().__init__(name, format.name, shape, group_size, parts, act_order)
         self.group, self.make = group_size, make
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
-        specs = self.format.storage_spec(self.n, self.k, self.group)
+        specs = self.format.storage_spec(*self.description.shape[-2:], self.group)
         held = self.make().storage
         group = -1 if self.group == self.k and self.format.whole_row_groups else self.group
         return self.format, {part: specs[part].cut(array, rows, columns) for part, array in held.items()}, group
 
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        format, held, group = self.storage(slice(None), columns)
+        return format, {part: array[experts] for part, array in held.items()}, group
+
     def permutation(self) -> NDArray[np.int64] | None:
-        order = self.make().permutation if self.description.act_order else None
+        made = self.make() if self.description.act_order else None
+        order = made.permutation if isinstance(made, QuantizedTensor) else None
         return None if order is None else order.astype(np.int64)
 
 
@@ -74,12 +81,12 @@ class HeldArray(Entry):
         super().__init__(Description(name, "memory", None, kind, given.shape, None, nbytes), [])
         self.array = array
 
-    def read(self, rows: Span | None, columns: Span | None) -> Array:
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
         given = Input(CALL, self.description.name, self.array)
         if given.device != "cpu":
             moved = self.array.detach().cpu() if given.kind == "torch" else self.array.get()
             given = Input(CALL, self.description.name, moved)
-        return cut_array(given.numpy(), rows, columns)
+        return cut_array(given.numpy(), rows, columns, experts)
 
 
 def checkpoint_of(given: object, name: str) -> Checkpoint:
@@ -99,9 +106,9 @@ def _some(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _entry(name: str, tensor: Any) -> Entry:
-    if not isinstance(tensor, QuantizedTensor):
+    if not isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
         return HeldArray(name, tensor)
-    order = tensor.permutation is not None
+    order = isinstance(tensor, QuantizedTensor) and tensor.permutation is not None
     return HeldMatrix(name, tensor.format, tensor.shape, tensor.group_size, order, lambda: tensor)
 
 

@@ -1,14 +1,15 @@
 """A decoder under the names of transformers and mlx-lm, and under llama.cpp's: one translation, in both directions.
 
 llama.cpp has names of its own, an order of rows of its own, and fields instead of a config.json. What it stores
-otherwise is a view of the same file: weights only move, and no bit of a matrix changes.
+otherwise is a view of the same file: weights only move, and no bit of a matrix changes. Experts are stacks on both
+sides, see billfish.checkpoints.stacks.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,17 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.entry import Description, Entry, Span, check_span
+from billfish.checkpoints.derived import Computed, Renamed, Widened
+from billfish.checkpoints.entry import Description, Entry
 from billfish.checkpoints.gguf import Metadata
 from billfish.checkpoints.hyperparameters import ARCHITECTURES, config_of, fields_of
 from billfish.checkpoints.hyperparameters import UnknownModel as UnknownModel
 from billfish.checkpoints.rotary import ROTARY_FACTORS as ROTARY_FACTORS
 from billfish.checkpoints.rotary import llama3_factors, scaling_of, theta_of
+from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import CheckpointError, complaint
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
 
-# The modules of a decoder with gated feed-forward blocks.
+# The modules of a decoder with gated feed-forward blocks: llama.cpp's names, and those of transformers.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm",
@@ -41,60 +42,42 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-GGUF_MODULES = {theirs: ours for ours, theirs in (TOP | LAYER).items()}
+
+
+def _experts(block: str, router: str) -> dict[str, str]:
+    """The modules of a feed-forward block with experts."""
+    stacks = {f"ffn_{part}_exps": f"{block}.experts.{part}_proj" for part in ("gate", "up", "down")}
+    return {"ffn_gate_inp": f"{block}.{router}", **stacks}
+
+
+SHARED = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+TWO_NORMS = {  # of Gemma: before and after each block
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# What an architecture has beside these modules, or under other names.
+OWN: dict[str, dict[str, str]] = {
+    "llama": _experts("block_sparse_moe", "gate"),
+    "qwen3moe": _experts("mlp", "gate"),
+    "qwen2moe": {**_experts("mlp", "gate"), **SHARED, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+    "olmoe": _experts("mlp", "gate"),
+    "granitemoe": _experts("block_sparse_moe", "router.layer"),
+    "gpt-oss": {
+        **_experts("mlp", "router"),
+        "post_attention_norm": "post_attention_layernorm",  # before the experts, whatever its name says
+        "attn_sinks": "self_attn.sinks",
+    },
+    "gemma2": TWO_NORMS,
+    "gemma3": TWO_NORMS,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+# Architectures whose heads rotate neighbours in llama.cpp, where transformers rotates halves.
+NEIGHBOURS = ("llama", "granitemoe", "smollm3")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+SINKS = "self_attn.sinks"  # a parameter of its own in transformers, and no `.weight` of a module
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # old folders have it for each layer; it follows from the configuration
 TAKES = "the tensors of a decoder with gated feed-forward blocks"
-
-
-# ---- entries that differ ------------------------------------------------------------------------------------------
-
-
-class Renamed(Entry):
-    """A tensor under another name, with its rows in another order."""
-
-    def __init__(self, entry: Entry, name: str, order: NDArray[np.int64] | None = None) -> None:
-        super().__init__(replace(entry.description, name=name), entry.parts)
-        self.entry, self.order = entry, order
-
-    def read(self, rows: Span | None, columns: Span | None) -> QuantizedTensor | Array:
-        if self.order is None:
-            return self.entry.read(rows, columns)
-        start, stop = check_span("rows", rows, len(self.order))
-        chosen = self.order[start:stop]
-        first = int(chosen.min())  # rows move inside of their head, so that whole heads cost no more than themselves
-        part = self.entry.read((first, int(chosen.max()) + 1), columns)
-        return part.take_rows(chosen - first) if isinstance(part, QuantizedTensor) else part[chosen - first]
-
-    def permutation(self) -> NDArray[np.int64] | None:
-        return self.entry.permutation()
-
-
-class Widened(Entry):
-    """A vector in float32, as llama.cpp wants norms and biases, with a number added to each of its own."""
-
-    def __init__(self, entry: Entry, added: int) -> None:
-        about = entry.description
-        super().__init__(replace(about, dtype="F32", nbytes=4 * int(np.prod(about.shape))), entry.parts)
-        self.entry, self.added = entry, np.float32(added)
-
-    def read(self, rows: Span | None, columns: Span | None) -> Array:
-        vector = self.entry.read(rows, columns)
-        assert isinstance(vector, np.ndarray)
-        wide = vector.astype(np.float32)
-        return wide + self.added if self.added else wide  # -0.0 stays what it is
-
-
-class Computed(Entry):
-    """A vector that no file has."""
-
-    def __init__(self, name: str, layout: str, vector: NDArray[np.float32]) -> None:
-        super().__init__(Description(name, layout, None, "F32", vector.shape, None, vector.nbytes), [])
-        self.vector = vector
-
-    def read(self, rows: Span | None, columns: Span | None) -> Array:
-        start, stop = check_span("rows", rows, len(self.vector))
-        return self.vector[start:stop]
 
 
 # ---- checkpoints under other names --------------------------------------------------------------------------------
@@ -121,7 +104,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
         raise UnknownModel(complaint(CALL, str(checkpoint.path), got, " or ".join(ARCHITECTURES)))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
-        new = model_name(name)
+        new = model_name(name, str(fields["general.architecture"]))
         if new is not None:
             entries[new] = _translated(checkpoint.entry(name), name, new, fields, to_gguf=False)
             origins.append(name)
@@ -136,17 +119,19 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     if is_gguf(checkpoint):
         return checkpoint
     config, fields = checkpoint.config, fields_of(checkpoint.config, checkpoint.path)
+    architecture, stacked = str(fields["general.architecture"]), by_stacks(checkpoint)
     entries, origins = dict[str, Entry](), list[str]()
-    for name in checkpoint:
+    for name in stacked:
         if name.endswith(INVERSE_FREQUENCIES):
             continue
-        new = gguf_name(name)
+        new = gguf_name(name, architecture)
         if new is None:
             raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
-        entries[new] = _translated(checkpoint.entry(name), new, new, fields, to_gguf=True)
-        origins.append(name)
-    architecture = str(fields["general.architecture"])
-    if architecture == "gemma" and HEAD in entries and config.get("tie_word_embeddings", True):
+        if new in entries:
+            raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
+        entries[new] = _translated(stacked.entry(name), new, new, fields, to_gguf=True)
+        origins.append(stacked.origins.get(name, name))
+    if architecture.startswith("gemma") and HEAD in entries and config.get("tie_word_embeddings", True):
         del origins[list(entries).index(HEAD)], entries[HEAD]  # a copy of the embedding, which llama.cpp refuses
     kind, rule = scaling_of(config)
     if kind == "llama3":
@@ -161,52 +146,82 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config.json of a GGUF file whose architecture we know."""
     factors = checkpoint.get(ROTARY_FACTORS)
-    assert not isinstance(factors, QuantizedTensor)
+    assert factors is None or isinstance(factors, np.ndarray)
     vocabulary = checkpoint.describe(EMBEDDING).shape[0]
     return config_of(checkpoint.metadata, vocabulary, HEAD not in checkpoint, factors)
 
 
-def model_name(name: str) -> str | None:
-    """The name in transformers of a tensor of GGUF; None if it has none."""
+def model_name(name: str, architecture: str = "") -> str | None:
+    """The name in transformers of a tensor of GGUF; None if it has none. Without an architecture, that of a llama or of
+    the first architecture that has such a tensor."""
     module, _, kind = name.rpartition(".")
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
-    known = LAYER.get(match[2]) if match else TOP.get(module)
+    known = _modules(architecture).get(match[2]) if match else TOP.get(module)
     if known is None:
         return None
-    return f"model.layers.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
+    if match is None:
+        return f"{known}.{kind}"
+    return f"model.layers.{match[1]}.{known}" + ("" if known == SINKS else f".{kind}")
 
 
-def gguf_name(name: str) -> str | None:
-    """The name in GGUF of a tensor of transformers; None if it has none."""
+def gguf_name(name: str, architecture: str = "") -> str | None:
+    """The name in GGUF of a tensor of transformers, with experts as stacks; None if it has none. Architectures as in
+    :func:`model_name`."""
+    name = f"{name}.weight" if name.endswith(SINKS) else name
     module, _, kind = name.rpartition(".")
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-    known = GGUF_MODULES.get(match[2] if match else module)
-    if known is None or (known in LAYER) != bool(match):
-        return None
-    return f"blk.{match[1]}.{known}.{kind}" if match else f"{known}.{kind}"
+    if match is None:
+        top = next((ours for ours, theirs in TOP.items() if theirs == module), None)
+        return top and f"{top}.{kind}"
+    known = _gguf_modules(architecture).get(_one_spelling(match[2]))
+    return known and f"blk.{match[1]}.{known}.{kind}"
+
+
+@functools.cache
+def _modules(architecture: str) -> dict[str, str]:
+    """The modules of a layer, by llama.cpp's names."""
+    if architecture:
+        return LAYER | OWN.get(architecture, {})
+    return {ours: theirs for table in (*reversed(OWN.values()), LAYER) for ours, theirs in table.items()}
+
+
+@functools.cache
+def _gguf_modules(architecture: str) -> dict[str, str]:
+    """The same by the names of transformers."""
+    if architecture:
+        return {_one_spelling(theirs): ours for ours, theirs in _modules(architecture).items()}
+    tables = (*reversed(OWN.values()), LAYER)
+    return {_one_spelling(theirs): ours for table in tables for ours, theirs in table.items()}
+
+
+def _one_spelling(module: str) -> str:
+    """A module's name as transformers 5 has it in memory; its files keep older ones."""
+    return module.replace("block_sparse_moe.", "mlp.").replace("router.layer", "router")
 
 
 def _translated(entry: Entry, gguf: str, new: str, fields: Mapping[str, Any], to_gguf: bool) -> Entry:
     """A tensor for the other side, where it is called `new`; `gguf` is its name in GGUF."""
-    architecture = fields["general.architecture"]
-    order = row_order(entry.description, heads_of(fields, architecture, gguf), to_gguf)
-    renamed = Renamed(entry, new, order)
-    vector = entry.description.format is None and len(entry.description.shape) == 1
+    architecture, about = fields["general.architecture"], entry.description
+    renamed = Renamed(entry, new, row_order(about, heads_of(fields, architecture, gguf), to_gguf))
+    if about.format is not None:
+        return renamed
     # Gemma multiplies with 1 + w: its folders have w, its GGUF files the sum.
-    shifted = architecture == "gemma" and gguf.endswith("_norm.weight")
-    if shifted:
+    if architecture.startswith("gemma") and gguf.endswith("_norm.weight"):
         return Widened(renamed, 1 if to_gguf else -1)
-    return Widened(renamed, 0) if vector and to_gguf else renamed
+    if gguf.endswith("ffn_gate_inp_shexp.weight"):  # a matrix of one row, which is a vector in GGUF
+        return Widened(renamed, shape=about.shape[1:] if to_gguf else (1, *about.shape))
+    exact = len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight"))
+    return Widened(renamed) if exact and to_gguf else renamed
 
 
 def heads_of(fields: Mapping[str, Any], architecture: str, name: str) -> int:
     """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
 
-    It rotates neighbours where transformers rotates the halves of a head, but for its architecture "llama" only: row
-    (head, half, i) of transformers is its row (head, i, half).
+    It rotates neighbours where transformers rotates the halves of a head, in some architectures: row (head, half, i) of
+    transformers is its row (head, i, half).
     """
     module = name.split(".")[-2]
-    if architecture != "llama" or module not in ("attn_q", "attn_k"):
+    if architecture not in NEIGHBOURS or module not in ("attn_q", "attn_k"):
         return 0
     keys = [f"{architecture}.attention.head_count"]
     if module == "attn_k":

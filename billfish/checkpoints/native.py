@@ -1,6 +1,7 @@
 """Our own layout, which holds every format as it is: the storage arrays of a format under the module's name.
 
-    M.packed, M.scales, ...     or M.blocks: the arrays of docs/formats.md; 32-bit words as I32 or U32
+    M.packed, M.scales, ...     or M.blocks: the arrays of docs/formats.md; 32-bit words as I32 or U32. Of a stack of E
+                                matrices each has a leading axis E
     M.permutation               i32 [K], only with act-order
     M.about                     u8, in files of layers: the format and the group size of M, see billfish/about.py
 
@@ -11,6 +12,8 @@ Where there is no M.about, config.json says which format it is,
 
 (a module with "bare": true stands for a tensor of that very name, not for its `.weight`) or, for a file alone, the same
 object as JSON in the metadata under "billfish". MarlinLinear's state dicts have these keys.
+
+Files of earlier versions have a stack as one matrix [E * N, K], and its module has "shape": [E, N, K].
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from billfish.checkpoints.container import CALL, Stored, section
 from billfish.checkpoints.entry import Entry, Matrix
 from billfish.errors import CheckpointError, FormatError, complaint
 from billfish.format import FORMATS, Format
-from billfish.storage import Storage
+from billfish.storage import Array, Storage
 
 
 def parts() -> tuple[str, ...]:
@@ -52,15 +55,23 @@ class NativeMatrix(Matrix):
         self.group = group
 
     def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
-        storage = {part: stored.array() for part, stored in self.arrays.items()}
-        group = -1 if self.group == self.k and self.format.whole_row_groups else self.group
         specs = self.format.storage_spec(self.n, self.k, self.group)
-        for part, array in storage.items():
-            if array.dtype == np.int32:
-                storage[part] = array = array.view(np.uint32)
-            if array.ndim == 2:
-                storage[part] = specs[part].cut(array, rows, columns)
-        return self.format, storage, group
+        storage = {part: specs[part].cut(self._array(part), rows, columns) for part in self.arrays}
+        return self.format, storage, self._group_size()
+
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        if len(self.arrays[self.format.storage_names[0]].shape) == 2:
+            return super().stack(experts, columns)
+        specs = self.format.storage_spec(self.description.shape[1], self.k, self.group)
+        storage = {part: specs[part].cut(self._array(part)[experts], None, columns) for part in self.arrays}
+        return self.format, storage, self._group_size()
+
+    def _array(self, part: str) -> Array:
+        array = self.arrays[part].array()
+        return array.view(np.uint32) if array.dtype == np.int32 else array
+
+    def _group_size(self) -> int:
+        return -1 if self.group == self.k and self.format.whole_row_groups else self.group
 
     def permutation(self) -> NDArray[np.int64] | None:
         if self.order is None:
@@ -86,9 +97,11 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     if main is None or odd:
         got = f"arrays {sorted(parts)} for {module}"
         raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
-    if len(main.shape) != 2 or 0 in main.shape:
-        raise CheckpointError(complaint(CALL, main.name, f"shape {main.shape}", "a matrix"))
-    n, along_k = (main.shape[first.axes.index(axis)] for axis in "nk")
+    *experts, _, _ = main.shape if len(main.shape) in (2, 3) else (0, 0, 0)
+    if 0 in (*experts, *main.shape) or any(part.shape[: len(experts)] != (*experts,) for part in parts.values()):
+        got = f"shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
+        raise CheckpointError(complaint(CALL, main.name, got, "a matrix, or a stack of E with an axis E in each array"))
+    n, along_k = (main.shape[len(experts) + first.axes.index(axis)] for axis in "nk")
     shape = (n, along_k // first.items * first.run)
     if group in (-1, shape[1]) and format.whole_row_groups:
         group = shape[1]
@@ -99,7 +112,8 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     if order is not None and (order.kind not in ("I32", "I64") or order.shape != (shape[1],)):
         raise CheckpointError(complaint(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
     name = module if settings.get("bare") else f"{module}.weight".removeprefix(".")
-    return NativeMatrix(name, parts, format, _stack(module, shape, settings.get("shape")), int(group))
+    stack = (*experts, *shape) if experts else _stack(module, shape, settings.get("shape"))
+    return NativeMatrix(name, parts, format, stack, int(group))
 
 
 def _read_about(stored: Stored) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _read_about(stored: Stored) -> dict[str, Any]:
 
 
 def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:
-    """The shape of a stack of matrices, which is stored as one."""
+    """The shape of a stack that is stored as one matrix."""
     if declared is None:
         return shape
     whole = isinstance(declared, list) and all(isinstance(size, int) and size > 0 for size in declared)

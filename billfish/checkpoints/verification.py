@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
-from billfish.checkpoints.entry import Span
+from billfish.checkpoints.entry import Span, Tensor
 from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
 from billfish.errors import CheckpointError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.ops import dequantize
 from billfish.progress import OnProgress, follow
 from billfish.storage import Array
@@ -69,15 +72,12 @@ def compare(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
 
 def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Comparison:
     a, b = first.describe(name), second.describe(name)
-    rows = int(np.prod(a.shape[:-1])) or 1
-    step = max(1, VERIFY_ELEMENTS // max(1, int(np.prod(a.shape)) // rows))
     orders = [ck.permutation(name) for ck in (first, second)]
     in_order = [np.arange(a.shape[-1]) if order is None else order for order in orders]
     bits = a.kind == b.kind and a.group_size == b.group_size and np.array_equal(in_order[0], in_order[1])
     squares = power = largest = 0.0
-    for start in range(0, rows, step):
-        span = (start, min(start + step, rows))
-        parts = [_read_rows(ck, name, span) for ck in (first, second)]
+    for experts, rows in _spans(a.shape):
+        parts = [_matrix(ck.read(name, rows=rows, experts=experts)) for ck in (first, second)]
         if bits and _same_bits(*parts):
             continue
         bits = False
@@ -96,14 +96,19 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     return Comparison(name, "different", verdict, relative, largest)
 
 
-def _read_rows(checkpoint: Checkpoint, name: str, span: Span) -> QuantizedTensor | Array:
-    """Rows of a matrix, or of a stack of matrices as one."""
-    about = checkpoint.describe(name)
-    if about.format is None and len(about.shape) != 2:
-        array = checkpoint.read(name)  # a view of the file: nothing is read but these rows
-        assert isinstance(array, np.ndarray)
-        return array.reshape(-1, about.shape[-1])[slice(*span)]
-    return checkpoint.read(name, rows=span)
+def _spans(shape: tuple[int, ...]) -> Iterator[tuple[Span | None, Span | None]]:
+    """The parts of a tensor that are compared at a time: some rows of a matrix, or of one matrix of a stack."""
+    stacked = len(shape) > 2
+    row = math.prod(shape[1 + stacked :])
+    step = max(1, VERIFY_ELEMENTS // max(1, row))
+    for expert in range(shape[0] if stacked else 1):
+        for start in range(0, shape[stacked], step):
+            rows = (start, min(start + step, shape[stacked]))
+            yield ((expert, expert + 1) if stacked else None), rows
+
+
+def _matrix(part: Tensor) -> QuantizedTensor | Array:
+    return part[0] if isinstance(part, QuantizedExperts) else part
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -79,7 +79,10 @@ def export(
     """Write a checkpoint to `path`."""
     target, sources = settings.target, identity(checkpoint.files)  # before anything is read
     _check_path(call, path, target)
-    checkpoint = _for_gguf(call, checkpoint, settings) if isinstance(target, GgufTarget) else for_folders(checkpoint)
+    if isinstance(target, GgufTarget):
+        checkpoint = _for_gguf(call, checkpoint, settings)
+    else:
+        checkpoint = target.arranged(for_folders(checkpoint))
     planned = plan(checkpoint, settings)
     refuse(call, planned, settings)
     output = _output(checkpoint, sources, path, planned, settings)

@@ -13,8 +13,7 @@ from billfish.checkpoints.writers.base import Item, Spec
 from billfish.checkpoints.writers.uniform import UniformTarget, agreed, left_plain
 from billfish.format import Format, Planes
 from billfish.formats.words import pack_words, unpack_words
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.storage import Array, Storage
 
 I32 = np.dtype(np.int32)
 
@@ -42,8 +41,8 @@ class AwqTarget(UniformTarget):
             f"{name}.scales": (item.dtypes["scales"], (item.groups, item.n)),
         }
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        name, storage = item.module, tensor.storage
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        name = item.module
         return {
             f"{name}.qweight": pack_columns(unpack_words(storage["packed"], 4)),
             f"{name}.qzeros": pack_columns(storage["zeros"].astype(np.uint8)),

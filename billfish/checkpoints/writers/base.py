@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import KINDS
+from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.writers.engine import OutputFile, Piece
 from billfish.format import Format, Planes
-from billfish.storage import Array
+from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
 
 SHARD_BYTES = 5_000_000_000
@@ -33,7 +35,7 @@ class Item:
     group_size: int  # 0 for plain arrays
     dtypes: Mapping[str, np.dtype[Any]]  # of the storage arrays; of a plain array, under ""
     act_order: bool
-    load: Callable[[], QuantizedTensor | Array]
+    load: Callable[[], Tensor]
     order: Callable[[], NDArray[np.int64] | None]
 
     @property
@@ -48,8 +50,13 @@ class Item:
         return f"{self.format.name}, act-order" if self.act_order else self.format.name
 
     @property
+    def experts(self) -> tuple[int, ...]:
+        """(E,) of a stack [E, N, K] of matrices, () of one matrix."""
+        return self.shape[:-2]
+
+    @property
     def n(self) -> int:
-        return math.prod(self.shape[:-1])
+        return self.shape[-2]
 
     @property
     def k(self) -> int:
@@ -75,10 +82,10 @@ class Misplaced:
 
 
 def storage_specs(item: Item) -> dict[str, Spec]:
-    """Types and shapes of the storage arrays of a quantized item."""
+    """Types and shapes of the storage arrays of a quantized item; of a stack, with an axis for its experts."""
     assert item.format is not None
     specs = item.format.storage_spec(item.n, item.k, item.group_size)
-    return {name: (item.dtypes[name], spec.shape) for name, spec in specs.items()}
+    return {name: (item.dtypes[name], (*item.experts, *spec.shape)) for name, spec in specs.items()}
 
 
 def stored_types(format: Format, k: int, planes: Planes) -> dict[str, np.dtype[Any]]:
@@ -141,6 +148,10 @@ class Target(ABC):
         """Small files of the folder beside config.json."""
         return {}
 
+    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint with its experts as the target has them: in stacks as they are, or one by one."""
+        return checkpoint
+
     @abstractmethod
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         """The format and group size for weights that do not fit and may be quantized again."""
@@ -150,8 +161,9 @@ class Target(ABC):
         """Arrays of a quantized item: name, type, shape."""
 
     @abstractmethod
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        """The same, made. Types may differ from the specs where a cast loses nothing."""
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        """The same, made of the storage of a matrix or a stack. Types may differ from the specs where a cast loses
+        nothing."""
 
     # ---- the same for all --------------------------------------------------------------------------------------
 
@@ -161,7 +173,7 @@ class Target(ABC):
     def make(self, item: Item) -> list[Array]:
         """The arrays of an item in the order and the types of its specs."""
         loaded, specs = item.load(), self.all_specs(item)
-        arrays = self.arrays(item, loaded) if isinstance(loaded, QuantizedTensor) else {item.name: loaded}
+        arrays = {item.name: loaded} if isinstance(loaded, np.ndarray) else self.arrays(item, loaded.storage)
         return [arrays[name].astype(dtype, copy=False).reshape(shape) for name, (dtype, shape) in specs.items()]
 
     def piece(self, item: Item, release: Callable[[], None]) -> Piece:

@@ -11,12 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.arrays import bfloat16
+from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.recast import Misfit, holds
+from billfish.checkpoints.stacks import one_by_one
 from billfish.checkpoints.words import group_index, model_columns
 from billfish.checkpoints.writers.base import Item, Spec, Target, model_type
 from billfish.format import Format, Planes
 from billfish.formats.words import WordFormat, pack_words
-from billfish.storage import Array
+from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -46,6 +48,9 @@ class CompressedTensorsTarget(Target):
             raise Misfit(f"a zero point of {planes['zero'].max()}")
         if "global_scale" in planes:
             divisor_of(planes["global_scale"])
+
+    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
+        return one_by_one(checkpoint)
 
     def adapt(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """The global scale moved by an ulp, so that it is the reciprocal of a float32."""
@@ -85,9 +90,9 @@ class CompressedTensorsTarget(Target):
             specs[f"{name}.weight_g_idx"] = (np.dtype(np.int32), (k,))
         return specs
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        name, storage = item.module, tensor.storage
-        if not isinstance(tensor.format, WordFormat):
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        name = item.module
+        if not isinstance(item.format, WordFormat):
             arrays = {f"{name}.weight_packed": storage["packed"], f"{name}.weight_scale": storage["scales"]}
             if "global_scale" in storage:
                 arrays[f"{name}.weight_scale"] = storage["scales"].view(E4M3)
@@ -98,7 +103,7 @@ class CompressedTensorsTarget(Target):
         arrays = {
             f"{name}.weight_packed": packed.T.view(np.int32) if packed.T.flags.c_contiguous else _turned(packed),
             f"{name}.weight_scale": storage["scales"].T,
-            f"{name}.weight_shape": np.array(tensor.shape, np.int64),
+            f"{name}.weight_shape": np.array(item.shape, np.int64),
         }
         if "zeros" in storage:
             arrays[f"{name}.weight_zero_point"] = pack_zeros(storage["zeros"], item.bits)

@@ -22,8 +22,7 @@ from billfish.checkpoints.writers.engine import OutputFile
 from billfish.errors import CheckpointError, complaint
 from billfish.extras import require
 from billfish.format import Format, Planes, get_format
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.storage import Array, Storage
 
 ALIGNMENT = 32
 STRING_TYPE, UINT32_TYPE = 8, 4
@@ -68,13 +67,13 @@ class GgufTarget(Target):
         storage = storage_specs(item)
         specs = {item.name: storage["blocks"]}
         if "global_scale" in storage:
-            specs[f"{item.module}.scale"] = (np.dtype(np.float32), (1,))
+            specs[f"{item.module}.scale"] = (np.dtype(np.float32), item.experts or (1,))
         return specs
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        arrays = {item.name: tensor.storage["blocks"]}
-        if "global_scale" in tensor.storage:
-            arrays[f"{item.module}.scale"] = tensor.storage["global_scale"]
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        arrays = {item.name: storage["blocks"]}
+        if "global_scale" in storage:
+            arrays[f"{item.module}.scale"] = storage["global_scale"]
         return arrays
 
 
@@ -142,7 +141,7 @@ def _is_utf8(text: str) -> bool:
 def _add_tensor(gguf: Any, writer: Any, item: Item, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if item.format is not None and name == item.name:
         kind = gguf.GGMLQuantizationType[vars(type(item.format))["gguf"]]
-        stacked = (*item.shape[:-1], shape[-1])  # the library wants the shape in bytes, and experts apart
+        stacked = (*item.shape[:-1], shape[-1])  # the library wants the shape in bytes
         writer.add_tensor_info(name, stacked, np.dtype(np.uint8), int(np.prod(shape)), raw_dtype=kind)
         return
     nbytes = int(np.prod(shape)) * dtype.itemsize

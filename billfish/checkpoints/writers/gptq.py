@@ -14,7 +14,7 @@ from billfish.checkpoints.writers.base import Item, Spec, json_bytes
 from billfish.checkpoints.writers.uniform import UniformTarget, agreed, left_plain
 from billfish.format import Format
 from billfish.formats.words import pack_words
-from billfish.storage import Array
+from billfish.storage import Array, Storage
 from billfish.tensor import QuantizedTensor
 
 I32 = np.dtype(np.int32)
@@ -44,8 +44,8 @@ class GptqTarget(UniformTarget):
             f"{name}.g_idx": (I32, (item.k,)),
         }
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        name, bits, storage = item.module, item.bits, tensor.storage
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        name, bits, storage = item.module, item.bits, storage
         order = item.order() if item.act_order else None
         # A symmetric format has the same zero point everywhere.
         zeros = storage.get("zeros", np.broadcast_to(np.uint8(2 ** (bits - 1)), storage["scales"].shape))

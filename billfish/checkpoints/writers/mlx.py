@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from billfish.arrays import bfloat16
+from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.recast import Misfit, holds
+from billfish.checkpoints.stacks import by_mlx_stacks
 from billfish.checkpoints.writers.base import Item, Spec, Target, model_type
 from billfish.format import Format, Planes
 from billfish.formats.affine import AffineFormat
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.storage import Array, Storage
 
 U32 = np.dtype(np.uint32)
 TYPES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16")
@@ -27,6 +28,9 @@ class MlxTarget(Target):
 
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
         return ("affine4" if source.element.bits <= 4 else "affine8", 32) if k % 32 == 0 else None
+
+    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
+        return by_mlx_stacks(checkpoint)
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if act_order:
@@ -62,9 +66,9 @@ class MlxTarget(Target):
                 specs[f"{item.module}.{part}"] = (item.dtypes[part], (*leading, item.groups))
         return specs
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        packed = np.ascontiguousarray(tensor.storage["packed"]).view(np.uint32)
-        parts = {part: tensor.storage[part] for part in ("scales", "biases") if part in tensor.storage}
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        packed = np.ascontiguousarray(storage["packed"]).view(np.uint32)
+        parts = {part: storage[part] for part in ("scales", "biases") if part in storage}
         return {f"{item.module}.weight": packed, **{f"{item.module}.{part}": array for part, array in parts.items()}}
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from billfish.checkpoints.writers.base import Item, Spec, Target, storage_specs
 from billfish.format import FORMATS, Format
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.storage import Array, Storage
 
 
 class NativeTarget(Target):
@@ -37,8 +36,8 @@ class NativeTarget(Target):
             specs[f"{item.module}.permutation"] = (np.dtype(np.int32), (item.k,))
         return specs
 
-    def arrays(self, item: Item, tensor: QuantizedTensor) -> dict[str, Array]:
-        arrays = {f"{item.module}.{part}": array for part, array in tensor.storage.items()}
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        arrays = {f"{item.module}.{part}": array for part, array in storage.items()}
         if item.act_order:
             order = item.order()
             arrays[f"{item.module}.permutation"] = np.arange(item.k) if order is None else order
@@ -57,8 +56,6 @@ def quantization_config(items: Iterable[Item]) -> dict[str, Any]:
         assert item.format is not None
         about: dict[str, Any] = {"format": item.format.name, "group_size": item.group_size}
         extra: dict[str, Any] = {} if item.name.endswith(".weight") else {"bare": True}
-        if len(item.shape) != 2:
-            extra["shape"] = list(item.shape)
         if extra or any(config[key] != value for key, value in about.items()):
             modules[item.module] = {**about, **extra}
     return {**config, "modules": modules} if modules else config

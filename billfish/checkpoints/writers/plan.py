@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
@@ -14,13 +14,17 @@ import numpy as np
 from billfish.arrays import FLOAT_NAMES, FLOATS
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.container import TYPES
+from billfish.checkpoints.derived import stack_of
+from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.recast import Misfit, holds, recast
 from billfish.checkpoints.reports import Remark, by_reason
+from billfish.checkpoints.stacks import is_turned, upright
 from billfish.checkpoints.writers.base import Item, Target, stored_types
 from billfish.elements import Element, Integer, Signed
 from billfish.errors import CheckpointError, complaint
-from billfish.format import Format, get_format
+from billfish.experts import QuantizedExperts
+from billfish.format import Format, Planes, get_format
 from billfish.ops import dequantize
 from billfish.quantizing import quantize_matrix
 from billfish.storage import Array
@@ -28,8 +32,11 @@ from billfish.tensor import QuantizedTensor
 
 # What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
 SENSITIVE = re.compile(
-    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*|router|gate|ffn_gate_inp)(\.weight)?$"
+    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
 )
+# Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
+EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
 
 
 AGAIN = "--requantize (requantize=True)"
@@ -70,8 +77,10 @@ class Quantization:
             return "not found by `only`"
         if SENSITIVE.search(name):
             return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+        if len(shape) == 3 and EXPERTS.search(name):
+            return ""
         if len(shape) > 2:
-            return "stacks of matrices, such as experts; `keep` chooses a format"
+            return "more than two axes, and no experts; `keep` chooses a format"
         if len(shape) < 2:
             return "no matrix"
         return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
@@ -129,10 +138,10 @@ def plan(checkpoint: Checkpoint, settings: Settings) -> Plan:
     if settings.quantization:
         settings.quantization.check_patterns(checkpoint)
         settings = replace(settings, quantization=_with_mix(checkpoint, settings.quantization))
-    made = Plan()
+    made, quantizable = Plan(), upright(checkpoint)
     for name in checkpoint:
         try:
-            made.items.append(_item(checkpoint, name, settings, made))
+            made.items.append(_item(checkpoint, quantizable, name, settings, made))
         except Misfit as reason:
             made.problems.append(Remark(name, str(reason)))
         checkpoint.release()
@@ -167,13 +176,13 @@ def _settle(checkpoint: Checkpoint, settings: Settings, made: Plan) -> None:
             made.left.pop(name, None)
 
 
-def _item(checkpoint: Checkpoint, name: str, settings: Settings, made: Plan) -> Item:
+def _item(checkpoint: Checkpoint, quantizable: Checkpoint, name: str, settings: Settings, made: Plan) -> Item:
     about, quantization = checkpoint.describe(name), settings.quantization
     if about.unsupported:
         raise Misfit(about.unsupported)
     if quantization is not None:
         try:
-            item = _chosen(checkpoint, name, settings, quantization)
+            item = _chosen(quantizable, name, settings, quantization)
             made.quantized.add(name)
             return item
         except Misfit as reason:
@@ -231,10 +240,14 @@ def _type_asked_for(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], set
 def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: Settings) -> Item:
     """A plain array of some type, from one of any type or from quantized weights."""
     settings.target.check_plain(dtype)
-    shape = checkpoint.describe(name).shape
+    about = checkpoint.describe(name)
+    turned = about.format is not None and len(about.shape) == 3 and is_turned(name, checkpoint.config)
+    shape = (about.shape[0], *about.shape[:0:-1]) if turned else about.shape
 
     def load() -> Array:
         weights = _weights(checkpoint, name)
+        if turned:
+            weights = weights.swapaxes(1, 2)
         if weights.dtype == dtype:
             return weights
         with np.errstate(over="ignore"):
@@ -250,23 +263,24 @@ def _numbers(checkpoint: Checkpoint, name: str, dtype: np.dtype[Any], settings: 
 def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Settings) -> Item:
     """In the first format of the target that holds it."""
     shape, target = checkpoint.describe(name).shape, settings.target
-    tensor = _matrix(checkpoint, name)
+    matrices = _matrices(checkpoint, name)
+    source = matrices[0].format
     reasons: list[tuple[int, str]] = []
-    for format in _candidates(tensor.format, target):
+    for format in _candidates(source, target):
         try:
-            plan = recast(tensor, format)
-            planes = plan.planes or tensor.scale_planes
-            target.check(format, plan.group_size, planes, shape, act_order)
+            plans = [recast(matrix, format) for matrix in matrices]
+            planes = [plan.planes or matrix.scale_planes for plan, matrix in zip(plans, matrices, strict=True)]
+            for some in planes:
+                target.check(format, plans[0].group_size, some, shape, act_order)
         except Misfit as reason:
-            reasons.append((_distance(tensor.format, format), str(reason)))
+            reasons.append((_distance(source, format), str(reason)))
             continue
-        types = stored_types(format, shape[-1], planes) | target.preferred(format, planes, checkpoint.config)
         return Item(
             name,
             format,
             shape,
-            plan.group_size,
-            types,
+            plans[0].group_size,
+            _types(target, format, planes, shape[-1], checkpoint.config),
             act_order,
             functools.partial(_load_recast, checkpoint, name, format),
             functools.partial(checkpoint.permutation, name),
@@ -274,9 +288,22 @@ def _as_it_is(checkpoint: Checkpoint, name: str, act_order: bool, settings: Sett
     raise Misfit(min(reasons)[1])
 
 
-def _load_recast(checkpoint: Checkpoint, name: str, format: Format) -> QuantizedTensor:
-    tensor = _matrix(checkpoint, name)
-    return recast(tensor, format).apply(tensor)
+def _types(
+    target: Target, format: Format, planes: Sequence[Planes], k: int, config: Mapping[str, Any]
+) -> dict[str, np.dtype[Any]]:
+    """The types of the storage arrays: those that hold all matrices of a stack."""
+    types = [stored_types(format, k, some) | target.preferred(format, some, config) for some in planes]
+    return {part: np.result_type(*(one[part] for one in types)) for part in types[0]}
+
+
+def _load_recast(checkpoint: Checkpoint, name: str, format: Format) -> Tensor:
+    tensor = checkpoint[name]
+    if isinstance(tensor, QuantizedTensor):
+        return recast(tensor, format).apply(tensor)
+    assert isinstance(tensor, QuantizedExperts)
+    if tensor.format is format:
+        return tensor
+    return stack_of(len(tensor), ((name, recast(matrix, format).apply(matrix)) for matrix in tensor))
 
 
 def _candidates(source: Format, target: Target) -> Iterator[Format]:
@@ -316,26 +343,34 @@ def _quantized(
     row = target.adapt(quantize_matrix(call, name, np.ones((1, k), np.float32), format, group, "rtn", options))
     target.check(format, group, row.scale_planes, shape, False)  # scales and offsets such as the weights will have
 
-    def load() -> QuantizedTensor:
-        weights = _weights(checkpoint, name).reshape(-1, k)
+    def matrix(weights: Array) -> QuantizedTensor:
         return target.adapt(quantize_matrix(call, name, weights, format, group, method, options))
+
+    def load() -> Tensor:
+        if len(shape) == 2:
+            return matrix(_weights(checkpoint, name))
+        return stack_of(shape[0], ((name, matrix(_weights(checkpoint, name, e))) for e in range(shape[0])))
 
     types = {part: spec.dtype for part, spec in specs.items()}
     return Item(name, format, shape, group, types, False, load, lambda: None)
 
 
-def _matrix(checkpoint: Checkpoint, name: str) -> QuantizedTensor:
+def _matrices(checkpoint: Checkpoint, name: str) -> list[QuantizedTensor]:
+    """A matrix, or all of a stack."""
     tensor = checkpoint[name]
-    assert isinstance(tensor, QuantizedTensor)
-    return tensor
+    assert not isinstance(tensor, np.ndarray)
+    return [tensor] if isinstance(tensor, QuantizedTensor) else list(tensor)
 
 
-def _weights(checkpoint: Checkpoint, name: str) -> Array:
-    """A tensor as numbers, columns where the model has them."""
+def _weights(checkpoint: Checkpoint, name: str, expert: int | None = None) -> Array:
+    """A tensor as numbers, columns where the model has them; of a stack perhaps one matrix."""
+    if expert is not None:
+        stack = checkpoint.read(name, experts=(expert, expert + 1))
+        assert not isinstance(stack, QuantizedTensor)
+        one = stack[0]
+        return one if isinstance(one, np.ndarray) else dequantize(one)
     tensor = checkpoint[name]
-    if not isinstance(tensor, QuantizedTensor):
-        return tensor
-    return dequantize(tensor)
+    return tensor if isinstance(tensor, np.ndarray) else dequantize(tensor)
 
 
 def refuse(call: str, made: Plan, settings: Settings) -> None:

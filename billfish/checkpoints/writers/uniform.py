@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.recast import Misfit
+from billfish.checkpoints.stacks import one_by_one
 from billfish.checkpoints.words import WORD_GROUPS
 from billfish.checkpoints.writers.base import Item, Misplaced, Target
 from billfish.checkpoints.writers.plan import SENSITIVE
@@ -27,6 +29,9 @@ class UniformTarget(Target):
 
     def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
         return bool(SENSITIVE.search(name))
+
+    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
+        return one_by_one(checkpoint)
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if len(shape) != 2:

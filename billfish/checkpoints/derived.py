@@ -1,0 +1,204 @@
+"""Tensors that follow from others: under other names, in another order of rows, stacked, or taken apart.
+
+No bit of a quantized matrix changes. What is read is a view of the file where the storage allows it, and at most one
+stack in memory where matrices that lie apart become one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.container import CALL
+from billfish.checkpoints.entry import Description, Entry, Span, Tensor, check_experts, check_span, cut_array
+from billfish.errors import CheckpointError, complaint
+from billfish.experts import QuantizedExperts
+from billfish.format import Format
+from billfish.storage import Array
+from billfish.tensor import QuantizedTensor
+
+
+class Renamed(Entry):
+    """A tensor under another name, a matrix perhaps with its rows in another order."""
+
+    def __init__(self, entry: Entry, name: str, order: NDArray[np.int64] | None = None) -> None:
+        super().__init__(replace(entry.description, name=name), entry.parts)
+        self.entry, self.order = entry, order
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        if self.order is None:
+            return self.entry.read(rows, columns, experts)
+        start, stop = check_span("rows", rows, len(self.order))
+        chosen = self.order[start:stop]
+        first = int(chosen.min())  # rows move inside of their head, so that whole heads cost no more than themselves
+        part = self.entry.read((first, int(chosen.max()) + 1), columns)
+        return part[chosen - first] if isinstance(part, np.ndarray) else part.take_rows(chosen - first)
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        return self.entry.permutation()
+
+
+class Widened(Entry):
+    """Plain numbers in float32, as llama.cpp wants norms, biases and routers, with a number added to each.
+
+    shape: of as many numbers, if not the shape that they have.
+    """
+
+    def __init__(self, entry: Entry, added: int = 0, shape: tuple[int, ...] | None = None) -> None:
+        about = entry.description
+        shape = about.shape if shape is None else shape
+        super().__init__(replace(about, dtype="F32", nbytes=4 * math.prod(shape), shape=shape), entry.parts)
+        self.entry, self.added = entry, np.float32(added)
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
+        numbers = self.entry.read()
+        assert isinstance(numbers, np.ndarray)
+        wide = numbers.astype(np.float32).reshape(self.description.shape)
+        return cut_array(wide + self.added if self.added else wide, rows, columns, experts)  # -0.0 stays what it is
+
+
+class Computed(Entry):
+    """A vector that no file has."""
+
+    def __init__(self, name: str, layout: str, vector: NDArray[np.float32]) -> None:
+        super().__init__(Description(name, layout, None, "F32", vector.shape, None, vector.nbytes), [])
+        self.vector = vector
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
+        return cut_array(self.vector, rows, columns, experts)
+
+
+class Stacked(Entry):
+    """Matrices [N, K] of one kind, one for each expert, as a stack [E, N, K]; arrays [N] as [E, N]."""
+
+    def __init__(self, name: str, matrices: Sequence[Entry]) -> None:
+        abouts = [matrix.description for matrix in matrices]
+        first = abouts[0]
+        for about in abouts[1:]:
+            if _kind(about) != _kind(first):
+                raise CheckpointError(complaint(CALL, about.name, _kind(about), f"{_kind(first)}, as {first.name}"))
+        stack = replace(
+            first,
+            name=name,
+            shape=(len(matrices), *first.shape),
+            nbytes=sum(about.nbytes for about in abouts),
+            act_order=any(about.act_order for about in abouts),
+            unsupported=next((about.unsupported for about in abouts if about.unsupported), ""),
+        )
+        super().__init__(stack, frozenset[str]().union(*(matrix.parts for matrix in matrices)))
+        self.matrices = matrices
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        first, last = check_experts(self.description, experts)
+        chosen = self.matrices[first:last] if len(self.description.shape) > 2 else self.matrices
+        return stack_of(len(chosen), ((matrix.description.name, matrix.read(rows, columns)) for matrix in chosen))
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        return next((order for matrix in self.matrices if (order := matrix.permutation()) is not None), None)
+
+
+def _kind(about: Description) -> str:
+    """What the matrices of a stack have in common."""
+    if about.format is None:
+        return f"{about.dtype} {about.shape}"
+    return f"{about.format.name} {about.shape} in groups of {about.group_size}"
+
+
+def stack_of(experts: int, matrices: Iterable[tuple[str, Tensor]]) -> QuantizedExperts | Array:
+    """A stack of so many matrices of one format, or of plain arrays, each with its name for errors. Each is let go of
+    before the next is asked for."""
+    arrays: dict[str, Array] = {}
+    kind: tuple[Format, tuple[int, int], int] | None = None
+    for e, (name, matrix) in enumerate(matrices):
+        if isinstance(matrix, QuantizedTensor):
+            kind = _same_kind(name, matrix, kind)
+        storage = matrix.storage if isinstance(matrix, QuantizedTensor) else {"": np.asarray(matrix)}
+        for part, array in storage.items():
+            held = arrays[part] if part in arrays else np.empty((experts, *array.shape), array.dtype)
+            if held.dtype != array.dtype:  # scales that float16 holds in one matrix, and not in another
+                held = held.astype(np.promote_types(held.dtype, array.dtype))
+            held[e] = array
+            arrays[part] = held
+    if kind is None:
+        return arrays[""]
+    format, shape, group_size = kind
+    return QuantizedExperts.owning(format, (experts, *shape), group_size, arrays)
+
+
+def _same_kind(
+    name: str, matrix: QuantizedTensor, kind: tuple[Format, tuple[int, int], int] | None
+) -> tuple[Format, tuple[int, int], int]:
+    """What a matrix is; raises unless it is what the experts before it are. Of GPTQ's files, zero points tell that."""
+    if matrix.permutation is not None:
+        takes = "columns in order: experts share the columns of x"
+        raise CheckpointError(complaint(CALL, name, "columns in another order (act-order)", takes))
+    own = (matrix.format, matrix.shape, matrix.group_size)
+    if kind is not None and own != kind:
+        got = f"{matrix.format.name} {matrix.shape} in groups of {matrix.group_size}"
+        takes = f"{kind[0].name} {kind[1]} in groups of {kind[2]}, as the experts before it"
+        raise CheckpointError(complaint(CALL, name, got, takes))
+    return own
+
+
+class SomeRows(Entry):
+    """Some rows of every matrix of a stack [E, N, K], or some numbers of every bias [E, N]. rows: a slice of N."""
+
+    def __init__(self, entry: Entry, name: str, rows: slice) -> None:
+        about = entry.description
+        chosen = range(about.shape[1])[rows]
+        shape = (about.shape[0], len(chosen), *about.shape[2:])
+        nbytes = about.nbytes * len(chosen) // max(1, about.shape[1])
+        super().__init__(replace(about, name=name, shape=shape, nbytes=nbytes), entry.parts)
+        self.entry, self.chosen = entry, chosen
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        if self.description.format is None:
+            array = self.entry.read()
+            assert isinstance(array, np.ndarray)
+            return cut_array(array[:, _slice(self.chosen)], rows, columns, experts)
+        chosen = self.chosen[slice(*check_span("rows", rows, len(self.chosen)))]
+        whole = self.entry.read(None, columns, experts)
+        assert isinstance(whole, QuantizedExperts)
+        count, n, k = whole.shape
+        specs = whole.format.storage_spec(n, k, whole.group_size)
+        some = {part: specs[part].cut(array, _slice(chosen)) for part, array in whole.storage.items()}
+        return QuantizedExperts.owning(whole.format, (count, len(chosen), k), whole.group_size, some)
+
+
+def _slice(chosen: range) -> slice:
+    return slice(chosen.start, chosen.stop, chosen.step)
+
+
+class Turned(Entry):
+    """A plain stack [E, K, N] as [E, N, K]."""
+
+    def __init__(self, entry: Entry) -> None:
+        about = entry.description
+        experts, k, n = about.shape
+        super().__init__(replace(about, shape=(experts, n, k)), entry.parts)
+        self.entry = entry
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
+        array = self.entry.read()
+        assert isinstance(array, np.ndarray)
+        return cut_array(array.swapaxes(1, 2), rows, columns, experts)
+
+
+class OneExpert(Entry):
+    """One matrix [N, K] of a stack."""
+
+    def __init__(self, entry: Entry, name: str, expert: int) -> None:
+        about = entry.description
+        nbytes = about.nbytes // about.shape[0]
+        super().__init__(replace(about, name=name, shape=about.shape[1:], nbytes=nbytes), entry.parts)
+        self.entry, self.expert = entry, expert
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
+        check_experts(self.description, experts)
+        stack = self.entry.read(rows, columns, (self.expert, self.expert + 1))
+        assert isinstance(stack, (QuantizedExperts, np.ndarray))
+        return stack[0]
