@@ -164,6 +164,7 @@ class Walk(NamedTuple):
     linear_type: Any
     linears: list[Place]
     others: dict[int, str]  # id of a weight that something else than a Linear holds -> the path of that
+    experts: list[Place] = []  # modules with stacks of experts, which `MarlinLinear.experts_of` can replace
 
 
 # ---- what a layer is made of -----------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def quantize_model(
 ) -> ModelReport:
     """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
 
+    Stacks of experts, transformers' and mlx-lm's, become layers of ours too; the router stays as it is.
+
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
     settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
     format that they are given with: a dict that names another one has its own, or the defaults.
@@ -96,6 +98,7 @@ def quantize_model(
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
+    _choose_experts(layer_type, walk, settings, predicate, chosen, left)
     report = ModelReport(left=left)
     joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
     joint_layers: list[Any] = []
@@ -109,6 +112,12 @@ def quantize_model(
             joint_layers.append(layer)
             about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
             report.replaced.append(Replaced(joint.path, *about))
+        for path, module, _ in walk.experts:
+            if id(module) not in layers and path in chosen:
+                bar.advance(1, path)
+                before = layer_type.expert_bytes(module)
+                layer = layers[id(module)] = layer_type.experts_of(module, **chosen[path])
+                report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
         for path, linear, _ in walk.linears:
             if id(linear) not in layers and path in chosen and path not in joined:
                 bar.advance(1, path)
@@ -121,9 +130,9 @@ def quantize_model(
                     layer = twin.with_bias(getattr(linear, "bias", None))
                 layers[id(linear)] = twins[id(linear.weight)] = layer
                 report.replaced.append(Replaced(path, layer.format, layer.group_size, before, after))
-    for _, linear, put in walk.linears:
-        if id(linear) in layers:
-            put(layers[id(linear)])
+    for _, module, put in (*walk.linears, *walk.experts):
+        if id(module) in layers:
+            put(layers[id(module)])
     for joint, layer in zip(joints, joint_layers, strict=True):
         joint.put(layer)
     return report
@@ -164,6 +173,41 @@ def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[
     return chosen
 
 
+def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
+    verdict = predicate(path, layer) if predicate else True
+    if not isinstance(verdict, (bool, dict)):
+        got = f"a {type(verdict).__name__} for {path}"
+        takes = "one that returns a bool or a dict of settings"
+        raise DTypeError(complaint("quantize_model", "predicate", got, takes))
+    return verdict
+
+
+def _choose_experts(
+    layer_type: Any,
+    walk: Walk,
+    settings: dict[str, Any],
+    predicate: Predicate | None,
+    chosen: dict[str, dict[str, Any]],
+    left: dict[str, str],
+) -> None:
+    """As `_choose`, for the modules with experts."""
+    for path, module, _ in walk.experts:
+        verdict, reason = _verdict(predicate, path, module), layer_type.why_not_experts(module)
+        if reason:
+            left[path] = reason
+        elif verdict is False:
+            left[path] = "the predicate says so"
+        else:
+            own = verdict if isinstance(verdict, dict) else {}
+            try:
+                for k in layer_type.expert_columns(module):
+                    given = _settings_of(settings, own, k)
+                    get_format(given["format"]).check_k("quantize_model", k)
+                chosen[path] = given
+            except ShapeError as error:
+                left[path] = str(error)
+
+
 def _choose(
     walk: Walk, settings: dict[str, Any], predicate: Predicate | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -173,10 +217,7 @@ def _choose(
     left: dict[str, str] = {}
     stays = dict(walk.others)  # the weights that must not be quantized, and who holds them
     for path, linear, _ in walk.linears:
-        verdict = predicate(path, linear) if predicate else True
-        if not isinstance(verdict, (bool, dict)):
-            got = f"a {type(verdict).__name__} for {path}"
-            raise DTypeError(complaint(call, "predicate", got, "one that returns a bool or a dict of settings"))
+        verdict = _verdict(predicate, path, linear)
         if type(linear) is not walk.linear_type:
             left[path] = f"it is a {type(linear).__name__}, which may do more than a Linear"
         elif verdict is False:
