@@ -121,7 +121,7 @@ def _gradients(
     group_sizes: list[int],
     activation: str,
 ) -> list[Tensor]:
-    """Of x, of the routing weights and of the biases that there are: in float32, on the decoded weights of each expert."""
+    """Of x, of the routing weights and of the biases that there are: in float32, on decoded weights, by expert."""
     stacks = stacks_of(weights, formats, group_sizes)
     biases = gate_bias, up_bias, down_bias
     for_x, for_routing = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(routing, dtype=torch.float32)
