@@ -126,10 +126,22 @@ def test_load_model_stacks_what_a_checkpoint_has(name, tmp_path):
     """A folder that `billfish quantize` would write: matrices of each expert, or gpt-oss's stacks."""
     plain = random_model(name)
     plain.save_pretrained(tmp_path / "plain")
-    bf.save(bf.load(tmp_path / "plain"), tmp_path / "quantized", format="q8_0", progress=False)
+    bf.quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", format="q8_0", progress=False)
     model = load_model(tmp_path / "quantized").eval()
     assert sum(isinstance(module, MarlinExperts) for module in model.modules()) == 2
     assert_near(logits(model), logits(decoded(model, plain)))
+
+
+def test_load_into_stacks_what_a_checkpoint_has(tmp_path):
+    plain = random_model("qwen3_moe")
+    plain.save_pretrained(tmp_path / "plain")
+    bf.quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", format="q8_0", progress=False)
+    model = random_model("qwen3_moe")
+    report = bf.load_into(model, tmp_path / "quantized", progress=False)
+    assert sum(isinstance(module, MarlinExperts) for module in model.modules()) == 2
+    assert "model.layers.1.mlp.experts" in {layer.path for layer in report.replaced}
+    assert_near(logits(model), logits(decoded(model, plain)), 0.1)
+    assert_near(logits(model), logits(load_model(tmp_path / "quantized").eval()))
 
 
 def test_dequantize_gives_a_plain_model_back(tmp_path):

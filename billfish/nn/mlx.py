@@ -20,7 +20,10 @@ from billfish.about import ABOUT, About
 from billfish.activations import check_activations
 from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
+from billfish.checkpoints import Checkpoint
+from billfish.checkpoints.stacks import by_mlx_stacks
 from billfish.errors import BillfishError, DTypeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
 from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
@@ -41,7 +44,7 @@ class Made:
     def __init__(self) -> None:
         self.addresses: list[object] = []
         self.handles: list[mx.array] = []
-        self.matrix: QuantizedTensor | None = None
+        self.matrix: QuantizedTensor | QuantizedExperts | None = None
 
     def current(self, format: Format, group_size: int, arrays: Sequence[mx.array], order: mx.array | None) -> Any:
         """The matrix of these storage arrays. Raises unless `order` is one of its columns."""
@@ -51,9 +54,10 @@ class Made:
             handles = [copy.copy(array) for array in everything]
             views = [view_of(handle) for handle in handles]
             storage = dict(zip(format.storage_names, views, strict=False))
-            matrix = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+            kind = QuantizedExperts if views[0].ndim == 3 else QuantizedTensor
+            matrix = kind.borrowing(format, storage, group_size, call="MarlinLinear")
             if order is not None:
-                check_permutation("MarlinLinear", views[-1], matrix.shape[1])
+                check_permutation("MarlinLinear", views[-1], matrix.shape[-1])
             # Handles first: without them an address might be that of memory which was reused.
             self.handles, self.addresses, self.matrix = handles, [address_of(handle) for handle in handles], matrix
         return self.matrix
@@ -215,7 +219,10 @@ class MarlinLinear(base.MarlinLinear, Module):
     @staticmethod
     def walk(model: Module) -> base.Walk:
         """The Linear layers of a model, and who else holds a weight."""
+        from billfish.nn.mlx_experts import is_switch  # which is made of this module
+
         linears: list[base.Place] = []
+        experts: list[base.Place] = []
         others: dict[int, str] = {}
 
         def visit(container: Any, path: str) -> None:
@@ -223,13 +230,54 @@ class MarlinLinear(base.MarlinLinear, Module):
                 where = f"{path}.{key}" if path else str(key)
                 if isinstance(value, Linear):
                     linears.append(base.Place(where, value, partial(container.__setitem__, key)))
+                elif is_switch(value):
+                    experts.append(base.Place(where, value, partial(container.__setitem__, key)))
                 elif isinstance(value, (dict, list)):  # a Module is a dict
                     visit(value, where)
                 elif isinstance(value, mx.array):
                     others[id(value)] = where
 
         visit(model, "")
-        return base.Walk(Linear, linears, others)
+        return base.Walk(Linear, linears, others, experts)
+
+    @staticmethod
+    def experts_of(module: Module, **settings: Any) -> Any:
+        """Quantize a SwitchLinear that `walk` found."""
+        from billfish.nn.mlx_experts import MarlinSwitchLinear
+
+        return MarlinSwitchLinear.from_switch(module, **settings)
+
+    @staticmethod
+    def why_not_experts(module: Module) -> str:
+        """Any SwitchLinear can become a layer of ours."""
+        return ""
+
+    @staticmethod
+    def by_stacks(weights: Checkpoint) -> Checkpoint:
+        """A checkpoint with all experts as stacks, under mlx-lm's names."""
+        return by_mlx_stacks(weights)
+
+    @staticmethod
+    def stack_shapes(path: str, module: Module) -> dict[str, tuple[int, ...]]:
+        """[E, N, K] by the path of the stack."""
+        return {path: tuple(module.weight.shape)}
+
+    @staticmethod
+    def experts_from(module: Module, stacks: list[Any], biases: list[Any], activations: Activations) -> Any:
+        """A layer of this stack in the place of a SwitchLinear."""
+        from billfish.nn.mlx_experts import MarlinSwitchLinear
+
+        return MarlinSwitchLinear.from_stack(*stacks, *biases, activations=activations)
+
+    @staticmethod
+    def expert_columns(module: Module) -> list[int]:
+        """K of the stack."""
+        return [module.weight.shape[-1]]
+
+    @staticmethod
+    def expert_bytes(module: Module) -> int:
+        """Of the stack."""
+        return int(module.weight.nbytes)
 
     @staticmethod
     def parameter_arrays(model: Module) -> dict[str, mx.array]:

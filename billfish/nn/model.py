@@ -76,7 +76,8 @@ def quantize_model(
 ) -> ModelReport:
     """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
 
-    Stacks of experts, transformers' and mlx-lm's, become layers of ours too; the router stays as it is.
+    Stacks of experts become layers of ours too: transformers' modules with stacked parameters MarlinExperts, mlx-lm's
+    SwitchLinear MarlinSwitchLinear.
 
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
     settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from billfish.activations import check_activations
+from billfish.checkpoints import Checkpoint
+from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import Format
 from billfish.nn import base
@@ -189,6 +191,28 @@ class MarlinLinear(base.MarlinLinear, Stored):
         from billfish.nn.torch_experts import why_not
 
         return why_not(module)
+
+    @staticmethod
+    def by_stacks(weights: Checkpoint) -> Checkpoint:
+        """A checkpoint with all experts as stacks, under the names of `stack_shapes`."""
+        return by_stacks(weights)
+
+    @staticmethod
+    def stack_shapes(path: str, module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+        """[E, N, K] of each of its stacks, by their paths."""
+        from billfish.nn.torch_experts import PROJECTIONS, plain_stacks
+
+        stacks = zip(PROJECTIONS, plain_stacks(module), strict=True)
+        return {f"{path}.{part}": tuple(stack.shape) for part, stack in stacks}
+
+    @staticmethod
+    def experts_from(module: torch.nn.Module, stacks: list[Any], biases: list[Any], activations: Activations) -> Any:
+        """A layer of these stacks in the place of a module."""
+        from billfish.nn.torch_experts import PROJECTIONS, MarlinExperts, activation_of
+
+        given = dict(zip(PROJECTIONS, biases, strict=True))
+        about: dict[str, Any] = {"activation": activation_of(module), "activations": activations}
+        return MarlinExperts.from_quantized(*stacks, given, **about, **MarlinLinear.place_of(module))
 
     @staticmethod
     def expert_columns(module: torch.nn.Module) -> list[int]:
