@@ -55,9 +55,9 @@ def products(x: np.ndarray, w: MetalWeights, ids: np.ndarray, bias: Any, kernel:
 def assert_right(y: np.ndarray, x: np.ndarray, tensors: list[bf.QuantizedTensor], ids: np.ndarray, bias: Any) -> None:
     share = len(ids) // len(x)
     for expert, tensor in enumerate(tensors):
-        pairs = np.flatnonzero(ids == expert)
-        if len(pairs):
-            assert_within_contract(y[pairs], x[pairs // share], tensor, None if bias is None else bias[expert])
+        choices = np.flatnonzero(ids == expert)
+        if len(choices):
+            assert_within_contract(y[choices], x[choices // share], tensor, None if bias is None else bias[expert])
 
 
 # All kernels take a format by the same axes: each format on one kernel, three of them on all.
@@ -98,7 +98,7 @@ def test_all_products_with_experts(name, kernel):
 
 
 @BY_KERNEL
-def test_a_row_for_each_pair(kernel):
+def test_a_row_for_each_choice(kernel):
     """As in the second product of a block: what an expert gave goes to the same expert."""
     tensors, w = stack("q4_0", 70, 64)
     x, ids = gaussian((22, 64), 1).astype(FLOAT16), routing(11, 2)
@@ -107,7 +107,7 @@ def test_a_row_for_each_pair(kernel):
 
 @BY_KERNEL
 def test_a_row_does_not_see_the_others(kernel):
-    """A pair has the same bits alone, and wherever its row is among others."""
+    """A choice has the same bits alone, and wherever its row is among others."""
     _, w = stack("u4", 70, 128, 64)
     x, ids = gaussian((9, 128), 2).astype(FLOAT16), routing(9, 2, 5)
     y = products(x, w, ids, None, kernel)
@@ -161,7 +161,7 @@ def test_dequantize_a_stack(name):
 @pytest.mark.parametrize("name", ["mxfp4", "u4"])
 @BY_KERNEL
 def test_only_chosen_experts_are_read(name, kernel):
-    """Matvec: each expert's codes once for each pair. Tiles: once for a tile that has pairs of it."""
+    """Matvec: each expert's codes once for each choice. Tiles: once for a tile that has choices of it."""
     tensors, w = stack(name, 64, 512)
     x, ids = gaussian((4, 512)).astype(FLOAT16), np.array([2, 4, 4, 2, 2, 4, 4, 2])
     with emulator.launches() as log:
@@ -180,7 +180,7 @@ def test_a_stack_takes_no_more_than_its_experts():
 
 
 @pytest.mark.parametrize(
-    ("pairs", "experts", "itemsize", "expected"),
+    ("choices", "experts", "itemsize", "expected"),
     [
         (8, 128, 2, "gemv_experts"),
         (2, 8, 4, "gemv_experts"),
@@ -189,15 +189,15 @@ def test_a_stack_takes_no_more_than_its_experts():
         (512, 128, 4, "fused_experts"),
     ],
 )
-def test_choice(pairs, experts, itemsize, expected):
-    assert choose_experts(pairs, experts, itemsize) == expected
+def test_choice(choices, experts, itemsize, expected):
+    assert choose_experts(choices, experts, itemsize) == expected
 
 
-@pytest.mark.parametrize(("pairs", "rows"), [(32, 16), (128, 16), (256, 32), (4096, 64)])
-def test_tiles_have_about_the_pairs_of_an_expert(pairs, rows):
-    chosen = launch_experts("gemm_experts", pairs, 8, 200, 512)
+@pytest.mark.parametrize(("choices", "rows"), [(32, 16), (128, 16), (256, 32), (4096, 64)])
+def test_tiles_have_about_the_choices_of_an_expert(choices, rows):
+    chosen = launch_experts("gemm_experts", choices, 8, 200, 512)
     assert chosen.template["TILE_M"] == rows
-    assert chosen.grid == (4 * 128, -(-pairs // rows), 1)
+    assert chosen.grid == (4 * 128, -(-choices // rows), 1)
 
 
 # ---- by name ------------------------------------------------------------------------------------------------------

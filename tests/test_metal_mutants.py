@@ -76,7 +76,7 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
     def run() -> None:
         if kernel == "dequantize":
             kernels.dequantize(w, x.dtype)
-        elif kernel in bridge.EXPERT_PRODUCTS:  # 70 pairs, of 3 experts and of one that is not in the stack
+        elif kernel in bridge.EXPERT_PRODUCTS:  # 70 choices, of 3 experts and of one that is not in the stack
             stack = lay_out_experts([quantized("u4", 70, 520, 32, seed) for seed in range(3)])
             kernels.multiply_experts(x[:35], stack, np.arange(70) * 7 % 4, None, kernel=kernel)
         else:

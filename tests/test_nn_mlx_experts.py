@@ -83,7 +83,7 @@ def near(a: Any, b: Any, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
 
 
-@pytest.mark.parametrize("length", [3, 40])  # mlx-lm sorts from 64 pairs on
+@pytest.mark.parametrize("length", [3, 40])  # mlx-lm sorts from 64 ids on
 @pytest.mark.parametrize("format", ["q8_0", "mxfp4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_models_compute_with_their_decoded_weights(name, format, length):

@@ -12,7 +12,7 @@ from billfish.arrays import ADAPTERS
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names
 from billfish.errors import CheckpointError, complaint
-from billfish.nn.base import Place, Walk, layer_class
+from billfish.nn.base import Place, Walk, experts_of, layer_class
 from billfish.nn.model import ModelReport, Replaced
 from billfish.ops import dequantize
 from billfish.progress import Progress
@@ -43,13 +43,14 @@ def load_into(
     weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
     rename = rename or (lambda name: name)
     layer_type = layer_class("load_into", model)
+    kit = experts_of(layer_type)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == layer_type.kind)
     walk: Walk = layer_type.walk(model)
-    weights, experts = _with_stacks(layer_type, walk, weights, rename)
+    weights, experts = _with_stacks(kit, walk, weights, rename)
     linears = [place for place in walk.linears if _is_matrix(weights, rename(f"{place.path}.weight"))]
     arrays = layer_type.parameter_arrays(model)
     numbers = _numbers(arrays, {place.path for place in (*linears, *experts)}, weights, rename)
-    paths = [*(place.path for place in linears), *(p for place in experts for p in layer_type.stack_shapes(*place[:2]))]
+    paths = [*(place.path for place in linears), *(p for place in experts for p in kit.stack_shapes(*place[:2]))]
     used = {rename(f"{path}.{part}") for path in paths for part in ("weight", "bias")} | set(numbers.values())
     spare = sorted(weights.keys() - used)
     if spare and strict:
@@ -58,7 +59,7 @@ def load_into(
     for own, linear, _ in linears:
         _check_linear(weights, rename, own, linear, strict)
     for path, module, _ in experts:
-        for own, shape in layer_type.stack_shapes(path, module).items():
+        for own, shape in kit.stack_shapes(path, module).items():
             _check_shape(rename(f"{own}.weight"), weights.describe(rename(f"{own}.weight")).shape, own, shape)
     for own, theirs in numbers.items():
         _check_shape(theirs, weights.describe(theirs).shape, own, arrays[own].shape)
@@ -67,15 +68,13 @@ def load_into(
         for path, module, put in experts:
             bar.advance(1, path)
             stacks, biases = dict[str, Any](), dict[str, Any]()
-            for own in layer_type.stack_shapes(path, module):
+            for own in kit.stack_shapes(path, module):
                 name, bias_name = (rename(f"{own}.{part}") for part in ("weight", "bias"))
                 stacks[own] = weights[name]
                 if bias_name in weights:
                     biases[own] = adapter.from_numpy(np.array(weights[bias_name]))
-            before = layer_type.expert_bytes(module)
-            layer = layer_type.experts_from(
-                module, list(stacks.values()), [biases.get(own) for own in stacks], activations
-            )
+            before = kit.stack_bytes(module)
+            layer = kit.layer_of_stacks(module, list(stacks.values()), [biases.get(own) for own in stacks], activations)
             layer.train(model.training)
             put(layer)
             report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
@@ -101,11 +100,11 @@ def load_into(
 
 
 def _with_stacks(
-    layer_type: Any, walk: Walk, weights: Checkpoint, rename: Callable[[str], str]
+    kit: Any, walk: Walk, weights: Checkpoint, rename: Callable[[str], str]
 ) -> tuple[Checkpoint, list[Place]]:
     """The checkpoint with all experts as stacks, and their places; as it was, and none, unless all are quantized."""
-    stacked = layer_type.by_stacks(weights) if walk.experts else weights
-    names = [rename(f"{path}.weight") for place in walk.experts for path in layer_type.stack_shapes(*place[:2])]
+    stacked = kit.stacked(weights) if walk.experts else weights
+    names = [rename(f"{path}.weight") for place in walk.experts for path in kit.stack_shapes(*place[:2])]
     if all(name in stacked and stacked.describe(name).format is not None for name in names):
         return stacked, walk.experts
     return weights, []

@@ -20,8 +20,6 @@ from billfish.about import ABOUT, About
 from billfish.activations import check_activations
 from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
-from billfish.checkpoints import Checkpoint
-from billfish.checkpoints.stacks import by_mlx_stacks
 from billfish.errors import BillfishError, DTypeError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
@@ -239,45 +237,6 @@ class MarlinLinear(base.MarlinLinear, Module):
 
         visit(model, "")
         return base.Walk(Linear, linears, others, experts)
-
-    @staticmethod
-    def experts_of(module: Module, **settings: Any) -> Any:
-        """Quantize a SwitchLinear that `walk` found."""
-        from billfish.nn.mlx_experts import MarlinSwitchLinear
-
-        return MarlinSwitchLinear.from_switch(module, **settings)
-
-    @staticmethod
-    def why_not_experts(module: Module) -> str:
-        """Any SwitchLinear can become a layer of ours."""
-        return ""
-
-    @staticmethod
-    def by_stacks(weights: Checkpoint) -> Checkpoint:
-        """A checkpoint with all experts as stacks, under mlx-lm's names."""
-        return by_mlx_stacks(weights)
-
-    @staticmethod
-    def stack_shapes(path: str, module: Module) -> dict[str, tuple[int, ...]]:
-        """[E, N, K] by the path of the stack."""
-        return {path: tuple(module.weight.shape)}
-
-    @staticmethod
-    def experts_from(module: Module, stacks: list[Any], biases: list[Any], activations: Activations) -> Any:
-        """A layer of this stack in the place of a SwitchLinear."""
-        from billfish.nn.mlx_experts import MarlinSwitchLinear
-
-        return MarlinSwitchLinear.from_stack(*stacks, *biases, activations=activations)
-
-    @staticmethod
-    def expert_columns(module: Module) -> list[int]:
-        """K of the stack."""
-        return [module.weight.shape[-1]]
-
-    @staticmethod
-    def expert_bytes(module: Module) -> int:
-        """Of the stack."""
-        return int(module.weight.nbytes)
 
     @staticmethod
     def parameter_arrays(model: Module) -> dict[str, mx.array]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from billfish.arrays import MlxArrays
+from billfish.checkpoints.stacks import by_mlx_stacks
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.expert_ops import expert_linear
 from billfish.experts import QuantizedExperts
@@ -143,3 +145,32 @@ def _product(stack: QuantizedExperts, activations: Activations) -> Any:
         return for_x, mx.zeros_like(ids), for_bias
 
     return linear
+
+
+# ---- as billfish.nn.base.experts_of wants it ------------------------------------------------------------------------
+
+
+quantize_experts, stacked = MarlinSwitchLinear.from_switch, by_mlx_stacks
+
+
+def why_not(module: Any) -> str:
+    """Any SwitchLinear can become a layer of ours."""
+    return ""
+
+
+def stack_shapes(path: str, module: Any) -> dict[str, tuple[int, ...]]:
+    """[E, N, K] of a SwitchLinear, by its path."""
+    return {path: tuple(module.weight.shape)}
+
+
+def stack_bytes(module: Any) -> int:
+    """Of the stack of a SwitchLinear."""
+    return int(module.weight.nbytes)
+
+
+def layer_of_stacks(
+    module: Any, stacks: Sequence[QuantizedExperts], biases: Sequence[mx.array | None], activations: Activations
+) -> MarlinSwitchLinear:
+    """A layer of this stack in the place of a SwitchLinear."""
+    (stack,), (bias,) = stacks, biases
+    return MarlinSwitchLinear.from_stack(stack, bias, activations=activations)

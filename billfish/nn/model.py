@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from billfish.activations import check_activations
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import get_format
-from billfish.nn.base import Walk, layer_class
+from billfish.nn.base import Walk, experts_of, layer_class
 from billfish.progress import Progress
 from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatLike, Method
@@ -99,7 +99,8 @@ def quantize_model(
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
-    _choose_experts(layer_type, walk, settings, predicate, chosen, left)
+    experts = experts_of(layer_type)
+    _choose_experts(experts, walk, settings, predicate, chosen, left)
     report = ModelReport(left=left)
     joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
     joint_layers: list[Any] = []
@@ -116,8 +117,8 @@ def quantize_model(
         for path, module, _ in walk.experts:
             if id(module) not in layers and path in chosen:
                 bar.advance(1, path)
-                before = layer_type.expert_bytes(module)
-                layer = layers[id(module)] = layer_type.experts_of(module, **chosen[path])
+                before = experts.stack_bytes(module)
+                layer = layers[id(module)] = experts.quantize_experts(module, **chosen[path])
                 report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
         for path, linear, _ in walk.linears:
             if id(linear) not in layers and path in chosen and path not in joined:
@@ -184,7 +185,7 @@ def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[
 
 
 def _choose_experts(
-    layer_type: Any,
+    experts: Any,
     walk: Walk,
     settings: dict[str, Any],
     predicate: Predicate | None,
@@ -193,7 +194,7 @@ def _choose_experts(
 ) -> None:
     """As `_choose`, for the modules with experts."""
     for path, module, _ in walk.experts:
-        verdict, reason = _verdict(predicate, path, module), layer_type.why_not_experts(module)
+        verdict, reason = _verdict(predicate, path, module), experts.why_not(module)
         if reason:
             left[path] = reason
         elif verdict is False:
@@ -201,7 +202,7 @@ def _choose_experts(
         else:
             own = verdict if isinstance(verdict, dict) else {}
             try:
-                for k in layer_type.expert_columns(module):
+                for *_, k in experts.stack_shapes(path, module).values():
                     given = _settings_of(settings, own, k)
                     get_format(given["format"]).check_k("quantize_model", k)
                 chosen[path] = given

@@ -139,8 +139,8 @@ def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int)
 
     Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an output
     layer `lm_head` is column-parallel and gathered. Stacks of experts are cut as gate, up and down. Attention is cut
-    between key/value heads. A block of which some matrix is not quantized stays whole on every process, as does
-    everything that the plan does not name.
+    between key/value heads; gpt-oss's is not. A block of which some matrix is not quantized stays whole on every
+    process, as does everything that the plan does not name.
     """
     plan: Plan = {}
 
@@ -167,7 +167,7 @@ def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int)
     blocks = sorted({match[1] for name in weights if (match := re.match(r"(.*\blayers\.\d+)\.", name))})
     for block in blocks:
         q, k, v, o = (f"{block}.self_attn.{name}_proj" for name in "qkvo")
-        if quantized(q, k, v, o):
+        if quantized(q, k, v, o) and f"{block}.self_attn.sinks" not in weights:  # of which each head has its own
             rows, columns = weights.describe(f"{k}.weight").shape[0], weights.describe(f"{o}.weight").shape[1]
             # Heads that go together: what one key/value head serves, times what fills the groups of o_proj.
             features = columns // key_value_heads

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from billfish.activations import check_activations
-from billfish.checkpoints import Checkpoint
-from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import Format
 from billfish.nn import base
@@ -177,56 +175,6 @@ class MarlinLinear(base.MarlinLinear, Stored):
             if not isinstance(module, torch.nn.Linear):
                 others |= {id(p): prefix + name for name, p in module.named_parameters(recurse=False)}
         return base.Walk(torch.nn.Linear, linears, others, experts)
-
-    @staticmethod
-    def experts_of(module: torch.nn.Module, **settings: Any) -> Any:
-        """Quantize a module with experts that `walk` found."""
-        from billfish.nn.torch_experts import MarlinExperts
-
-        return MarlinExperts.from_experts(module, **settings)
-
-    @staticmethod
-    def why_not_experts(module: torch.nn.Module) -> str:
-        """Why such a module must stay as it is; empty if it need not."""
-        from billfish.nn.torch_experts import why_not
-
-        return why_not(module)
-
-    @staticmethod
-    def by_stacks(weights: Checkpoint) -> Checkpoint:
-        """A checkpoint with all experts as stacks, under the names of `stack_shapes`."""
-        return by_stacks(weights)
-
-    @staticmethod
-    def stack_shapes(path: str, module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-        """[E, N, K] of each of its stacks, by their paths."""
-        from billfish.nn.torch_experts import PROJECTIONS, plain_stacks
-
-        stacks = zip(PROJECTIONS, plain_stacks(module), strict=True)
-        return {f"{path}.{part}": tuple(stack.shape) for part, stack in stacks}
-
-    @staticmethod
-    def experts_from(module: torch.nn.Module, stacks: list[Any], biases: list[Any], activations: Activations) -> Any:
-        """A layer of these stacks in the place of a module."""
-        from billfish.nn.torch_experts import PROJECTIONS, MarlinExperts, activation_of
-
-        given = dict(zip(PROJECTIONS, biases, strict=True))
-        about: dict[str, Any] = {"activation": activation_of(module), "activations": activations}
-        return MarlinExperts.from_quantized(*stacks, given, **about, **MarlinLinear.place_of(module))
-
-    @staticmethod
-    def expert_columns(module: torch.nn.Module) -> list[int]:
-        """K of each of its stacks."""
-        from billfish.nn.torch_experts import plain_stacks
-
-        return [stack.shape[-1] for stack in plain_stacks(module)]
-
-    @staticmethod
-    def expert_bytes(module: torch.nn.Module) -> int:
-        """Of its stacks."""
-        from billfish.nn.torch_experts import plain_stacks
-
-        return sum(stack.nbytes for stack in plain_stacks(module))
 
     @staticmethod
     def joints(model: torch.nn.Module) -> list[Any]:

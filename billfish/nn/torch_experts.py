@@ -6,7 +6,7 @@ MarlinExperts   three of them, gate_proj, up_proj and down_proj, and what is com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from billfish.activations import check_activations
+from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
@@ -278,3 +279,39 @@ def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None
     for name, number in numbers.items():
         setattr(module, name, torch.nn.Parameter(number.to(dtype or number.dtype)))
     return module.train(layer.training)
+
+
+# ---- as billfish.nn.base.experts_of wants it ------------------------------------------------------------------------
+
+
+quantize_experts, stacked = MarlinExperts.from_experts, by_stacks
+
+
+def stack_shapes(path: str, module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """[E, N, K] of the stacks of a module, by the paths that they have as layers."""
+    return {f"{path}.{part}": tuple(w.shape) for part, w in zip(PROJECTIONS, plain_stacks(module), strict=True)}
+
+
+def stack_bytes(module: torch.nn.Module) -> int:
+    """Of the stacks of a module."""
+    return sum(stack.nbytes for stack in plain_stacks(module))
+
+
+def layer_of_stacks(
+    module: torch.nn.Module,
+    stacks: Sequence[QuantizedExperts],
+    biases: Sequence[Tensor | None],
+    activations: Activations,
+) -> MarlinExperts:
+    """A layer of these stacks in the place of a module; on the CPU for a meta tensor."""
+    gate, up, down = stacks
+    device = next(module.parameters()).device
+    return MarlinExperts.from_quantized(
+        gate,
+        up,
+        down,
+        dict(zip(PROJECTIONS, biases, strict=True)),
+        activation=activation_of(module),
+        activations=activations,
+        device=None if device.type == "meta" else device,
+    )

@@ -150,20 +150,20 @@ class Kernels:
         dtype: Any = None,
         kernel: str | None = None,
     ) -> Any:
-        """y [pairs, N]: pair i is row i * len(x) // pairs of x [rows, K] with expert ids[i] of W [E, N, K].
+        """y [choices, N]: choice i is row i * len(x) // choices of x [rows, K] with expert ids[i] of W [E, N, K].
 
-        bias: [E, N]. dtype: of y; x's unless given. kernel: one of EXPERT_PRODUCTS; the best unless given. A pair whose
-        expert is not in the stack gets NaN. Nothing waits for the GPU: pairs are sorted there.
+        bias: [E, N]. dtype: of y; x's unless given. kernel: one of EXPERT_PRODUCTS; the best unless given. A choice whose
+        expert is not in the stack gets NaN. Nothing waits for the GPU: choices are sorted there.
         """
-        xp, pairs, (experts, n, k) = library(x), ids.shape[0], w.shape
-        chosen = launch_experts(kernel or choose_experts(pairs, experts, x.itemsize), pairs, experts, n, k)
-        template = {"T": x.dtype, "GROUP": w.group, "SHARE": pairs // x.shape[0], "HAS_BIAS": bias is not None}
+        xp, choices, (experts, n, k) = library(x), ids.shape[0], w.shape
+        chosen = launch_experts(kernel or choose_experts(choices, experts, x.itemsize), choices, experts, n, k)
+        template = {"T": x.dtype, "GROUP": w.group, "SHARE": choices // x.shape[0], "HAS_BIAS": bias is not None}
         x = more_rows(x)
         keys, routing = ids.astype(xp.uint32), []
         if chosen.kernel != "gemv_experts":
             order = xp.argsort(keys)
             keys = keys[order]
-            routing = [more_numbers(order.astype(xp.uint32)), xp.array([pairs], xp.int32)]
+            routing = [more_numbers(order.astype(xp.uint32)), xp.array([choices], xp.int32)]
         (y,) = self.product(chosen.kernel, w)(
             inputs=[
                 x,
@@ -175,7 +175,7 @@ class Kernels:
             template=list((template | chosen.template).items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
-            output_shapes=[(pairs, n)],
+            output_shapes=[(choices, n)],
             output_dtypes=[dtype or x.dtype],
         )
         return y

@@ -44,14 +44,14 @@ def choose(m: int, n: int, k: int, itemsize: int) -> str:
     return "striped" if tiles(m, n) < BUSY and k >= 8 * TILE_K else "gemm"
 
 
-def choose_experts(pairs: int, experts: int, itemsize: int) -> str:
-    """The kernel for so many pairs of a row of x and an expert.
+def choose_experts(choices: int, experts: int, itemsize: int) -> str:
+    """The kernel for so many choices of a row of x and an expert.
 
     gemv_experts   few rows for each expert
     fused_experts  float32, as above
     gemm_experts   everything else
     """
-    if pairs < TILED_ROWS * experts:
+    if choices < TILED_ROWS * experts:
         return "gemv_experts"
     return "fused_experts" if itemsize == 4 else "gemm_experts"
 
@@ -82,14 +82,14 @@ def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
     return Dispatch(kernel, template, (columns * THREADS, up(m, rows), 1), (THREADS, 1, 1))
 
 
-def launch_experts(kernel: str, pairs: int, experts: int, n: int, k: int) -> Dispatch:
-    """How to launch it: matvec for each pair by itself, or tiles of about as many pairs as an expert has."""
+def launch_experts(kernel: str, choices: int, experts: int, n: int, k: int) -> Dispatch:
+    """How to launch it: matvec for each choice by itself, or tiles of about as many choices as an expert has."""
     if kernel == "gemv_experts":
         one = _gemv(1, n, k)
         template = {name: value for name, value in one.template.items() if name != "ROWS"}
-        return Dispatch(kernel, template, (one.grid[0], pairs, 1), one.threadgroup)
-    rows = tile_rows(up(pairs, experts), least=32 if kernel == "fused_experts" else 16)
-    return Dispatch(kernel, {"TILE_M": rows}, (up(n, TILE_N) * THREADS, up(pairs, rows), 1), (THREADS, 1, 1))
+        return Dispatch(kernel, template, (one.grid[0], choices, 1), one.threadgroup)
+    rows = tile_rows(up(choices, experts), least=32 if kernel == "fused_experts" else 16)
+    return Dispatch(kernel, {"TILE_M": rows}, (up(n, TILE_N) * THREADS, up(choices, rows), 1), (THREADS, 1, 1))
 
 
 def _gemv(m: int, n: int, k: int) -> Dispatch:

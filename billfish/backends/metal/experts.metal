@@ -1,11 +1,11 @@
-// Stacks of weights: planes [E, rows, N], one matrix behind the other, and pairs (a row of x, an expert it goes to).
+// Stacks of weights: planes [E, rows, N], one matrix behind the other, and choices (a row of x, an expert it goes to).
 //
-// Tiles take pairs that are sorted by expert. A tile has pairs of several experts: it goes along K once for each of them.
+// Tiles take choices that are sorted by expert. A tile has choices of several experts: it goes along K once for each of them.
 namespace billfish {
 
-// Some pairs of one expert. `order` says which pair is where, and SHARE neighbouring pairs have one row of x.
+// Some choices of one expert. `order` says which choice is where, and SHARE neighbouring choices have one row of x.
 template <int SHARE>
-struct SortedPairs {
+struct SortedChoices {
   const device uint* order;
   int begin, end;
 
@@ -29,7 +29,7 @@ METAL_FUNC int run_end(const device uint* experts, int begin, int last) {
   return low;
 }
 
-// What becomes of pairs whose expert is none of the stack: nobody can report it from here.
+// What becomes of choices whose expert is none of the stack: nobody can report it from here.
 constexpr constant uint NO_NUMBER = 0x7FC00000u;
 
 }  // namespace billfish

@@ -13,17 +13,17 @@ for (int begin = row0, end; begin < last; begin = end) {
   end = run_end(ids, begin, last);
   const uint expert = ids[begin];
   const bool known = expert < uint(codes_shape[0]);
-  const SortedPairs<SHARE> pairs = {order, begin, end};
+  const SortedChoices<SHARE> choices = {order, begin, end};
   if (known) {
     const long before = long(expert) * n;  // in a plane of one row
     const auto w = weights<GROUP>(codes + before * codes_shape[1], high + before * high_shape[1],
                                   scales + before * scales_shape[1], offsets + before * offsets_shape[1], factor[expert], n, k);
-    sum_tile_fused<TILE_M>(x, pairs, w, row0, column0, x_slab, staging + part * 64, index, sums);
+    sum_tile_fused<TILE_M>(x, choices, w, row0, column0, x_slab, staging + part * 64, index, sums);
   } else {
     for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(as_type<float>(NO_NUMBER));
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the slab becomes scratch memory
   store_sums<TILE_M / 8, 2, HAS_BIAS>(sums, (threadgroup float*)x_slab + part * 128, y,
-                                      bias + (HAS_BIAS && known ? long(expert) * n : 0), pairs, n, row0, column0, index % 32);
+                                      bias + (HAS_BIAS && known ? long(expert) * n : 0), choices, n, row0, column0, index % 32);
   // The next run fills the slab behind a barrier of its own.
 }
