@@ -39,7 +39,7 @@ class QuantizedExperts:
         if not isinstance(self.group_size, (int, np.integer)):
             raise FormatError(complaint(CALL, "group_size", repr(self.group_size), "a whole number"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[-1]
-        shape, _ = _check_storage(CALL, self.format, self.storage, -1 if whole_row else self.group_size)
+        shape, _ = check_stack(CALL, self.format, self.storage, -1 if whole_row else self.group_size)
         if shape != tuple(self.shape):
             raise ShapeError(complaint(CALL, "shape", self.shape, f"{shape}, as the storage has"))
         held = {name: read_only(self.storage[name]) for name in self.format.storage_names}
@@ -51,7 +51,7 @@ class QuantizedExperts:
     ) -> QuantizedExperts:
         """Wrap arrays in a format's own layout, each [E, ...]; read-only arrays are not copied."""
         format = get_format(format, call)
-        shape, group_size = _check_storage(call, format, storage, group_size)
+        shape, group_size = check_stack(call, format, storage, group_size)
         return cls(format, shape, group_size, storage)
 
     @classmethod
@@ -61,6 +61,22 @@ class QuantizedExperts:
             for owner in owners(array):
                 owner.setflags(write=False)
         return cls(format, shape, group_size, storage)
+
+    @classmethod
+    def borrowing(
+        cls, format: FormatLike, storage: Storage, group_size: int | None = None, *, call: str = "from_storage"
+    ) -> QuantizedExperts:
+        """As of QuantizedTensor: of arrays that their owner may change."""
+        format = get_format(format, call)
+        shape, group_size = check_stack(call, format, storage, group_size)
+        views = {name: storage[name].view() for name in format.storage_names}
+        for view in views.values():
+            view.setflags(write=False)
+        stack = cls.__new__(cls)
+        fields = {"format": format, "shape": shape, "group_size": group_size, "storage": MappingProxyType(views)}
+        for name, value in {**fields, "_made": {}}.items():
+            object.__setattr__(stack, name, value)
+        return stack
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[QuantizedTensor]) -> QuantizedExperts:
@@ -179,7 +195,7 @@ def _kind(tensor: QuantizedTensor) -> str:
     return f"{tensor.format.name} {tensor.shape} in groups of {tensor.group_size} ({types})"
 
 
-def _check_storage(
+def check_stack(
     call: str, format: Format, storage: Storage, group_size: int | None
 ) -> tuple[tuple[int, int, int], int]:
     """((E, N, K), group_size) of a stack; raises if its arrays are not the format's. Each is looked at once for all."""

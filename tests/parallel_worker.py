@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import expert_models
 import numpy as np
 import safetensors.numpy
 import torch
@@ -15,8 +16,9 @@ from support import gaussian
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import billfish as bf
-from billfish.nn.parallel import Share, cut, parallel_layer
+from billfish.nn.parallel import ParallelExperts, Share, cut, parallel_layer
 from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_experts import MarlinExperts
 from billfish.nn.torch_watch import to_torch
 from billfish.nn.transformers import load_model
 
@@ -40,6 +42,8 @@ def run(rank: int, ranks: int, folder: Path) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         layers(mesh, folder)
         llama(mesh, folder)
+        if ranks == 2:  # small models: heads, and groups of 32, for no more
+            experts(mesh, folder)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -117,6 +121,31 @@ def both_gradients(x: torch.Tensor, *pairs: tuple[MarlinLinear, MarlinLinear]) -
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+def experts(mesh: DeviceMesh, folder: Path) -> None:
+    """Models with experts: logits and gradients of one process, from some rows of gate and up, some columns of down."""
+    for name in ("mixtral", "gpt_oss"):
+        path = folder / name
+        if mesh.get_local_rank() == 0:
+            expert_models.random_model(name).save_pretrained(folder / f"{name}-plain")
+            bf.quantize_checkpoint(folder / f"{name}-plain", path, format="q8_0", progress=False)
+        torch.distributed.barrier()
+        model, whole = load_model(path, mesh=mesh).eval(), load_model(path).eval()
+        blocks = [module for module in model.modules() if isinstance(module, ParallelExperts)]
+        assert len(blocks) == 2
+        assert sum(b.storage_bytes for b in blocks) * 3 <= 2 * storage_of_experts(whole)
+        expert_models.assert_near(expert_models.logits(model), expert_models.logits(whole))
+        gradients = []
+        for each in (model, whole):
+            x = torch.from_numpy(gaussian((1, 5, 64), 4)).requires_grad_()
+            each(inputs_embeds=x).logits.square().sum().backward()
+            gradients.append(x.grad)
+        expert_models.assert_near(*gradients, tolerance=1e-4)
+
+
+def storage_of_experts(model: torch.nn.Module) -> int:
+    return sum(module.storage_bytes for module in model.modules() if isinstance(module, MarlinExperts))
+
+
 def llama(mesh: DeviceMesh, folder: Path) -> None:
     """A whole model from files of several layouts: the logits of one process, from a share of the bytes."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
@@ -144,9 +173,9 @@ def spy_on_reads() -> dict[str, tuple]:
     read = bf.Checkpoint.__dict__.get("_read", bf.Checkpoint.read)
     bf.Checkpoint._read = read
 
-    def spying(self, name, *, rows=None, columns=None):
+    def spying(self, name, *, rows=None, columns=None, **more):
         spans[name] = (rows, columns)
-        return read(self, name, rows=rows, columns=columns)
+        return read(self, name, rows=rows, columns=columns, **more)
 
     bf.Checkpoint.read = spying
     return spans

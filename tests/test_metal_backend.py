@@ -18,16 +18,21 @@ import billfish as bf
 from billfish.arrays import MlxArrays
 from billfish.backends import BACKENDS, Problem, choose
 from billfish.backends.metal import Kernels, MetalBackend, MetalProduct, emulator, lay_out
-from billfish.backends.metal.bridge import REDUCE, ZERO, kernel_arguments
+from billfish.backends.metal.bridge import EXPERT_PRODUCTS, REDUCE, ZERO, kernel_arguments
 from billfish.backends.metal.choose import choose as choose_kernel
 from billfish.backends.metal.choose import launch
 from billfish.backends.metal.emulator.lint import check_text
+from billfish.backends.metal.layout import lay_out_experts
 
 FLOAT16 = np.dtype(np.float16)
 
 
 def in_mlx(q: bf.QuantizedTensor) -> Any:
     return lay_out(q).converted(MlxArrays().from_numpy)
+
+
+def stack_in_mlx(*experts: bf.QuantizedTensor) -> Any:
+    return lay_out_experts([*experts, *experts]).converted(MlxArrays().from_numpy)
 
 
 def emulated(q: bf.QuantizedTensor) -> MetalProduct:
@@ -279,15 +284,17 @@ class Recorder:
         return launch
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS])
 @pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
 def test_metal_gets_the_text_that_was_executed(name, kernel, tmp_path):
-    w = in_mlx(quantized(name, 96, 512))
+    w, stack = in_mlx(quantized(name, 96, 512)), stack_in_mlx(quantized(name, 96, 512))
     x, bias = mx.zeros((8, 512), mx.float16), mx.zeros((96,), mx.float16)
 
     def call(kernels: Kernels) -> Any:
         if kernel == "dequantize":
             return kernels.dequantize(w, mx.bfloat16)
+        if kernel in EXPERT_PRODUCTS:
+            return kernels.multiply_experts(x, stack, mx.zeros((16,), mx.uint32), mx.stack([bias, bias]), kernel=kernel)
         return kernels.multiply(x, w, bias, kernel)
 
     recorder = Recorder()
@@ -307,7 +314,7 @@ def test_the_text_of_zero_reduction(tmp_path):
 LINTED = ["fp4", "u4", "q5_1", "q8_0", "nvfp4", "mxfp4", "iq4_nl", "mxfp4_gguf", "nvfp4_gguf"]
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize"])
+@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS])
 def test_the_lint_finds_nothing(kernel):
     """Address spaces, vector casts, arrays of matrices, names that MLX takes: what only a Mac would show."""
     recorder = Recorder()
@@ -315,6 +322,9 @@ def test_the_lint_finds_nothing(kernel):
         w = in_mlx(quantized(name, 96, 512))
         if kernel == "dequantize":
             Kernels(recorder).dequantize(w, mx.float16)
+        elif kernel in EXPERT_PRODUCTS:
+            x, ids = mx.zeros((8, 512), mx.float16), mx.zeros((8,), mx.uint32)
+            Kernels(recorder).multiply_experts(x, stack_in_mlx(quantized(name, 96, 512)), ids, kernel=kernel)
         else:
             Kernels(recorder).multiply(mx.zeros((8, 512), mx.float16), w, None, kernel)
     for text in recorder.texts:

@@ -12,17 +12,19 @@ from metal_support import quantized
 from support import gaussian
 
 from billfish.backends.metal import Kernels, bridge, choose, emulator, lay_out
+from billfish.backends.metal.layout import lay_out_experts
 
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^)]*\);")
 # Each file with barriers, and a kernel that comes to all of them.
 BARRIERS = {
     "matvec.metal": "gemv",
-    "gemv.metal": "gemv",
     "tiles.metal": "gemm",
     "gemm.metal": "gemm",
     "fused.metal": "fused",
     "gemm_fused.metal": "fused",
     "gemm_striped.metal": "striped",
+    "gemm_experts.metal": "gemm_experts",
+    "gemm_fused_experts.metal": "fused_experts",
     "dequantize.metal": "dequantize",
 }
 # Each test of a bound: what becomes of it.
@@ -31,15 +33,22 @@ BOUNDS = [
     ("gemv", "matvec.metal", "k0 + i * word_k < k_end", "true"),
     ("gemv", "matvec.metal", "r < m && k0 + lane < k_end", "k0 + lane < k_end"),
     ("gemv", "matvec.metal", "r < m && k0 + lane < k_end", "r < m"),
-    ("gemv", "gemv.metal", "r < m && column0 + i < n", "column0 + i < n"),
-    ("gemv", "gemv.metal", "r < m && column0 + i < n", "r < m"),
-    ("gemm", "tiles.metal", "row < m && at < k", "at < k"),
-    ("gemm", "tiles.metal", "row < m && at < k", "row < m"),
+    ("gemv", "matvec.metal", "r < m && column0 + i < n", "column0 + i < n"),
+    ("gemv", "matvec.metal", "r < m && column0 + i < n", "r < m"),
+    ("gemm", "tiles.metal", "return row < m;", "return true;"),
+    ("gemm", "tiles.metal", "sources[i] >= 0 && at < k", "at < k"),
+    ("gemm", "tiles.metal", "sources[i] >= 0 && at < k", "sources[i] >= 0"),
     ("gemm", "tiles.metal", "column < w.n && at < w.k", "at < w.k"),
     ("gemm", "tiles.metal", "inside && at + i * W::word_k < w.k", "inside"),
-    ("gemm", "tiles.metal", "row < m && column < n", "column < n"),
-    ("gemm", "tiles.metal", "row < m && column < n", "row < m"),
+    ("gemm", "tiles.metal", "rows.has(row) && column < n", "column < n"),
+    ("gemm", "tiles.metal", "rows.has(row) && column < n", "rows.has(row)"),
     ("striped", "reduce.metal", "if (i < count)", ""),
+    ("gemv_experts", "gemv_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("gemm_experts", "gemm_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("gemm_experts", "gemm_experts.metal", "min(row0 + TILE_M, size[0])", "row0 + TILE_M"),
+    ("gemm_experts", "experts.metal", "at >= begin && at < end", "at >= begin"),
+    ("fused_experts", "gemm_fused_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("fused_experts", "gemm_fused_experts.metal", "min(row0 + TILE_M, size[0])", "row0 + TILE_M"),
     ("dequantize", "tiles.metal", "column < w.n && at < w.k", "at < w.k"),
     ("dequantize", "tiles.metal", "column < w.n && at < w.k", "column < w.n"),
     ("dequantize", "dequantize.metal", "k0 + lane < k", "true"),
@@ -63,10 +72,20 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
     w = lay_out(quantized("u4", 70, 520, 32))
     x = gaussian((7 if kernel == "gemv" else 66, 520)).astype(np.float16)
     found = []
+
+    def run() -> None:
+        if kernel == "dequantize":
+            kernels.dequantize(w, x.dtype)
+        elif kernel in bridge.EXPERT_PRODUCTS:  # 70 choices, of 3 experts and of one that is not in the stack
+            stack = lay_out_experts([quantized("u4", 70, 520, 32, seed) for seed in range(3)])
+            kernels.multiply_experts(x[:35], stack, np.arange(70) * 7 % 4, None, kernel=kernel)
+        else:
+            kernels.multiply(x, w, None, kernel)
+
     for order in ORDERS:
         with emulator.options(check=True, order=order):
             try:
-                kernels.dequantize(w, x.dtype) if kernel == "dequantize" else kernels.multiply(x, w, None, kernel)
+                run()
             except emulator.KernelFault as fault:
                 found.append(fault)
     return found

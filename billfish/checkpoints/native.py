@@ -98,7 +98,9 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
         got = f"arrays {sorted(parts)} for {module}"
         raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
     *experts, _, _ = main.shape if len(main.shape) in (2, 3) else (0, 0, 0)
-    if 0 in (*experts, *main.shape) or any(part.shape[: len(experts)] != (*experts,) for part in parts.values()):
+    if 0 in (*experts, *main.shape) or any(
+        part.shape[: len(experts)] != (*experts,) for name, part in parts.items() if name != ABOUT
+    ):
         got = f"shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
         raise CheckpointError(complaint(CALL, main.name, got, "a matrix, or a stack of E with an axis E in each array"))
     n, along_k = (main.shape[len(experts) + first.axes.index(axis)] for axis in "nk")

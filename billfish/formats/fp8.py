@@ -19,7 +19,7 @@ from billfish.arrays import bfloat16
 from billfish.elements import FP8, Element
 from billfish.format import Format, GroupValues, Planes, register
 from billfish.formats.fp4 import Mxfp4
-from billfish.formats.search import reciprocal, search_scale
+from billfish.search import Search, reciprocal
 from billfish.storage import Array, Part, Storage
 
 Floats = NDArray[np.float32]
@@ -54,8 +54,9 @@ class FloatScaled(Format):
     def round_groups(self, w: Floats, **context: Any) -> Planes:
         return self._planes(w, self._smallest_scale(w))
 
-    def search_groups(self, w: Floats, **context: Any) -> Planes:
-        return self._planes(w, search_scale(w, self.element, self._smallest_scale(w), lambda scale: scale))
+    def search_groups(self, w: Floats, search: Search, **context: Any) -> list[Planes]:
+        scales = search.scale(w, self.element, self._smallest_scale(w), lambda scale: scale)
+        return [self._planes(w, scale) for scale in scales]
 
     def _smallest_scale(self, w: Floats) -> Floats:
         """The smallest scale at which nothing clips."""

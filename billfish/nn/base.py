@@ -96,11 +96,12 @@ class Framework(NamedTuple):
 
     modules: str  # the module whose `Module` all its layers are; whoever has a layer has imported it
     ours: str  # the module that registers our layer
+    experts: str  # the module for layers of stacks of experts, see `experts_of`
 
 
 FRAMEWORKS = {  # by the name of the package
-    "torch": Framework("torch.nn", "billfish.nn.torch"),
-    "mlx": Framework("mlx.nn", "billfish.nn.mlx"),
+    "torch": Framework("torch.nn", "billfish.nn.torch", "billfish.nn.torch_experts"),
+    "mlx": Framework("mlx.nn", "billfish.nn.mlx", "billfish.nn.mlx_experts"),
 }
 _layers: dict[str, Any] = {}
 
@@ -150,6 +151,19 @@ def layer_class(call: str, module: object) -> Any:
     raise DTypeError(complaint(call, "module", f"a {type(module).__name__}", "a torch.nn.Module or an mlx.nn.Module"))
 
 
+def experts_of(layer_type: Any) -> Any:
+    """What is to be known about modules with experts, for the framework of a layer: a Python module with
+
+    why_not(module)                             why such a module must stay as it is; empty if it need not
+    stack_shapes(path, module)                  [E, N, K] of its stacks, by the paths that they have as layers
+    stack_bytes(module)                         of its stacks
+    quantize_experts(module, known, **settings)     a layer in its place; known: further arguments for each stack
+    layer_of_stacks(module, stacks, biases, activations)    a layer of QuantizedExperts in its place
+    stacked(checkpoint)                         a checkpoint with all experts as stacks, under the names of stack_shapes
+    """
+    return importlib.import_module(FRAMEWORKS[layer_type.kind].experts)
+
+
 class Place(NamedTuple):
     """A Linear layer in a model, and how to put another module in its place."""
 
@@ -164,6 +178,7 @@ class Walk(NamedTuple):
     linear_type: Any
     linears: list[Place]
     others: dict[int, str]  # id of a weight that something else than a Linear holds -> the path of that
+    experts: list[Place] = []  # modules with stacks of experts; `experts_of` knows about them
 
 
 # ---- what a layer is made of -----------------------------------------------------------------------------------------

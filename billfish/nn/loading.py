@@ -12,7 +12,7 @@ from billfish.arrays import ADAPTERS
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names import by_model_names
 from billfish.errors import CheckpointError, complaint
-from billfish.nn.base import Walk, layer_class
+from billfish.nn.base import Place, Walk, experts_of, layer_class
 from billfish.nn.model import ModelReport, Replaced
 from billfish.ops import dequantize
 from billfish.progress import Progress
@@ -32,7 +32,8 @@ def load_into(
     """Load a checkpoint into a model, in place and without changing a bit of its quantized weights.
 
     model: a torch.nn.Module or an mlx.nn.Module. Each Linear whose matrix the checkpoint has in a quantized format
-    becomes a MarlinLinear; everything else is loaded as numbers, quantized embeddings too.
+    becomes a MarlinLinear, and experts that are quantized become layers of stacks, whether the checkpoint has them as
+    stacks or one by one; everything else is loaded as numbers, quantized embeddings too.
     source: what bf.load takes, or returned. GGUF names are translated to those of transformers and mlx-lm.
     rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
     strict: whether it is an error if the model has no place for a tensor of the checkpoint, or the checkpoint has a
@@ -42,22 +43,41 @@ def load_into(
     weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
     rename = rename or (lambda name: name)
     layer_type = layer_class("load_into", model)
+    kit = experts_of(layer_type)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == layer_type.kind)
     walk: Walk = layer_type.walk(model)
+    weights, experts = _with_stacks(kit, walk, weights, rename)
     linears = [place for place in walk.linears if _is_matrix(weights, rename(f"{place.path}.weight"))]
     arrays = layer_type.parameter_arrays(model)
-    numbers = _numbers(arrays, {place.path for place in linears}, weights, rename)
-    used = {rename(f"{place.path}.{part}") for place in linears for part in ("weight", "bias")} | set(numbers.values())
+    numbers = _numbers(arrays, {place.path for place in (*linears, *experts)}, weights, rename)
+    paths = [*(place.path for place in linears), *(p for place in experts for p in kit.stack_shapes(*place[:2]))]
+    used = {rename(f"{path}.{part}") for path in paths for part in ("weight", "bias")} | set(numbers.values())
     spare = sorted(weights.keys() - used)
     if spare and strict:
         got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
         raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
     for own, linear, _ in linears:
         _check_linear(weights, rename, own, linear, strict)
+    for path, module, _ in experts:
+        for own, shape in kit.stack_shapes(path, module).items():
+            _check_shape(rename(f"{own}.weight"), weights.describe(rename(f"{own}.weight")).shape, own, shape)
     for own, theirs in numbers.items():
         _check_shape(theirs, weights.describe(theirs).shape, own, arrays[own].shape)
     report = ModelReport()
-    with Progress(len(linears) + len(numbers), "tensors", enabled=progress) as bar:
+    with Progress(len(linears) + len(experts) + len(numbers), "tensors", enabled=progress) as bar:
+        for path, module, put in experts:
+            bar.advance(1, path)
+            stacks, biases = dict[str, Any](), dict[str, Any]()
+            for own in kit.stack_shapes(path, module):
+                name, bias_name = (rename(f"{own}.{part}") for part in ("weight", "bias"))
+                stacks[own] = weights[name]
+                if bias_name in weights:
+                    biases[own] = adapter.from_numpy(np.array(weights[bias_name]))
+            before = kit.stack_bytes(module)
+            layer = kit.layer_of_stacks(module, list(stacks.values()), [biases.get(own) for own in stacks], activations)
+            layer.train(model.training)
+            put(layer)
+            report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
         for path, linear, put in linears:
             bar.advance(1, path)
             name, bias_name = (rename(f"{path}.{part}") for part in ("weight", "bias"))
@@ -74,9 +94,20 @@ def load_into(
         for own, theirs in numbers.items():
             bar.advance(1, own)
             tensor = weights[theirs]
-            array = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else np.array(tensor)
+            array = np.array(tensor) if isinstance(tensor, np.ndarray) else dequantize(tensor)
             layer_type.set_parameter(model, own, adapter.from_numpy(array))
     return report
+
+
+def _with_stacks(
+    kit: Any, walk: Walk, weights: Checkpoint, rename: Callable[[str], str]
+) -> tuple[Checkpoint, list[Place]]:
+    """The checkpoint with all experts as stacks, and their places; as it was, and none, unless all are quantized."""
+    stacked = kit.stacked(weights) if walk.experts else weights
+    names = [rename(f"{path}.weight") for place in walk.experts for path in kit.stack_shapes(*place[:2])]
+    if all(name in stacked and stacked.describe(name).format is not None for name in names):
+        return stacked, walk.experts
+    return weights, []
 
 
 def _check_linear(weights: Checkpoint, rename: Callable[[str], str], path: str, linear: Any, strict: bool) -> None:

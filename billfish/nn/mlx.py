@@ -21,6 +21,7 @@ from billfish.activations import check_activations
 from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
 from billfish.errors import BillfishError, DTypeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
 from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
@@ -41,7 +42,7 @@ class Made:
     def __init__(self) -> None:
         self.addresses: list[object] = []
         self.handles: list[mx.array] = []
-        self.matrix: QuantizedTensor | None = None
+        self.matrix: QuantizedTensor | QuantizedExperts | None = None
 
     def current(self, format: Format, group_size: int, arrays: Sequence[mx.array], order: mx.array | None) -> Any:
         """The matrix of these storage arrays. Raises unless `order` is one of its columns."""
@@ -51,9 +52,10 @@ class Made:
             handles = [copy.copy(array) for array in everything]
             views = [view_of(handle) for handle in handles]
             storage = dict(zip(format.storage_names, views, strict=False))
-            matrix = QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+            kind = QuantizedExperts if views[0].ndim == 3 else QuantizedTensor
+            matrix = kind.borrowing(format, storage, group_size, call="MarlinLinear")
             if order is not None:
-                check_permutation("MarlinLinear", views[-1], matrix.shape[1])
+                check_permutation("MarlinLinear", views[-1], matrix.shape[-1])
             # Handles first: without them an address might be that of memory which was reused.
             self.handles, self.addresses, self.matrix = handles, [address_of(handle) for handle in handles], matrix
         return self.matrix
@@ -225,7 +227,10 @@ class MarlinLinear(base.MarlinLinear, Module):
     @staticmethod
     def walk(model: Module) -> base.Walk:
         """The Linear layers of a model, and who else holds a weight."""
+        from billfish.nn.mlx_experts import is_switch  # which is made of this module
+
         linears: list[base.Place] = []
+        experts: list[base.Place] = []
         others: dict[int, str] = {}
 
         def visit(container: Any, path: str) -> None:
@@ -233,13 +238,15 @@ class MarlinLinear(base.MarlinLinear, Module):
                 where = f"{path}.{key}" if path else str(key)
                 if isinstance(value, Linear):
                     linears.append(base.Place(where, value, partial(container.__setitem__, key)))
+                elif is_switch(value):
+                    experts.append(base.Place(where, value, partial(container.__setitem__, key)))
                 elif isinstance(value, (dict, list)):  # a Module is a dict
                     visit(value, where)
                 elif isinstance(value, mx.array):
                     others[id(value)] = where
 
         visit(model, "")
-        return base.Walk(Linear, linears, others)
+        return base.Walk(Linear, linears, others, experts)
 
     @staticmethod
     def parameter_arrays(model: Module) -> dict[str, mx.array]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from billfish.activations import check_activations
 from billfish.errors import DataError, DTypeError, ShapeError, complaint
 from billfish.format import get_format
-from billfish.nn.base import Walk, layer_class
+from billfish.nn.base import Walk, experts_of, layer_class
 from billfish.progress import Progress
 from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatLike, Method
@@ -82,6 +82,9 @@ def quantize_model(
 ) -> ModelReport:
     """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
 
+    Stacks of experts become layers of ours too: transformers' modules with stacked parameters MarlinExperts, mlx-lm's
+    SwitchLinear MarlinSwitchLinear.
+
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
     settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
     format that they are given with: a dict that names another one has its own, or the defaults.
@@ -106,10 +109,16 @@ def quantize_model(
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
+    experts = experts_of(layer_type)
+    _choose_experts(experts, walk, settings, predicate, chosen, left)
     inputs = _Inputs(model, statistics, calibrate, method == "gptq", progress)
     for path, linear, _ in walk.linears:
         if path in chosen:
-            inputs.check(path, linear, chosen[path])
+            inputs.check(path, linear.weight.shape, chosen[path])
+    stacks = {path: experts.stack_shapes(path, module) for path, module, _ in walk.experts if path in chosen}
+    for path, shapes in stacks.items():
+        for stack, shape in shapes.items():
+            inputs.check(stack, shape, chosen[path])
     report = ModelReport(left=left)
     joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
     joint_layers: list[Any] = []
@@ -120,25 +129,32 @@ def quantize_model(
         for joint in joints:
             bar.advance(1, joint.path)
             own = chosen.get(joint.paths[0])
-            layer = joint.make(own and inputs.settings(joint.paths[0], joint.layers[0], own))
+            layer = joint.make(own and inputs.settings(joint.paths[0], joint.layers[0].weight.shape, own))
             joint_layers.append(layer)
             about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
             report.replaced.append(Replaced(joint.path, *about))
+        for path, module, _ in walk.experts:
+            if id(module) not in layers and path in chosen:
+                bar.advance(1, path)
+                before = experts.stack_bytes(module)
+                known = [inputs.known(stack, shape, chosen[path]) for stack, shape in stacks[path].items()]
+                layer = layers[id(module)] = experts.quantize_experts(module, **chosen[path], known=known)
+                report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
         for path, linear, _ in walk.linears:
             if id(linear) not in layers and path in chosen and path not in joined:
                 bar.advance(1, path)
                 twin = twins.get(id(linear.weight))
                 before = after = 0
                 if twin is None:
-                    layer = layer_type.from_linear(linear, **inputs.settings(path, linear, chosen[path]))
+                    layer = layer_type.from_linear(linear, **inputs.settings(path, linear.weight.shape, chosen[path]))
                     before, after = linear.weight.nbytes, layer.storage_bytes
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
                 layers[id(linear)] = twins[id(linear.weight)] = layer
                 report.replaced.append(Replaced(path, layer.format, layer.group_size, before, after))
-    for _, linear, put in walk.linears:
-        if id(linear) in layers:
-            put(layers[id(linear)])
+    for _, module, put in (*walk.linears, *walk.experts):
+        if id(module) in layers:
+            put(layers[id(module)])
     for joint, layer in zip(joints, joint_layers, strict=True):
         joint.put(layer)
     return report
@@ -168,22 +184,25 @@ class _Inputs:
             statistics = Statistics.load(statistics)
         self._statistics = statistics
 
-    def check(self, path: str, linear: Any, settings: dict[str, Any]) -> None:
+    def check(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> None:
         """Raises if they are of another model, or not enough for the method, before anything is changed."""
         if self._statistics is not None:
-            shape, method = tuple(linear.weight.shape), settings["method"]
-            self._statistics.check_matrix("quantize_model", f"{path}.weight", shape, method)
+            self._statistics.check_matrix("quantize_model", f"{path}.weight", tuple(shape), settings["method"])
         elif settings["method"] == "gptq":
             got, takes = "None for 'gptq'", "statistics with X^T X, or batches to calibrate with"
             raise DataError(complaint("quantize_model", "statistics", got, takes))
 
-    def settings(self, path: str, linear: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    def settings(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         """The settings of a layer, with what is known of its inputs. Joint layers have the same inputs."""
+        return {**settings, **self.known(path, shape, settings)}
+
+    def known(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
+        """What is known of the inputs of a matrix or stack, and the method that it is enough for."""
         if self._statistics is None:
-            return settings
-        shape = tuple(linear.weight.shape)
-        method, known = self._statistics.settings("quantize_model", f"{path}.weight", shape, settings["method"])
-        return {**settings, "method": method, **known}
+            return {}
+        name, method = f"{path}.weight", settings["method"]
+        method, known = self._statistics.settings("quantize_model", name, tuple(shape), method)
+        return {"method": method, **known}
 
 
 def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:
@@ -221,6 +240,41 @@ def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[
     return chosen
 
 
+def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
+    verdict = predicate(path, layer) if predicate else True
+    if not isinstance(verdict, (bool, dict)):
+        got = f"a {type(verdict).__name__} for {path}"
+        takes = "one that returns a bool or a dict of settings"
+        raise DTypeError(complaint("quantize_model", "predicate", got, takes))
+    return verdict
+
+
+def _choose_experts(
+    experts: Any,
+    walk: Walk,
+    settings: dict[str, Any],
+    predicate: Predicate | None,
+    chosen: dict[str, dict[str, Any]],
+    left: dict[str, str],
+) -> None:
+    """As `_choose`, for the modules with experts."""
+    for path, module, _ in walk.experts:
+        verdict, reason = _verdict(predicate, path, module), experts.why_not(module)
+        if reason:
+            left[path] = reason
+        elif verdict is False:
+            left[path] = "the predicate says so"
+        else:
+            own = verdict if isinstance(verdict, dict) else {}
+            try:
+                for *_, k in experts.stack_shapes(path, module).values():
+                    given = _settings_of(settings, own, k)
+                    get_format(given["format"]).check_k("quantize_model", k)
+                chosen[path] = given
+            except ShapeError as error:
+                left[path] = str(error)
+
+
 def _choose(
     walk: Walk, settings: dict[str, Any], predicate: Predicate | None
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -230,10 +284,7 @@ def _choose(
     left: dict[str, str] = {}
     stays = dict(walk.others)  # the weights that must not be quantized, and who holds them
     for path, linear, _ in walk.linears:
-        verdict = predicate(path, linear) if predicate else True
-        if not isinstance(verdict, (bool, dict)):
-            got = f"a {type(verdict).__name__} for {path}"
-            raise DTypeError(complaint(call, "predicate", got, "one that returns a bool or a dict of settings"))
+        verdict = _verdict(predicate, path, linear)
         if type(linear) is not walk.linear_type:
             left[path] = f"it is a {type(linear).__name__}, which may do more than a Linear"
         elif verdict is False:

@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
 from billfish.errors import CheckpointError, ShapeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.nn.torch import MarlinLinear, autocast
+from billfish.nn.torch_experts import MarlinExperts
 from billfish.nn.torch_watch import ARRAYS
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations
@@ -63,8 +65,32 @@ class RowParallelLinear(MarlinLinear):
         if self.has_order:
             x = replicated(gathered(x, self.sizes, self.mesh), self.mesh)
         partial = self._product(x.float() if x.is_cpu else x).float()
-        total = DTensor.from_local(partial, self.mesh, [Partial()], run_check=False)
-        return total.redistribute(self.mesh, [Replicate()]).to_local().to(x.dtype)
+        return summed(partial, self.mesh).to(x.dtype)
+
+
+class ParallelExperts(MarlinExperts):
+    """Some of the I rows of gate and up of every expert, and these columns of down: gives all of y on every process.
+
+    The first process has the biases of down. Partial sums as in RowParallelLinear.
+    """
+
+    mesh: DeviceMesh
+
+    def over(self, mesh: DeviceMesh) -> ParallelExperts:
+        """The same layer, which knows who has the other shares."""
+        self.mesh = mesh
+        return self
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x, weights = replicated(hidden_states, self.mesh), replicated(top_k_weights, self.mesh)
+        rows = autocast(x.reshape(-1, x.shape[-1]))
+        partial = self._block(rows.float() if rows.is_cpu else rows, top_k_index, weights).float()
+        return summed(partial, self.mesh).to(rows.dtype).reshape(hidden_states.shape)
+
+
+def summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over all processes."""
+    return DTensor.from_local(partial, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()]).to_local()
 
 
 def replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -112,8 +138,9 @@ def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int)
     """A plan for models with Llama's layers: shares by the path of the layer.
 
     Queries, keys, values, gate and up are column-parallel, the output of attention and down row-parallel; an output
-    layer `lm_head` is column-parallel and gathered. Attention is cut between key/value heads. A block of which some
-    matrix is not quantized stays whole on every process, as does everything that the plan does not name.
+    layer `lm_head` is column-parallel and gathered. Stacks of experts are cut as gate, up and down. Attention is cut
+    between key/value heads; gpt-oss's is not. A block of which some matrix is not quantized stays whole on every
+    process, as does everything that the plan does not name.
     """
     plan: Plan = {}
 
@@ -140,7 +167,7 @@ def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int)
     blocks = sorted({match[1] for name in weights if (match := re.match(r"(.*\blayers\.\d+)\.", name))})
     for block in blocks:
         q, k, v, o = (f"{block}.self_attn.{name}_proj" for name in "qkvo")
-        if quantized(q, k, v, o):
+        if quantized(q, k, v, o) and f"{block}.self_attn.sinks" not in weights:  # of which each head has its own
             rows, columns = weights.describe(f"{k}.weight").shape[0], weights.describe(f"{o}.weight").shape[1]
             # Heads that go together: what one key/value head serves, times what fills the groups of o_proj.
             features = columns // key_value_heads
@@ -152,9 +179,11 @@ def llama_plan(weights: Checkpoint, key_value_heads: int, ranks: int, rank: int)
             add("column", k, kv, kv)
             add("column", v, kv, kv)
             row_parallel(o, queries)
-        gate, up, down = (f"{block}.mlp.{name}_proj" for name in ("gate", "up", "down"))
-        if quantized(gate, up, down):
-            columns = weights.describe(f"{down}.weight").shape[1]
+        names = [f"{block}.{part}" for part in ("mlp", "mlp.experts", "block_sparse_moe.experts")]
+        for gate, up, down in ([f"{part}.{name}_proj" for name in ("gate", "up", "down")] for part in names):
+            if not quantized(gate, up, down):
+                continue
+            columns = weights.describe(f"{down}.weight").shape[-1]
             spans = cut(columns, step_of(down), ranks, f"the columns of {down}")
             add("column", gate, spans, spans)
             add("column", up, spans, spans)
@@ -182,7 +211,9 @@ def place(layer: ColumnParallelLinear | RowParallelLinear, share: Share, mesh: D
         layer._weights.features = sum(share.sizes)
 
 
-def read_share(weights: Checkpoint, path: str, share: Share) -> tuple[QuantizedTensor, NDArray[np.int64] | None]:
+def read_share(
+    weights: Checkpoint, path: str, share: Share
+) -> tuple[QuantizedTensor | QuantizedExperts, NDArray[np.int64] | None]:
     """(its part of W, for some columns of it the features of x that these take, if in another order).
 
     Reads only those bytes. Rows of W know the order of their columns themselves.
@@ -190,16 +221,16 @@ def read_share(weights: Checkpoint, path: str, share: Share) -> tuple[QuantizedT
     name = f"{path}.weight"
     rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
     tensor = weights.read(name, rows=rows, columns=columns)
-    if not isinstance(tensor, QuantizedTensor):
+    if not isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
         raise CheckpointError(complaint("parallel", name, "an array that is not quantized", "a quantized matrix"))
     order = None if columns is None else weights.permutation(name)
     return tensor, order if order is None or columns is None else order[slice(*columns)]
 
 
 def bias_share(bias: Any, share: Share, rank: int) -> Any:
-    """The part of a bias [N] that a process adds; None where others do."""
+    """The part of a bias [N], or of biases [E, N], that a process adds; None where others do."""
     if share.style == "column":
-        return bias[slice(*share.span)]
+        return bias[..., slice(*share.span)]
     return bias if rank == 0 else None
 
 
@@ -208,6 +239,7 @@ def parallel_layer(
 ) -> ColumnParallelLinear | RowParallelLinear:
     """The layer at `path` of a checkpoint, cut as a plan says."""
     tensor, order = read_share(weights, path, share)
+    assert isinstance(tensor, QuantizedTensor)
     name = f"{path}.bias"
     bias = bias_share(np.array(weights[name]), share, mesh.get_local_rank()) if name in weights else None
     added = None if bias is None else ARRAYS.from_numpy(np.array(bias))

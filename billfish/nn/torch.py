@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from billfish.about import ABOUT
 from billfish.activations import check_activations
-from billfish.errors import BillfishError, DTypeError, ShapeError, complaint
+from billfish.errors import DTypeError, ShapeError, complaint
 from billfish.format import Format
 from billfish.nn import base
 from billfish.nn.torch_operator import LINEAR
-from billfish.nn.torch_watch import order_array, to_numpy, to_torch
-from billfish.nn.torch_weights import ORDER, Packed, Weights, packed_beside
+from billfish.nn.torch_stored import Stored
+from billfish.nn.torch_watch import order_array, to_torch
+from billfish.nn.torch_weights import ORDER, Packed, packed_beside
 from billfish.ops import dequantize, quantize, quantized_linear
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations, AnyArray, FormatLike, Method
@@ -43,7 +41,7 @@ def autocast(x: Tensor) -> Tensor:
 
 
 @base.register_layer
-class MarlinLinear(base.MarlinLinear, torch.nn.Module):
+class MarlinLinear(base.MarlinLinear, Stored):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
     Buffers are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
@@ -95,22 +93,14 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         packed: Packed | None = None,
     ) -> None:
         """`packed`: in the place of storage, which is then empty."""
-        torch.nn.Module.__init__(self)
-        self.format, self.group_size = format.name, group_size
+        self._set_up_storage(format, shape, group_size, storage, bias)
         self.out_features, self.in_features = shape
         self.activations = check_activations("MarlinLinear", activations)
-        self.storage_names = format.storage_names
-        self.__dict__["_buffers"] = weights = Weights(format, shape, group_size)
-        weights.features = self.all_features
-        for name in self.storage_names:
-            self.register_buffer(name, storage.get(name))
+        self._weights.features = self.all_features
         self.register_buffer(ORDER, permutation)
         if packed is not None:
-            weights.hold(packed)
+            self._weights.hold(packed)
         self.set_about()
-        if bias is not None and not isinstance(bias, torch.nn.Parameter):
-            bias = torch.nn.Parameter(bias.detach())
-        self.register_parameter("bias", bias)
 
     @classmethod
     def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
@@ -178,16 +168,21 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     @staticmethod
     def walk(model: torch.nn.Module) -> base.Walk:
         """The Linear layers of a model, and who else holds a weight."""
+        from billfish.nn.torch_experts import is_experts  # which is made of more than this module
+
         linears: list[base.Place] = []
+        experts: list[base.Place] = []
         others: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
             for name, child in module._modules.items():
                 if isinstance(child, torch.nn.Linear):
                     linears.append(base.Place(prefix + name, child, partial(setattr, module, name)))
+                elif is_experts(child):
+                    experts.append(base.Place(prefix + name, child, partial(setattr, module, name)))
             if not isinstance(module, torch.nn.Linear):
                 others |= {id(p): prefix + name for name, p in module.named_parameters(recurse=False)}
-        return base.Walk(torch.nn.Linear, linears, others)
+        return base.Walk(torch.nn.Linear, linears, others, experts)
 
     @staticmethod
     def joints(model: torch.nn.Module) -> list[Any]:
@@ -214,30 +209,9 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         return {"device": None if device.type == "meta" else device}
 
     @property
-    def _weights(self) -> Weights:
-        weights = self.__dict__["_buffers"]
-        assert isinstance(weights, Weights)
-        return weights
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self._weights.for_operator()[0][0].device
-
-    @property
     def has_order(self) -> bool:
         """Whether columns are stored in another order than that of x's features."""
         return self._weights.own(ORDER) is not None
-
-    @property
-    def storage(self) -> list[Tensor]:
-        """The storage arrays, in the order of `storage_names`."""
-        return [self._weights[name] for name in self.storage_names]
-
-    @property
-    def storage_bytes(self) -> int:
-        """Of storage, without asking for it: where the layer holds packed weights, storage would have to be made."""
-        return self._weights.nbytes
 
     @property
     def qweight(self) -> Tensor:
@@ -249,24 +223,6 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
         matrix, order = self._weights.matrix(), self._weights.own(ORDER)
         permutation = None if order is None or self._weights.features is not None else order_array(order)
         return QuantizedTensor(matrix.format, matrix.shape, matrix.group_size, matrix.storage, permutation)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the layer holds packed weights alone, and storage would have to be made of them."""
-        return self._weights.packed is not None
-
-    def repack(self) -> None:
-        """Pack the weights anew, on the CPU at the next call, whatever they were: for writes that no layer can notice.
-
-        Memory that is not torch's own (of NumPy or a file) is read at each call, in case somebody writes to it. It is
-        not after this, until other memory takes its place.
-        """
-        self._weights.repack()
-        self._weights.pack(self.activations)
-
-    def set_about(self) -> None:
-        """Say the format in `about` anew, on the device of the weights: for whoever puts arrays in by hand."""
-        self._weights.set_about()
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
@@ -314,94 +270,10 @@ class MarlinLinear(base.MarlinLinear, torch.nn.Module):
     def extra_repr(self) -> str:
         return self.describe(self.bias is not None, self.has_order)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.repack()  # the memory was made for this layer, by whoever read it
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MarlinLinear:
-        self._weights.restore()
-        self._convert(fn, recurse)
-        self._weights.pack(self.activations)  # now that nobody holds the former storage
-        return self
-
-    def _convert(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """Storage keeps its types. All buffers stay as they were if `fn` fails, as for want of memory."""
-        weights = self._weights
-        held = {name: weights.own(name) for name in list(weights)}
-        weights.pop(ABOUT, None)  # what `to_empty` would leave of it says nothing
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            for name in self.storage_names:
-                device, dtype = weights.own(name).device, weights.own(name).dtype
-                if dtype != held[name].dtype:
-                    weights[name] = held[name].to(device)
-            self.set_about()
-        except BaseException:
-            weights.update(held)
-            raise
-
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        self._take_state(*arguments)
-        self._weights.pack(self.activations)
-
-    def _take_state(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Takes all that is given or, if some of it does not fit, nothing. torch says afterwards what is missing."""
-        held = {
-            name: tensor for name, tensor in (*self._weights.items(), *self._parameters.items()) if tensor is not None
-        }
-        own_about = held.pop(ABOUT, None)
-        given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        fits = True
-        try:
-            if isinstance(given.get(ABOUT), Tensor):
-                self._weights.check_about("load_state_dict", given[ABOUT])
-            self._check_state({name: given.get(name, tensor) for name, tensor in held.items()})
-        except BillfishError as error:
-            fits = False
-            error_msgs.append(str(error))
-        loaded = dict(state_dict)
-        for name in held.keys() & given.keys():
-            value = given[name] if fits else held[name]
-            if value.dtype == torch.uint32:  # as MLX writes words
-                value = value.view(torch.int32)
-            if name in self.storage_names and value.dtype != held[name].dtype:
-                # copy_ would convert. Scales of a file may have a wider type than quantize() makes: take that type.
-                self._weights[name] = torch.empty_like(held[name], dtype=value.dtype)
-            loaded[prefix + name] = value
-        if own_about is not None:
-            loaded[prefix + ABOUT] = own_about  # given or not, it says the same
-        super()._load_from_state_dict(loaded, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self.set_about()
-
-    def _check_state(self, arrays: dict[str, Any]) -> None:
-        """Raises unless these arrays are weights of this layer's format and shape."""
-        call, weights = "load_state_dict", self._weights
-        shape, group_size = (self.out_features, self.in_features), self.group_size
-        whole_row = weights.format.whole_row_groups and group_size == self.in_features
-        storage = {name: _described(call, name, arrays[name]) for name in self.storage_names}
-        n, k, _ = weights.format.check_storage(call, storage, -1 if whole_row else group_size)
-        if (n, k) != shape:
-            raise ShapeError(complaint(call, ", ".join(storage), f"weights [{n}, {k}]", f"[{shape[0]}, {shape[1]}]"))
+    def _check_rest(self, call: str, arrays: dict[str, Any]) -> None:
+        n, k = self.out_features, self.in_features
         bias, order = arrays.get("bias"), arrays.get(ORDER)
         if bias is not None and tuple(bias.shape) != (n,):
             raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
         if order is not None and not order.is_meta:
-            base.check_order(call, order_array(order), k, weights.features)
-
-
-def _described(call: str, name: str, tensor: Any) -> NDArray[Any]:
-    """An array of the shape and type of a storage tensor, without its memory."""
-    try:
-        return np.broadcast_to(np.zeros((), to_numpy(torch.empty(0, dtype=tensor.dtype)).dtype), tuple(tensor.shape))
-    except (AttributeError, TypeError):
-        got = str(getattr(tensor, "dtype", type(tensor).__name__))
-        raise DTypeError(complaint(call, name, got, "a tensor of a type that storage has")) from None
+            base.check_order(call, order_array(order), k, self._weights.features)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,12 +25,15 @@ from billfish.about import ABOUT, About
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Direct
 from billfish.errors import BackendUnavailable
+from billfish.experts import QuantizedExperts, check_stack
 from billfish.format import Format
 from billfish.nn.base import check_order
 from billfish.nn.torch_watch import Watch, lent, order_array, own, to_numpy, to_torch
+from billfish.storage import Storage
 from billfish.tensor import QuantizedTensor
 
 ORDER = "permutation"
+Matrix = QuantizedTensor | QuantizedExperts
 
 
 class Made:
@@ -52,16 +55,34 @@ class Made:
 
     def drop_copy(self) -> None:
         """Storage that was copied from a device to be packed there goes: products read the packed weights alone."""
-        if self.copied and any(key[0] in BACKENDS and BACKENDS[key[0]].unpacks for key in self.tensor._made):
+        if (
+            self.copied
+            and isinstance(self.tensor, QuantizedTensor)
+            and any(key[0] in BACKENDS and BACKENDS[key[0]].unpacks for key in self.tensor._made)
+        ):
             about = self.tensor.format, self.tensor.shape, self.tensor.group_size
             self.tensor = QuantizedTensor.packed_only(*about, self.tensor._made)
 
 
-def read(format: Format, group_size: int, watches: list[Watch]) -> QuantizedTensor:
-    """The matrix in storage tensors: on the CPU their own memory, else a copy."""
+def read(format: Format, group_size: int, watches: list[Watch]) -> Matrix:
+    """The matrix, or the stack, in storage tensors: on the CPU their own memory, else a copy."""
     arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
     storage = dict(zip(format.storage_names, arrays, strict=True))
-    return QuantizedTensor.borrowing(format, storage, group_size, call="MarlinLinear")
+    kind = QuantizedExperts if is_stack(storage) else QuantizedTensor
+    return kind.borrowing(format, storage, group_size, call="MarlinLinear")
+
+
+def is_stack(storage: Mapping[str, Any]) -> bool:
+    """Whether these arrays are of a stack of matrices: the first one has two axes for a matrix, in every format."""
+    return len(next(iter(storage.values())).shape) == 3
+
+
+def shape_of(call: str, format: Format, storage: Storage, group_size: int | None) -> tuple[tuple[int, ...], int]:
+    """([N, K] or [E, N, K], group size) of storage; raises if its arrays are not the format's."""
+    if is_stack(storage):
+        return check_stack(call, format, storage, group_size)
+    n, k, group_size = format.check_storage(call, storage, group_size)
+    return (n, k), group_size
 
 
 _all: weakref.WeakSet[Made] = weakref.WeakSet()
@@ -88,7 +109,7 @@ def made_of(tensors: Sequence[Tensor], format: Format, group_size: int) -> Made:
 @contextmanager
 def matrix_of(
     tensors: Sequence[Tensor], format: Format, shape: tuple[int, int], group_size: int, form: str
-) -> Iterator[QuantizedTensor]:
+) -> Iterator[Any]:
     """The matrix for an operator, which gets a layer's tensors: its storage, or its packed form as `form` says."""
     if not form:
         found = made_of(tensors, format, group_size)
@@ -135,13 +156,14 @@ def packed_beside(tensor: QuantizedTensor, device: torch.device, activations: st
 
 
 def keeper(
-    format: Format, shape: tuple[int, int], group_size: int, device: torch.device, activations: str
+    format: Format, shape: tuple[int, ...], group_size: int, device: torch.device, activations: str
 ) -> Backend | None:
     """The backend that computes on a device, if it keeps packed weights in the place of storage."""
-    if device.type == "meta":
+    if device.type == "meta" or len(shape) != 2:  # no backend does so for stacks
         return None
     float16 = np.dtype(np.float16)  # of x; weights are packed the same way for other types
-    problem = Problem("matmul", format, group_size, 1, *shape, float16, "torch", device.type, activations)
+    n, k = shape
+    problem = Problem("matmul", format, group_size, 1, n, k, float16, "torch", device.type, activations)
     try:
         backend = choose("MarlinLinear", problem)
     except BackendUnavailable:
@@ -169,7 +191,7 @@ class Weights(dict[str, Any]):
     computed. Storage comes back when somebody asks for it.
     """
 
-    def __init__(self, format: Format, shape: tuple[int, int], group_size: int) -> None:
+    def __init__(self, format: Format, shape: tuple[int, ...], group_size: int) -> None:
         self.format, self.shape, self.group_size = format, shape, group_size
         self.names = format.storage_names
         self.watched = (*self.names, ORDER)
@@ -264,13 +286,22 @@ class Weights(dict[str, Any]):
         if packed is not None and x.device == packed.tensors[0].device:
             return packed.matrix
         tensor = self.current().tensor
+        assert isinstance(tensor, QuantizedTensor)
         known = tensor.storage or any(key[1] == place_name(x.device) for key in tensor._made)
         return tensor if known else self.matrix()
 
     def matrix(self) -> QuantizedTensor:
         """The matrix with its storage."""
         tensor = self.current().tensor
-        return tensor if tensor.storage else read(self.format, self.group_size, self.watches[: len(self.names)])
+        matrix = tensor if tensor.storage else read(self.format, self.group_size, self.watches[: len(self.names)])
+        assert isinstance(matrix, QuantizedTensor)
+        return matrix
+
+    def stack(self) -> QuantizedExperts:
+        """The stack of matrices."""
+        stack = self.current().tensor
+        assert isinstance(stack, QuantizedExperts)
+        return stack
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +337,7 @@ class Weights(dict[str, Any]):
     def settle(self) -> None:
         """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
         made = self.made
-        if made is None or made.settled:
+        if made is None or made.settled or not isinstance(made.tensor, QuantizedTensor):
             return
         if any(watch.lent or watch.shared for watch in self.watches):
             made.drop_copy()
@@ -327,6 +358,7 @@ class Weights(dict[str, Any]):
         if keeper(self.format, self.shape, self.group_size, device, activations) is None:
             return
         made = self.current()
+        assert isinstance(made.tensor, QuantizedTensor)
         if not any(watch.lent or watch.shared for watch in self.watches):
             packed = packed_beside(made.tensor, device, activations)
             if packed is not None:
@@ -356,7 +388,8 @@ class Weights(dict[str, Any]):
                 form, tensors = self.packed.form, self.packed.tensors
                 name, _, about = form.partition(":")
                 weights = BACKENDS[name].from_tensors(tensors, about)
-                storage = BACKENDS[name].unpack(weights, self.format, self.shape, self.group_size)
+                n, k = self.shape
+                storage = BACKENDS[name].unpack(weights, self.format, (n, k), self.group_size)
                 for part in self.names:
                     dict.__setitem__(self, part, own(to_torch(storage[part], tensors[0].device)))
                 self.packed = self.direct = None

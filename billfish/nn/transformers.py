@@ -12,6 +12,7 @@ Loading goes through transformers' own loader in all cases, so that renamings, t
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,20 @@ from billfish.errors import BackendUnavailable, FormatError, ShapeError, complai
 from billfish.format import get_format
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_experts import (
+    PROJECTIONS,
+    MarlinExperts,
+    activation_of,
+    halves,
+    is_experts,
+    plain_biases,
+    plain_stacks,
+    stack_shapes,
+    to_plain,
+    why_not,
+)
+from billfish.nn.torch_stored import Stored
+from billfish.ops import quantize
 from billfish.quantizing import check_method
 from billfish.typing import Activations, FormatName, Method
 
@@ -44,10 +59,13 @@ try:
         Places,
         find_places,
         gguf_config,
+        keep_stacks,
+        make_experts,
         make_layer,
         refuse_others,
         says_format,
         state_dict,
+        with_stacks,
     )
 except ImportError as error:
     raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
@@ -135,6 +153,7 @@ class BillfishQuantizer(HfQuantizer):
         self.chosen: dict[str, dict[str, Any]] = {}  # layers to quantize, with their settings
         self.left: dict[str, str] = {}  # layers that stay, and why
         self.storage: set[str] = set()  # names of storage arrays, whose type must stay as it is
+        self.stacks: dict[str, dict[str, Any]] = {}  # experts that are quantized already, by module and projection
         self.parallel = False  # whether this process has only a share of the model
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
@@ -148,7 +167,14 @@ class BillfishQuantizer(HfQuantizer):
             source = by_model_names(load(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
+        for path in places.experts:
+            block = make_experts(model.get_submodule(path), path, source, places, config.activations)
+            model.set_submodule(path, block)
+            for part, stack in block.named_children():
+                self._await(f"{path}.{part}", stack, source, places)
         for path, name in places.names.items():
+            if path.rpartition(".")[0] in places.experts:
+                continue
             layer = make_layer(
                 model.get_submodule(path),
                 source.describe(name),
@@ -157,10 +183,14 @@ class BillfishQuantizer(HfQuantizer):
                 share=places.shares.get(path),
                 mesh=places.mesh,
             )
-            if isinstance(config, LoadConfig) or not says_format(source, name):
-                layer.register_buffer(ABOUT, None)  # nobody must look for it in the file
             model.set_submodule(path, layer)
-            self.storage |= {f"{path}.{part}" for part in layer.storage_names}
+            self._await(path, layer, source, places)
+
+    def _await(self, path: str, layer: Any, source: Checkpoint, places: Places) -> None:
+        """Storage arrays will come for a layer."""
+        if isinstance(self.quantization_config, LoadConfig) or not says_format(source, places.names[path]):
+            layer.register_buffer(ABOUT, None)  # nobody must look for it in the file
+        self.storage |= {f"{path}.{part}" for part in layer.storage_names}
 
     def _choose(self, model: Any) -> None:
         config = self.quantization_config
@@ -169,16 +199,21 @@ class BillfishQuantizer(HfQuantizer):
         tied = model.all_tied_weights_keys
         held = {name.removesuffix(".weight") for name in (*tied.keys(), *tied.values())}
         for path, module in model.named_modules():
-            if type(module) is not torch.nn.Linear:
+            experts = is_experts(module)
+            if type(module) is not torch.nn.Linear and not experts:
                 continue
             if path in held:
                 self.left[path] = "its weight is tied"
             elif path not in config.modules and not should_convert_module(path, skipped):
                 self.left[path] = "modules_to_not_convert"
+            elif experts and why_not(module):
+                self.left[path] = why_not(module)
             else:
                 settings = config.settings(path)
+                columns = [w.shape[-1] for w in plain_stacks(module)] if experts else [module.in_features]
                 try:
-                    get_format(settings["format"]).check_k("BillfishConfig", module.in_features)
+                    for k in columns:
+                        get_format(settings["format"]).check_k("BillfishConfig", k)
                     self._check_statistics(path, module, settings["method"])
                     self.chosen[path] = settings
                 except ShapeError as error:
@@ -188,14 +223,18 @@ class BillfishQuantizer(HfQuantizer):
         """Raises unless what is known of a layer's inputs is of this model, and enough for the method."""
         statistics, call = self.quantization_config.statistics, "BillfishConfig"
         if statistics is not None:
-            statistics.check_matrix(call, f"{path}.weight", (module.out_features, module.in_features), method)
+            plain = {path: (module.out_features, module.in_features)} if isinstance(module, torch.nn.Linear) else {}
+            for matrix, shape in (plain or stack_shapes(path, module)).items():
+                statistics.check_matrix(call, f"{matrix}.weight", shape, method)
         elif method == "gptq":
             raise FormatError(complaint(call, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
 
     def _check_names(self, model: Any) -> None:
         """Raises for names that no layer has: whoever wrote them meant one."""
         config = self.quantization_config
-        linears = [path for path, module in model.named_modules() if type(module) is torch.nn.Linear]
+        linears = [
+            path for path, module in model.named_modules() if type(module) is torch.nn.Linear or is_experts(module)
+        ]
         paths = [path for path, _ in model.named_modules()]
         unused = {
             "modules": [path for path in config.modules if path not in linears],
@@ -213,10 +252,10 @@ class BillfishQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")
-        return name == "weight" and path in self.chosen
+        return name in ("weight", "gate_up_proj", "down_proj") and path in self.chosen
 
     def get_quantize_ops(self) -> ConversionOps:
-        return QuantizeWeight(self.chosen, self.quantization_config.statistics)
+        return QuantizeWeight(self.chosen, self.stacks, self.quantization_config.statistics)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         if self.storage.intersection(converter.target_patterns):
@@ -224,7 +263,22 @@ class BillfishQuantizer(HfQuantizer):
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
+        for path, stacks in self.stacks.items():
+            module, settings = model.get_submodule(path), self.chosen[path]
+            gate, up, down = (stacks[part] for part in PROJECTIONS)
+            block = MarlinExperts.from_quantized(
+                gate,
+                up,
+                down,
+                plain_biases(module),
+                activation=activation_of(module),
+                activations=settings["activations"],
+                device=stacks["device"],
+            )
+            model.set_submodule(path, block.train(module.training))
+        self.stacks.clear()
+        keep_stacks(model)
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, Stored)}
         for layer in layers.values():
             if layer.is_packed:  # as soon as it was quantized
                 continue
@@ -237,15 +291,19 @@ class BillfishQuantizer(HfQuantizer):
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
         }
-        self.parallel = any(hasattr(layer, "mesh") for layer in layers.values())
+        self.parallel = any(hasattr(module, "mesh") for module in model.modules())
         if isinstance(self.quantization_config, LoadConfig):
             self.quantization_config.source = None  # the file may be closed
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        with torch.device("meta"):
+            skeleton = type(model)(model.config)
         for path, module in list(model.named_modules()):
             if isinstance(module, MarlinLinear):
                 model.set_submodule(path, module.to_linear(dtype or torch.float32))
+            elif isinstance(module, MarlinExperts):
+                model.set_submodule(path, to_plain(module, skeleton.get_submodule(path), dtype or torch.float32))
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -261,26 +319,50 @@ class BillfishQuantizer(HfQuantizer):
 
 
 class QuantizeWeight(ConversionOps):
-    """A Linear that has just been read becomes a MarlinLinear, and its weight is gone before the next one is read."""
+    """A Linear that has just been read becomes a MarlinLinear, and its weight is gone before the next one is read.
 
-    def __init__(self, chosen: dict[str, dict[str, Any]], statistics: Statistics | None) -> None:
-        self.chosen, self.statistics = chosen, statistics
+    Stacks of experts are quantized and kept in `stacks`: a module has several, and their biases come by themselves.
+    """
+
+    def __init__(
+        self, chosen: dict[str, dict[str, Any]], stacks: dict[str, dict[str, Any]], statistics: Statistics | None
+    ) -> None:
+        self.chosen, self.stacks, self.statistics = chosen, stacks, statistics
 
     def convert(  # type: ignore[override]  # transformers passes all by name, these among them
         self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: Any, **kwargs: Any
     ) -> dict[str, Any]:
         (value,) = input_dict.values()
-        path = full_layer_name.rpartition(".")[0]
+        path, _, name = full_layer_name.rpartition(".")
         linear = model.get_submodule(path)
+        if is_experts(linear):
+            self._convert_experts(path, name, linear, value[0] if isinstance(value, list) else value)
+            missing_keys.discard(full_layer_name)
+            return {}
         linear.weight = torch.nn.Parameter(value[0] if isinstance(value, list) else value, requires_grad=False)
-        settings = dict(self.chosen[path])
-        if self.statistics is not None:
-            name, shape = f"{path}.weight", tuple(linear.weight.shape)
-            settings["method"], known = self.statistics.settings("BillfishConfig", name, shape, settings["method"])
-            settings |= known
+        settings = {**self.chosen[path], **self._known(path, path, linear.weight.shape)}
         model.set_submodule(path, MarlinLinear.from_linear(linear, **settings))
         missing_keys.discard(full_layer_name)
         return {}
+
+    def _known(self, path: str, matrix: str, shape: Sequence[int]) -> dict[str, Any]:
+        """What is known of the inputs of a matrix or stack of a module, and the method that it is enough for."""
+        if self.statistics is None:
+            return {}
+        name, method = f"{matrix}.weight", self.chosen[path]["method"]
+        method, known = self.statistics.settings("BillfishConfig", name, tuple(shape), method)
+        return {"method": method, **known}
+
+    def _convert_experts(self, path: str, name: str, module: Any, numbers: torch.Tensor) -> None:
+        stacks = self.stacks.setdefault(path, {"device": numbers.device})
+        upright = numbers.transpose(1, 2) if module.is_transposed else numbers
+        parts = {"down_proj": upright}
+        if name == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), halves(upright, module), strict=True))
+        settings = {key: value for key, value in self.chosen[path].items() if key != "activations"}
+        for part, stack in parts.items():
+            stacks[part] = quantize(stack.cpu(), **{**settings, **self._known(path, f"{path}.{part}", stack.shape)})
+        setattr(module, name, torch.nn.Parameter(torch.empty_like(numbers, device="meta"), requires_grad=False))
 
 
 def load_model(
@@ -307,12 +389,13 @@ def load_model(
     kwargs.setdefault("dtype", config.dtype or torch.float32)
     with torch.device("meta"):
         skeleton = auto_class.from_config(config)
+    weights = with_stacks(skeleton, weights)
     places = find_places(skeleton, weights)
     if mesh is not None:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         plan = parallel.llama_plan(weights, kv_heads, mesh.size(), mesh.get_local_rank())
         shares = {p: plan[m] for p, n in places.names.items() if (m := n.removesuffix(".weight")) in plan}
-        places = Places(places.names, shares, mesh)
+        places = places._replace(shares=shares, mesh=mesh)
     model = type(skeleton).from_pretrained(
         None,
         config=config,

@@ -17,9 +17,20 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from billfish.about import ABOUT
 from billfish.checkpoints import Checkpoint, Description
 from billfish.checkpoints.names import model_config
+from billfish.checkpoints.stacks import by_stacks, is_stack
 from billfish.errors import CheckpointError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.nn import parallel
 from billfish.nn.torch import MarlinLinear
+from billfish.nn.torch_experts import (
+    PROJECTIONS,
+    ExpertStack,
+    MarlinExperts,
+    activation_of,
+    is_experts,
+    plain_stacks,
+    why_not,
+)
 from billfish.nn.torch_watch import to_torch
 from billfish.ops import dequantize
 from billfish.tensor import QuantizedTensor
@@ -29,9 +40,10 @@ from billfish.typing import Activations
 class Places(NamedTuple):
     """Where the matrices of a checkpoint go: for each layer its name in the checkpoint, and its share if it is cut."""
 
-    names: dict[str, str]
+    names: dict[str, str]  # stacks of experts by the paths that they will have, `P.experts.gate_proj`
     shares: parallel.Plan
     mesh: DeviceMesh | None
+    experts: tuple[str, ...] = ()  # paths of modules whose experts are all quantized
 
     @property
     def rank(self) -> int:
@@ -48,11 +60,52 @@ def find_places(model: Any, source: Checkpoint) -> Places:
             name = next((n for n in (own, prefix + own, own.removeprefix(prefix)) if n in source), None)
             if name is not None and source.describe(name).format is not None and len(source.describe(name).shape) == 2:
                 names[path] = name
-    return Places(names, {}, None)
+    experts = _expert_places(model, source)
+    return Places(
+        names | {path: name for block in experts.values() for path, name in block.items()}, {}, None, (*experts,)
+    )
+
+
+def _expert_places(model: Any, source: Checkpoint) -> dict[str, dict[str, str]]:
+    """For each module whose three stacks a checkpoint has in quantized formats: their paths, and their names there."""
+    found = {_own_name(model, name): name for name in source if is_stack(name) and source.describe(name).format}
+    blocks: dict[str, dict[str, str]] = {}
+    for path, module in model.named_modules():
+        names = {f"{path}.{part}": found.get(f"{path}.{part}.weight", "") for part in PROJECTIONS}
+        if is_experts(module) and all(names.values()) and not why_not(module):
+            blocks[path] = names
+    return blocks
+
+
+def _own_name(model: Any, name: str) -> str:
+    """The name that a model has for a tensor of its files, where files keep older names."""
+    renamings = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightRenaming)]
+    new, _ = rename_source_key(name, renamings, [], model.base_model_prefix, {})
+    return str(new)
+
+
+def with_stacks(model: Any, source: Checkpoint) -> Checkpoint:
+    """The same checkpoint with all experts as stacks, if they are quantized and the model has places for them."""
+    stacked = by_stacks(source)
+    wanted = [path for path, module in model.named_modules() if is_experts(module)]
+    return stacked if wanted and set(_expert_places(model, stacked)) == set(wanted) else source
+
+
+def keep_stacks(model: Any) -> None:
+    """Save stacks under their own names: transformers would take them for its parameters, and take those apart."""
+    stacks = [path for path, module in model.named_modules() if isinstance(module, ExpertStack)]
+
+    def is_theirs(conversion: Any) -> bool:
+        targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
+        return any(target.lstrip(".") in path for target in targets for path in stacks)
+
+    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [conversion for conversion in conversions if not is_theirs(conversion)]
 
 
 def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
-    """Raises for quantized matrices that are wanted by what is no Linear: embeddings, experts, GPT-2's Conv1D.
+    """Raises for quantized matrices that are wanted by what is no layer of ours: embeddings, GPT-2's Conv1D, and
+    experts that the file does not hold as stacks.
 
     from_pretrained reads arrays itself, could not decode these, and would leave random numbers in their place.
     """
@@ -80,6 +133,36 @@ def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
 def says_format(source: Checkpoint, name: str) -> bool:
     """Whether the file has an array beside a matrix that says its format, as files of layers have."""
     return any(part.rpartition(".")[2] == ABOUT for part in source.entry(name).parts)
+
+
+def make_experts(
+    module: torch.nn.Module, path: str, source: Checkpoint, places: Places, activations: Activations
+) -> MarlinExperts:
+    """A layer for the stacks of a checkpoint, or a share of them, in the place of `module`; weights are yet to come."""
+    stacks = []
+    for part, plain in zip(PROJECTIONS, plain_stacks(module), strict=True):
+        name, share = places.names[f"{path}.{part}"], places.shares.get(f"{path}.{part}")
+        about = source.describe(name)
+        assert about.format is not None
+        assert about.group_size is not None
+        if about.shape != tuple(plain.shape):
+            raise CheckpointError(complaint("load_model", name, f"shape {about.shape}", f"{tuple(plain.shape)}"))
+        count, n, k = about.shape
+        bias = bool(module.has_bias)
+        whole_row = about.group_size >= k and about.format.whole_row_groups
+        if share is not None:
+            size = share.span[1] - share.span[0]
+            n, k = (size, k) if share.style == "column" else (n, size)
+            bias = bias and (share.style == "column" or places.rank == 0)
+        group_size = -1 if whole_row else about.group_size
+        shape = count, n, k
+        stacks.append(
+            ExpertStack(shape, bias, format=about.format, group_size=group_size, device="meta", dtype=plain.dtype)
+        )
+    gate, up, down = stacks
+    if places.mesh is None or f"{path}.down_proj" not in places.shares:
+        return MarlinExperts(gate, up, down, activation_of(module), activations)
+    return parallel.ParallelExperts(gate, up, down, activation_of(module), activations).over(places.mesh)
 
 
 def make_layer(
@@ -147,6 +230,8 @@ def state_dict(weights: Checkpoint, places: Places) -> dict[str, Lazy]:
             tensor, index = weights[name], None
         else:
             tensor, index = parallel.read_share(weights, name.removesuffix(".weight"), share)
+        if isinstance(tensor, QuantizedExperts):
+            return dict(tensor.storage)
         assert isinstance(tensor, QuantizedTensor)
         order = tensor.permutation if index is None else index.astype(np.int32)
         return {**tensor.storage, **({} if order is None else {"permutation": order})}

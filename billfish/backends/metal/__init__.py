@@ -12,7 +12,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,16 @@ from numpy.typing import NDArray
 
 from billfish.activations import IntegerActivations
 from billfish.arrays import Input, MlxArrays
-from billfish.backends.base import Backend, NumpyBackend, Problem, Product
+from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, NumpyBackend, Problem, Product
+from billfish.backends.metal import experts
 from billfish.backends.metal.bridge import Kernels
-from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out
+from billfish.backends.metal.experts import MetalExperts
+from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, lay_out_experts
 from billfish.errors import BackendUnavailable
+from billfish.experts import QuantizedExperts
 from billfish.formats.meaning import decodes_plainly
+from billfish.gates import open_gate
+from billfish.routing import checked_ids, checked_routing
 from billfish.tensor import QuantizedTensor
 
 MLX = MlxArrays()
@@ -120,10 +125,34 @@ class MetalBackend(Backend):
         return [self._linear(product) for product in products]
 
     def _linear(self, product: Product) -> Any:
-        x, bias = product.x, product.bias
-        assert isinstance(x, Input)
-        added = None if bias is None else bias.source if bias.kind == "mlx" else x.like(bias.numpy())
-        return product.weights(x.source, added)
+        assert isinstance(product.x, Input)
+        return product.weights(product.x.source, self._beside(product.bias))
+
+    def pack_experts(self, stack: QuantizedExperts, place: str = "cpu") -> MetalExperts:
+        return MetalExperts(self.kernels, lay_out_experts(list(stack)).converted(MLX.from_numpy))
+
+    def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
+        x = product.x
+        return product.weights(x.source, self._beside(product.ids), self._beside(product.biases))
+
+    def experts(self, block: ExpertBlock, activations: str) -> Any:
+        return experts.block(
+            lambda x, weights, ids, biases, dtype: weights(x, ids, biases, dtype),
+            experts.open_gate,
+            block.x.source,
+            self._beside(block.ids),
+            self._beside(block.routing),
+            block.gate_up,
+            [self._beside(biases) for biases in block.gate_up_biases],
+            block.down,
+            self._beside(block.down_biases),
+            block.activation,
+        )
+
+    @staticmethod
+    def _beside(array: Input | None) -> Any:
+        """An argument as an MLX array."""
+        return None if array is None else array.source if array.kind == "mlx" else MLX.from_numpy(array.numpy())
 
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         target, weights = out.numpy(), tensor.made((self.name, out.place), lambda: self.pack(tensor)).weights
@@ -164,6 +193,29 @@ class EmulatorBackend(NumpyBackend):
         if len(rows) == 0:
             return np.empty((0, weights.shape[0]), rows.dtype)
         return self.kernels.multiply(rows, weights, bias)
+
+    def pack_experts(self, stack: QuantizedExperts, place: str = "cpu") -> MetalWeights:
+        return lay_out_experts(list(stack))
+
+    def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
+        x, ids = product.x.numpy(), checked_ids(product.ids, product.experts)
+        biases = None if product.biases is None else product.biases.numpy()
+        return product.x.like(experts.multiply(self.kernels, x, product.weights, ids, biases, x.dtype))
+
+    def experts(self, block: ExpertBlock, activations: str) -> Any:
+        y = experts.block(
+            partial(experts.multiply, self.kernels),
+            open_gate,
+            block.x.numpy(),
+            checked_ids(block.ids, block.experts),
+            checked_routing(block.routing),
+            block.gate_up,
+            [None if biases is None else biases.numpy() for biases in block.gate_up_biases],
+            block.down,
+            None if block.down_biases is None else block.down_biases.numpy(),
+            block.activation,
+        )
+        return block.x.like(y)
 
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         target, weights = out.numpy(), tensor.made((self.name, out.place), lambda: self.pack(tensor))

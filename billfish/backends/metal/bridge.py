@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.backends.metal.choose import choose, launch, up
+from billfish.backends.metal.choose import choose, choose_experts, launch, launch_experts, up
 from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
 
 FOLDER = Path(__file__).parent
@@ -28,9 +28,25 @@ KERNELS = {
     "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"]),
     "fused": ("marlin_gemm_fused_{}", "gemm_fused.metal", ["tiles.metal", "fused.metal"]),
     "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"]),
+    "gemv_experts": ("marlin_gemv_experts_{}", "gemv_experts.metal", ["matvec.metal", "experts.metal"]),
+    "gemm_experts": ("marlin_gemm_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"]),
+    "fused_experts": (
+        "marlin_gemm_fused_experts_{}",
+        "gemm_fused_experts.metal",
+        ["tiles.metal", "fused.metal", "experts.metal"],
+    ),
     "dequantize": ("dequant_{}", "dequantize.metal", ["tiles.metal"]),
 }
 PRODUCTS = ("gemv", "gemm", "fused", "striped")
+EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
+# What kernels are given beside the weights.
+INPUTS = {
+    **{kernel: ["x", *WEIGHT_INPUTS, "bias"] for kernel in PRODUCTS},
+    "gemv_experts": ["x", *WEIGHT_INPUTS, "bias", "ids"],
+    "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
+    "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
+    "dequantize": [*WEIGHT_INPUTS, "size"],
+}
 
 
 def library(array: Any) -> Any:
@@ -40,8 +56,15 @@ def library(array: Any) -> Any:
 
 def more_rows(x: Any) -> Any:
     """With rows of zeros behind, until there are 8 numbers; see layout.LEAST_SIZE."""
+    if x.size >= LEAST_SIZE:
+        return x
     xp, width = library(x), x.shape[-1]
     return xp.concatenate([x, xp.zeros((up(LEAST_SIZE - x.size, width), width), x.dtype)])
+
+
+def more_numbers(v: Any) -> Any:
+    """As `more_rows`, of a vector."""
+    return more_rows(v.reshape(1, -1)).reshape(-1)
 
 
 @cache
@@ -55,10 +78,9 @@ def kernel_arguments(kernel: str, name: str, axes: Axes) -> dict[str, Any]:
     pattern, body, headers = KERNELS[kernel]
     named = {"ELEMENT": axes.element, "SCALE": axes.scale, "OFFSET": axes.offset}
     axes_text = Template(source("format.metal")).substitute(named)
-    inputs = [*WEIGHT_INPUTS, "size"] if kernel == "dequantize" else ["x", *WEIGHT_INPUTS, "bias"]
     return {
         "name": pattern.format(name),
-        "input_names": inputs,
+        "input_names": INPUTS[kernel],
         "output_names": ["y"],
         "source": source(body),
         "header": "".join(map(source, ["decode.metal", "scales.metal", *headers])) + axes_text,
@@ -103,7 +125,7 @@ class Kernels:
         if x.size < LEAST_SIZE:
             return self.multiply(more_rows(x), w, bias, kernel)[:m]
         chosen = launch(kernel or choose(m, n, k, x.itemsize), m, n, k)
-        added = x if bias is None else bias if bias.size >= LEAST_SIZE else more_rows(bias.reshape(1, -1)).reshape(-1)
+        added = x if bias is None else more_numbers(bias)
         striped = chosen.kernel == "striped"
         template = {"T": x.dtype, "GROUP": w.group, **chosen.template}
         if not striped:
@@ -117,6 +139,46 @@ class Kernels:
             output_dtypes=[library(x).float32 if striped else x.dtype],
         )
         return self._reduce(y, added, bias is not None, x.dtype) if striped else y
+
+    def multiply_experts(
+        self,
+        x: Any,
+        w: MetalWeights,
+        ids: Any,
+        bias: Any = None,
+        *,
+        dtype: Any = None,
+        kernel: str | None = None,
+    ) -> Any:
+        """y [choices, N]: choice i is row i * len(x) // choices of x [rows, K] with expert ids[i] of W [E, N, K].
+
+        bias: [E, N]. dtype: of y; x's unless given. kernel: one of EXPERT_PRODUCTS; the best unless given.
+        A choice whose expert is not in the stack gets NaN. Nothing waits for the GPU: choices are sorted there.
+        """
+        xp, choices, (experts, n, k) = library(x), ids.shape[0], w.shape
+        chosen = launch_experts(kernel or choose_experts(choices, experts, x.itemsize), choices, experts, n, k)
+        template = {"T": x.dtype, "GROUP": w.group, "SHARE": choices // x.shape[0], "HAS_BIAS": bias is not None}
+        x = more_rows(x)
+        keys, routing = ids.astype(xp.uint32), []
+        if chosen.kernel != "gemv_experts":
+            order = xp.argsort(keys)
+            keys = keys[order]
+            routing = [more_numbers(order.astype(xp.uint32)), xp.array([choices], xp.int32)]
+        (y,) = self.product(chosen.kernel, w)(
+            inputs=[
+                x,
+                *(w.arrays[name] for name in WEIGHT_INPUTS),
+                x if bias is None else more_rows(bias),
+                more_numbers(keys),
+                *routing,
+            ],
+            template=list((template | chosen.template).items()),
+            grid=chosen.grid,
+            threadgroup=chosen.threadgroup,
+            output_shapes=[(choices, n)],
+            output_dtypes=[dtype or x.dtype],
+        )
+        return y
 
     def _reduce(self, partials: Any, bias: Any, has_bias: bool, dtype: Any) -> Any:
         slices, m, n = partials.shape
@@ -143,9 +205,11 @@ class Kernels:
         return y
 
     def dequantize(self, w: MetalWeights, dtype: Any) -> Any:
-        """W [N, K] in that type."""
-        n, k = w.shape
+        """W [N, K], or a stack [E, N, K], in that type."""
         xp = library(w.arrays["codes"])
+        if len(w.shape) == 3:
+            return xp.stack([self.dequantize(w.expert(e), dtype) for e in range(w.shape[0])])
+        n, k = w.shape
         (y,) = self.product("dequantize", w)(
             inputs=[*(w.arrays[name] for name in WEIGHT_INPUTS), xp.array([k], xp.int32)],
             template=[("T", dtype), ("GROUP", w.group)],

@@ -10,6 +10,8 @@ BUSY = 128
 
 TILE_N, TILE_K, THREADS = 64, 32, 128
 MATVEC_ROWS = 8
+# Rows of each expert, on average, from which on tiles are better: matvec reads the weights of an expert for each row.
+TILED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,18 @@ def choose(m: int, n: int, k: int, itemsize: int) -> str:
     return "striped" if tiles(m, n) < BUSY and k >= 8 * TILE_K else "gemm"
 
 
+def choose_experts(choices: int, experts: int, itemsize: int) -> str:
+    """The kernel for so many choices of a row of x and an expert.
+
+    gemv_experts   few rows for each expert
+    fused_experts  float32, as above
+    gemm_experts   everything else
+    """
+    if choices < TILED_ROWS * experts:
+        return "gemv_experts"
+    return "fused_experts" if itemsize == 4 else "gemm_experts"
+
+
 def tile_rows(m: int, least: int = 16) -> int:
     """Rows of a tile: no more than there are rows of x, so that little is multiplied in vain."""
     return next((rows for rows in (16, 32) if rows >= least and m <= rows), 64)
@@ -66,6 +80,16 @@ def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
         groups = min(count * slices, 4 * BUSY)
         return Dispatch(kernel, template | {"SLICES": slices}, (groups * THREADS, 1, 1), (THREADS, 1, 1))
     return Dispatch(kernel, template, (columns * THREADS, up(m, rows), 1), (THREADS, 1, 1))
+
+
+def launch_experts(kernel: str, choices: int, experts: int, n: int, k: int) -> Dispatch:
+    """How to launch it: matvec for each choice by itself, or tiles of about as many choices as an expert has."""
+    if kernel == "gemv_experts":
+        one = _gemv(1, n, k)
+        template = {name: value for name, value in one.template.items() if name != "ROWS"}
+        return Dispatch(kernel, template, (one.grid[0], choices, 1), one.threadgroup)
+    rows = tile_rows(up(choices, experts), least=32 if kernel == "fused_experts" else 16)
+    return Dispatch(kernel, {"TILE_M": rows}, (up(n, TILE_N) * THREADS, up(choices, rows), 1), (THREADS, 1, 1))
 
 
 def _gemv(m: int, n: int, k: int) -> Dispatch:

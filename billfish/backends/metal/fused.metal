@@ -7,8 +7,8 @@ namespace billfish {
 
 constexpr constant int FUSED_COLUMNS = 16;
 
-template <int TILE_M, typename T, typename W>
-METAL_FUNC void sum_tile_fused(const device T* x, int m, W w, int row0, int column0, threadgroup T* x_slab,
+template <int TILE_M, typename T, typename Rows, typename W>
+METAL_FUNC void sum_tile_fused(const device T* x, Rows rows, W w, int row0, int column0, threadgroup T* x_slab,
                                threadgroup T* staging, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
   constexpr int stride = Slab<T>::stride, word_k = W::word_k, pairs = word_k / 2;
   const int lane = index % 32;
@@ -19,8 +19,9 @@ METAL_FUNC void sum_tile_fused(const device T* x, int m, W w, int row0, int colu
 
   #pragma unroll
   for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  next_x.choose(rows, row0, index);
   for (int k0 = 0; k0 < w.k; k0 += TILE_K) {
-    next_x.fetch(x, m, w.k, row0, k0, index);
+    next_x.fetch(x, w.k, k0, index);
     run.fetch(w, column0 + lane % FUSED_COLUMNS, k0 + lane / FUSED_COLUMNS * RUN_K, k0 == 0);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the last slab
     next_x.put(x_slab, index);

@@ -9,7 +9,7 @@ const int row0 = threadgroup_position_in_grid.y * TILE_M, column0 = threadgroup_
 
 simdgroup_matrix<float, 8, 8> sums[TILE_M / 16 * 4];
 const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
-sum_tile<TILE_M>(x, m, w, row0, column0, 0, k, x_slabs, w_slabs, index, sums);
+sum_tile<TILE_M>(x, AllRows{m}, w, row0, column0, 0, k, x_slabs, w_slabs, index, sums);
 threadgroup_barrier(mem_flags::mem_threadgroup);  // the slabs become scratch memory
-store_sums<TILE_M / 16, 4, HAS_BIAS>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y, bias, m, n,
+store_sums<TILE_M / 16, 4, HAS_BIAS>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y, bias, AllRows{m}, n,
                                      row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);

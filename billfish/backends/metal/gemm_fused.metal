@@ -9,7 +9,7 @@ const int column0 = threadgroup_position_in_grid.x * TILE_N + part * FUSED_COLUM
 
 simdgroup_matrix<float, 8, 8> sums[TILE_M / 4];
 const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
-sum_tile_fused<TILE_M>(x, m, w, row0, column0, x_slab, staging + part * 64, index, sums);
+sum_tile_fused<TILE_M>(x, AllRows{m}, w, row0, column0, x_slab, staging + part * 64, index, sums);
 threadgroup_barrier(mem_flags::mem_threadgroup);  // the slab becomes scratch memory
-store_sums<TILE_M / 8, 2, HAS_BIAS>(sums, (threadgroup float*)x_slab + part * 128, y, bias, m, n, row0, column0,
+store_sums<TILE_M / 8, 2, HAS_BIAS>(sums, (threadgroup float*)x_slab + part * 128, y, bias, AllRows{m}, n, row0, column0,
                                     index % 32);

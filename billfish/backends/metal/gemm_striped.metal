@@ -21,9 +21,9 @@ for (int entry = first; entry < last; entry++) {
   const int tile = entry / SLICES, slice = entry % SLICES;
   const int row0 = tile % row_tiles * TILE_M, column0 = tile / row_tiles * TILE_N;
   const int k_begin = min(slice * slice_k, k), k_end = min(k_begin + slice_k, k);
-  sum_tile<TILE_M>(x, m, w, row0, column0, k_begin, k_end, x_slabs, w_slabs, index, sums);
+  sum_tile<TILE_M>(x, AllRows{m}, w, row0, column0, k_begin, k_end, x_slabs, w_slabs, index, sums);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the slabs become scratch memory
-  store_sums<TILE_M / 16, 4, false>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y + long(slice) * m * n, x, m, n,
-                                    row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);
+  store_sums<TILE_M / 16, 4, false>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y + long(slice) * m * n, x,
+                                    AllRows{m}, n, row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // and slabs again
 }

@@ -11,15 +11,4 @@ float sums[ROWS * COLUMNS] = {0};
 const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
 sum_columns<ROWS, COLUMNS>(x, m, w, column0 + lane * COLUMNS, k_begin, k_end, scratch + part * ROWS * 32, lane, sums);
 
-for (int r = 0; r < ROWS; r++) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int c = 0; c < COLUMNS; c++) scratch[(part * 32 + lane) * COLUMNS + c] = sums[r * COLUMNS + c];
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = part * 32 + lane; i < 32 * COLUMNS; i += 32 * SIMDGROUPS) {
-    if (r < m && column0 + i < n) {
-      float sum = scratch[i];
-      for (int s = 1; s < SIMDGROUPS; s++) sum += scratch[s * 32 * COLUMNS + i];
-      y[long(r) * n + column0 + i] = T(HAS_BIAS ? sum + float(bias[column0 + i]) : sum);
-    }
-  }
-}
+store_columns<ROWS, COLUMNS, SIMDGROUPS, HAS_BIAS>(sums, scratch, y, bias, m, n, column0, part, lane);

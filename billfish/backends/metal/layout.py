@@ -6,12 +6,14 @@
     offsets  [groups, N]              zero points or minimums, of any type
     factor   float32 []               of the whole tensor
 
+A stack of E experts has these planes one behind the other, [E, ...], in one array each.
+
 This is the layout of `fp4`, `u4`, `u4b8` and `u8b128` already; the others are re-ordered, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,10 +46,13 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)
 class MetalWeights:
-    """W [N, K] for the kernels. The arrays are NumPy's or MLX's; `group` is 0 where one scale serves all of K."""
+    """W [N, K], or a stack of them [E, N, K], for the kernels. `group` is 0 where one scale serves all of K.
+
+    The arrays are NumPy's or MLX's.
+    """
 
     name: str  # of the format
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     group: int
     axes: Axes
     arrays: dict[str, Any]
@@ -61,6 +66,11 @@ class MetalWeights:
         """The same with arrays of another library; what was one array stays one."""
         made = {id(a): convert(a) for a in self.arrays.values()}
         return replace(self, arrays={name: made[id(a)] for name, a in self.arrays.items()})
+
+    def expert(self, index: int) -> MetalWeights:
+        """One matrix of a stack, on the same memory."""
+        arrays = {id(a): a[index] for a in self.arrays.values()}
+        return replace(self, shape=self.shape[1:], arrays={name: arrays[id(a)] for name, a in self.arrays.items()})
 
 
 def element_axis(element: Element) -> str | None:
@@ -109,6 +119,17 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     arrays["factor"] = np.asarray(planes["global_scale"] if meaning(format) in E4M3_SCALES else 1, np.float32)
     axes = Axes(element, axis, kind)
     return MetalWeights(format.name, (n, k), 0 if tensor.group_size >= k else tensor.group_size, axes, arrays)
+
+
+def lay_out_experts(tensors: Sequence[QuantizedTensor]) -> MetalWeights:
+    """A stack of matrices of one format and shape, each as :func:`lay_out` has it."""
+    experts = [lay_out(tensor) for tensor in tensors]
+    first, stacked = experts[0], dict[str, Array]()
+    for name, array in first.arrays.items():
+        alias = next((other for other in stacked if first.arrays[other] is array), None)
+        stacked[name] = np.stack([one.arrays[name] for one in experts]) if alias is None else stacked[alias]
+    stacked["factor"] = np.pad(stacked["factor"], (0, max(LEAST_SIZE - len(experts), 0)))
+    return replace(first, shape=(len(experts), *first.shape), arrays=stacked)
 
 
 def _group_planes(format: Format, planes: Planes) -> tuple[str, Array, str, Array | None]:

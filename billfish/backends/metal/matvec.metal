@@ -71,4 +71,23 @@ METAL_FUNC void sum_columns(const device T* x, int m, W w, int column, int k_beg
   }
 }
 
+// The sums of all slices, added up in their order, to y [m, n] with the bias, rounded once. `part` is which slice is in `sums`;
+// `scratch` is for 32 * COLUMNS floats of each.
+template <int ROWS, int COLUMNS, int SIMDGROUPS, bool HAS_BIAS, typename T, typename B>
+METAL_FUNC void store_columns(thread const float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m,
+                              int n, int column0, int part, int lane) {
+  for (int r = 0; r < ROWS; r++) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int c = 0; c < COLUMNS; c++) scratch[(part * 32 + lane) * COLUMNS + c] = sums[r * COLUMNS + c];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int i = part * 32 + lane; i < 32 * COLUMNS; i += 32 * SIMDGROUPS) {
+      if (r < m && column0 + i < n) {
+        float sum = scratch[i];
+        for (int s = 1; s < SIMDGROUPS; s++) sum += scratch[s * 32 * COLUMNS + i];
+        y[long(r) * n + column0 + i] = T(HAS_BIAS ? sum + float(bias[column0 + i]) : sum);
+      }
+    }
+  }
+}
+
 }  // namespace billfish

@@ -20,19 +20,38 @@ struct alignas(sizeof(T)) Four {
   T v[4];
 };
 
-// ---- x [m, k]: each thread moves TILE_M / 16 runs of four
+// ---- which rows tiles are made of: there are kinds of it, and this is all rows of x, in their order
+
+struct AllRows {
+  int m;
+
+  METAL_FUNC bool has(int row) const thread { return row < m; }
+  METAL_FUNC int source(int row) const thread { return row; }  // the row of x
+  METAL_FUNC int target(int row) const thread { return row; }  // the row of y
+};
+
+// ---- x [.., k]: each thread moves TILE_M / 16 runs of four
 
 template <int TILE_M, typename T>
 struct InputRuns {
   vec<T, 4> runs[TILE_M / 16];
+  int sources[TILE_M / 16];  // rows of x; -1 where there is none
 
-  METAL_FUNC void fetch(const device T* x, int m, int k, int row0, int k0, int index) thread {
-    const int at = k0 + index % 8 * 4;  // K is a multiple of 4: a run is inside or outside as a whole
+  template <typename Rows>
+  METAL_FUNC void choose(Rows rows, int row0, int index) thread {
     #pragma unroll
     for (int i = 0; i < TILE_M / 16; i++) {
       const int row = row0 + index / 8 + 16 * i;
+      sources[i] = rows.has(row) ? rows.source(row) : -1;
+    }
+  }
+
+  METAL_FUNC void fetch(const device T* x, int k, int k0, int index) thread {
+    const int at = k0 + index % 8 * 4;  // K is a multiple of 4: a run is inside or outside as a whole
+    #pragma unroll
+    for (int i = 0; i < TILE_M / 16; i++) {
       Four<T> four = {{T(0), T(0), T(0), T(0)}};
-      if (row < m && at < k) four = *(const device Four<T>*)(x + long(row) * k + at);
+      if (sources[i] >= 0 && at < k) four = *(const device Four<T>*)(x + long(sources[i]) * k + at);
       runs[i] = vec<T, 4>(four.v[0], four.v[1], four.v[2], four.v[3]);
     }
   }
@@ -109,9 +128,9 @@ METAL_FUNC void multiply_slabs(const threadgroup T* x_rows, const threadgroup T*
 
 // Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_MATRICES floats for each simdgroup, because
 // which lane holds which number of a simdgroup matrix is nobody's promise.
-template <int ROW_MATRICES, int COLUMN_MATRICES, bool HAS_BIAS, typename T, typename B>
+template <int ROW_MATRICES, int COLUMN_MATRICES, bool HAS_BIAS, typename T, typename B, typename Rows>
 METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
-                           const device B* bias, int m, int n, int row0, int column0, int lane) {
+                           const device B* bias, Rows rows, int n, int row0, int column0, int lane) {
   constexpr int width = 8 * COLUMN_MATRICES;
   #pragma unroll
   for (int i = 0; i < ROW_MATRICES; i++) {
@@ -120,8 +139,8 @@ METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgro
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int e = lane; e < 8 * width; e += 32) {
       const int row = row0 + 8 * i + e / width, column = column0 + e % width;
-      if (row < m && column < n) {
-        y[long(row) * n + column] = T(HAS_BIAS ? scratch[e] + float(bias[column]) : scratch[e]);
+      if (rows.has(row) && column < n) {
+        y[long(rows.target(row)) * n + column] = T(HAS_BIAS ? scratch[e] + float(bias[column]) : scratch[e]);
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -132,9 +151,9 @@ METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgro
 
 // One tile of x @ W.T over k from k_begin to k_end. While one pair of buffers is multiplied, the next is on its way through
 // registers to the other: one barrier for each TILE_K.
-template <int TILE_M, typename T, typename W>
-METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, int k_begin, int k_end, threadgroup T* x_slabs,
-                         threadgroup T* w_slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
+template <int TILE_M, typename T, typename Rows, typename W>
+METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int column0, int k_begin, int k_end,
+                         threadgroup T* x_slabs, threadgroup T* w_slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
   constexpr int stride = Slab<T>::stride;
   const int simdgroup_row = index / 64 * (TILE_M / 2), simdgroup_column = index / 32 % 2 * 32;
   const int column = index % TILE_N, run = index / TILE_N * RUN_K;  // what this thread decodes
@@ -143,7 +162,8 @@ METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, i
 
   #pragma unroll
   for (int i = 0; i < TILE_M / 16 * 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-  next_x.fetch(x, m, w.k, row0, k_begin, index);
+  next_x.choose(rows, row0, index);
+  next_x.fetch(x, w.k, k_begin, index);
   next_w.fetch(w, column0 + column, k_begin + run, true);
   next_x.put(x_slabs, index);
   next_w.put(w_slabs + column * stride + run, k_begin + run, w.k);
@@ -152,7 +172,7 @@ METAL_FUNC void sum_tile(const device T* x, int m, W w, int row0, int column0, i
     threadgroup_barrier(mem_flags::mem_threadgroup);  // this buffer is full, and nobody reads the other any more
     const bool more = k0 + TILE_K < k_end;
     if (more) {
-      next_x.fetch(x, m, w.k, row0, k0 + TILE_K, index);
+      next_x.fetch(x, w.k, k0 + TILE_K, index);
       next_w.fetch(w, column0 + column, k0 + TILE_K + run, false);
     }
     multiply_slabs<TILE_M / 16, 4>(x_slabs + (buffer * TILE_M + simdgroup_row) * stride,
