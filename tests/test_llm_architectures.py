@@ -75,6 +75,14 @@ def test_quantized_weights_give_the_logits_of_their_numbers(folder_of, name, for
     assert close(load(tmp_path / "quantized", device="cpu").logits(TOKENS), expected)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "phi3"])
+def test_quantize_does_what_the_command_does(folder_of, name, tmp_path):
+    bf.quantize_checkpoint(folder_of(name), tmp_path / "out", "q4_0")
+    model = load(folder_of(name), device="cpu", quantize="q4_0")
+    assert "q4_0" in model.decoder.kernels
+    assert_same_bits(model.logits(TOKENS), load(tmp_path / "out", device="cpu").logits(TOKENS))
+
+
 def test_gpt_oss_as_it_is_published(tmp_path):
     """Its experts are MXFP4, and not a bit of them changes."""
     made, _ = gpt_oss_folder(tmp_path / "in")

@@ -62,10 +62,8 @@ def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Fiel
         value = config.get(name, config.get(OTHER_NAMES.get(name, name)))
         if value is not None or name in EXPERTS:
             fields[field] = _number(name, value)
-        elif name == "attn_logit_softcapping" and model_type == "gemma2":
-            fields[field] = 0.0  # none: without a field, it would be 50
-        elif name == "final_logit_softcapping" and model_type == "gemma2":
-            fields[field] = 0.0
+        elif name in CAPS and model_type == "gemma2":
+            fields[field] = 0.0  # none: without a field, llama.cpp has caps of its own
     if model_type in QUERY_SIZES:
         fields["attention.scale"] = float(
             _number("query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256)) ** -0.5

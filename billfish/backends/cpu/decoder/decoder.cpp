@@ -79,8 +79,8 @@ class Pass {
  public:
   Pass(const Level& level, const DecoderKernels& kernels, const DecoderShape& shape, const std::vector<Rotation>& rotations,
        const std::vector<Passage>& passages, int digits, float* x, double* seconds, const Observe& observe)
-      : level_(level), kernels_(kernels), s_(shape), digits_(digits), rotations_(rotations), places_(places_of(passages)), blocks_(query_blocks(passages, shape)),
-        m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
+      : level_(level), kernels_(kernels), s_(shape), digits_(digits), rotations_(rotations), places_(places_of(passages)),
+        blocks_(query_blocks(passages, shape)), m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
         hidden_(level, m_, s_.hidden, digits), attended_(level, m_, q_size_, digits), opened_(level, m_, s_.feed_forward, digits),
         q_(size_t(m_ * q_size_)), k_(size_t(m_ * kv_size_)), v_(k_.size()), out_(q_.size()), gate_(size_t(m_ * s_.feed_forward)),
         up_(gate_.size()), added_(size_t(m_ * s_.hidden)),
@@ -246,11 +246,13 @@ class Pass {
   void add_shared(const Layer& layer, int64_t number, const float* shared_gate) {
     std::vector<float> more(added_.size());
     open_and_close(layer, number, more.data());
-    for (int64_t row = 0; row < m_; row++) {
-      double score = 0;
-      for (int64_t i = 0; i < s_.hidden; i++) score += double(normal_[size_t(row * s_.hidden + i)]) * double(shared_gate[i]);
-      add_to(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
-    }
+    parallel_for(m_, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; row++) {
+        double score = 0;
+        for (int64_t i = 0; i < s_.hidden; i++) score += double(normal_[size_t(row * s_.hidden + i)]) * double(shared_gate[i]);
+        add_to(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
+      }
+    });
   }
 
   const Level& level_;
