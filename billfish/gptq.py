@@ -107,6 +107,7 @@ def _factorize(a: Doubles) -> None:
             patches[row, : row + 1] -= np.matmul(patches[p, row].T, patches[p, : row + 1])
 
 
+@np.errstate(all="ignore")  # a scale that overflows is reported once the whole tensor is done
 def _round_rows(
     format: Format, w: NDArray[np.float32], planes: Planes, group_size: int, carry: Carry
 ) -> NDArray[np.uint8]:

@@ -225,3 +225,8 @@ def test_what_is_no_hessian_is_refused(hessian, error, message):
 def test_a_hessian_is_for_gptq(method):
     with pytest.raises(bf.FormatError, match=f"hessian: got a value; takes none for method '{method}'"):
         bf.quantize(gaussian((4, 64)), "q4_0", method=method, hessian=hessian_of(64))
+
+
+def test_a_scale_that_overflows_is_refused_as_ever():
+    with pytest.raises(bf.DataError, match="scale overflows float16"):
+        bf.quantize(gaussian((5, 64)) * np.float32(1e7), "q4_0", method="gptq", hessian=hessian_of(64))
