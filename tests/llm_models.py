@@ -107,7 +107,7 @@ def write_model(path: Path, small: Small) -> dict[str, np.ndarray]:
             "IQ4_NL",
             "IQ4_XS",
             "NVFP4",
-        ):  # the library does not quantize to these, or not so well
+        ):  # the library does not quantize to these, or worse
             tensor = bf.quantize(values.astype(np.float32), ggml_names()[kind])
             data = tensor.storage["blocks"]
             if kind == "NVFP4":
