@@ -103,7 +103,11 @@ def write_model(path: Path, small: Small, more: dict[str, np.ndarray] | None = N
         if name in small.without:
             return
         type_ = gguf.GGMLQuantizationType[kind]
-        if kind.endswith("_K") or kind in ("IQ4_NL", "NVFP4"):  # the library does not quantize to these, or not so well
+        if kind.endswith("_K") or kind in (
+            "IQ4_NL",
+            "IQ4_XS",
+            "NVFP4",
+        ):  # the library does not quantize to these, or worse
             tensor = bf.quantize(values.astype(np.float32), ggml_names()[kind])
             data = tensor.storage["blocks"]
             if kind == "NVFP4":
