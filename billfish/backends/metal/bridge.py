@@ -152,8 +152,8 @@ class Kernels:
     ) -> Any:
         """y [choices, N]: choice i is row i * len(x) // choices of x [rows, K] with expert ids[i] of W [E, N, K].
 
-        bias: [E, N]. dtype: of y; x's unless given. kernel: one of EXPERT_PRODUCTS; the best unless given. A choice whose
-        expert is not in the stack gets NaN. Nothing waits for the GPU: choices are sorted there.
+        bias: [E, N]. dtype: of y; x's unless given. kernel: one of EXPERT_PRODUCTS; the best unless given.
+        A choice whose expert is not in the stack gets NaN. Nothing waits for the GPU: choices are sorted there.
         """
         xp, choices, (experts, n, k) = library(x), ids.shape[0], w.shape
         chosen = launch_experts(kernel or choose_experts(choices, experts, x.itemsize), choices, experts, n, k)
