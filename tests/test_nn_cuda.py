@@ -21,6 +21,7 @@ except BackendUnavailable as error:
     pytest.skip(str(error), allow_module_level=True)
 
 from billfish.nn.torch import MarlinLinear  # noqa: E402
+from billfish.nn.torch_experts import MarlinExperts  # noqa: E402
 
 FORMATS = pytest.mark.parametrize("format", ["fp4", "u4", "nvfp4", "q4_0", "q4_k"])
 
@@ -219,3 +220,28 @@ def test_merged_models():
         graph.replay()
         assert torch.equal(captured, merged(tokens[:1, :1], use_cache=False).logits)
     assert merged.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("format", ["u4b8", "mxfp4"])
+def test_experts_there_and_back(format):
+    """Values, gradients for x and the routing weights, and the bits of storage."""
+    shapes = ((6, 128, 256), (6, 128, 256), (6, 256, 128))
+    stacks = [bf.quantize(gaussian(shape, i) / np.float32(8), format) for i, shape in enumerate(shapes)]
+    layer = MarlinExperts.from_quantized(*stacks)
+    bits = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    x, weights = torch.from_numpy(gaussian((20, 256), 3)).half(), torch.rand(20, 2)
+    ids = torch.stack([torch.randperm(6)[:2] for _ in range(20)])
+    results = []
+    for place in ("cpu", "cuda"):
+        layer.to(place)
+        leaves = x.to(place).requires_grad_(), weights.to(place).requires_grad_()
+        y = layer(leaves[0], ids.to(place), leaves[1])
+        y.float().square().sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(layer(leaves[0], ids.to(place), leaves[1]), y)
+        results.append([y.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    for here, there in zip(*results, strict=True):
+        torch.testing.assert_close(there, here, rtol=2e-2, atol=2e-2 * float(here.abs().max()))
+    layer.to("cpu")
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor, bits[name])
