@@ -39,6 +39,7 @@ class BackendUnavailable(BillfishError, RuntimeError):
 
 
 LONGEST = 400  # characters of each part of a message
+NEAR = 0.6  # the likeness of words that may be meant for each other
 
 
 def complaint(call: str, argument: str, got: object, takes: str) -> str:
@@ -67,5 +68,11 @@ def printable(text: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown word: the nearest known one, or nothing where none is near."""
-    near = difflib.get_close_matches(word.lower(), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matcher = difflib.SequenceMatcher(b=word.lower())
+
+    def likeness(one: str) -> float:
+        matcher.set_seq1(one)
+        return matcher.ratio()
+
+    nearest = max(known, key=likeness, default="")  # the first of several that are equally near
+    return f"; did you mean {nearest!r}?" if likeness(nearest) >= NEAR else ""

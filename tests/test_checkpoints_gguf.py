@@ -274,7 +274,7 @@ def write_unread(path: Path, kinds: list[str], seed: int = 0) -> None:
 
 
 def test_types_that_are_not_read_are_listed(tmp_path, capsys):
-    assert {"IQ2_XXS", "TQ1_0", "Q8_K", "IQ4_XS", "Q1_0"} <= set(UNREAD)
+    assert {"IQ2_XXS", "TQ1_0", "Q8_K", "IQ3_XXS", "Q1_0"} <= set(UNREAD)
     write_unread(tmp_path / "m.gguf", UNREAD)
     ck = bf.load(tmp_path / "m.gguf")
     assert list(ck) == [*UNREAD, "plain", "q4_0"]
@@ -346,7 +346,7 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     assert main(["run", str(path), "-p", "a"]) == 2
     takes = (
         "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
-        "Q3_K, F32, F16, BF16"
+        "Q3_K, IQ4_XS, F32, F16, BF16"
     )
     expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's IQ2_XXS; {takes}\n"
     assert capsys.readouterr().err == expected

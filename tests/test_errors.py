@@ -103,12 +103,12 @@ CASES = [
     (
         lambda: bf.quantize(W[0], "q4_0"),
         bf.ShapeError,
-        "[quantize] w: got shape (64,); takes a matrix [N, K] with N > 0",
+        "[quantize] w: got shape (64,); takes a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0",
     ),
     (
         lambda: bf.quantize(W[:0], "q4_0"),
         bf.ShapeError,
-        "[quantize] w: got shape (0, 64); takes a matrix [N, K] with N > 0",
+        "[quantize] w: got shape (0, 64); takes a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0",
     ),
     (
         lambda: bf.quantize(W[:, :33], "q4_0"),
@@ -231,7 +231,11 @@ CASES = [
         "[from_planes] codes: got a NoneType; takes a uint8 array",
     ),
     # dequantize
-    (lambda: bf.dequantize(W), bf.DTypeError, "[dequantize] q: got a ndarray; takes a QuantizedTensor"),
+    (
+        lambda: bf.dequantize(W),
+        bf.DTypeError,
+        "[dequantize] q: got a ndarray; takes a QuantizedTensor, or QuantizedExperts",
+    ),
     (
         lambda: bf.dequantize(Q, "int8"),
         bf.DTypeError,

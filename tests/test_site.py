@@ -30,7 +30,7 @@ UNNAMED = {
     "billfish.ModelReport": {"replaced"},
     "billfish.get_format": {"call"},
     "billfish.load_into": {"activations", "progress"},
-    "billfish.quantize_model": {"group_size", "method", "activations", "progress"},
+    "billfish.quantize_model": {"group_size", "activations", "progress"},
     "billfish.register": {"cls"},
     "billfish.nn.transformers.BillfishConfig": {"quant_method"},
     "billfish.nn.transformers.load_model": {"auto_class", "activations"},

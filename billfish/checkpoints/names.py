@@ -101,7 +101,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     fields = checkpoint.metadata
     if fields.get("general.architecture") not in ARCHITECTURES:
         got = f"architecture {fields.get('general.architecture')!r}"
-        raise UnknownModel(complaint(CALL, str(checkpoint.path), got, " or ".join(ARCHITECTURES)))
+        raise UnknownModel(complaint(CALL, str(checkpoint.path), got, ", ".join(ARCHITECTURES)))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
         new = model_name(name, str(fields["general.architecture"]))

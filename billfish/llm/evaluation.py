@@ -30,11 +30,11 @@ class Evaluation:
 
     tokens: int
     loss: float  # of the true token: -log p
-    loss_error: float
+    loss_error: float  # the standard error of `loss`
     divergence: float | None = None  # KL(other || model): what is lost by predicting with this model instead
-    divergence_error: float | None = None
+    divergence_error: float | None = None  # of `divergence`
     same_best: float | None = None  # how often both think the same token likeliest
-    same_best_error: float | None = None
+    same_best_error: float | None = None  # of `same_best`
 
     @property
     def perplexity(self) -> float:
