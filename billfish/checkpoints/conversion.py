@@ -18,7 +18,8 @@ from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.writers import TARGETS, check_export, export
 from billfish.checkpoints.writers.base import Target
-from billfish.checkpoints.writers.plan import Quantization, Rule, Settings
+from billfish.checkpoints.writers.plan import Settings
+from billfish.checkpoints.writers.quantization import Quantization, Rule
 from billfish.errors import DataError, FormatError, complaint
 from billfish.format import Format, get_format
 from billfish.progress import OnProgress

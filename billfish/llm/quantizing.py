@@ -14,7 +14,7 @@ from billfish.checkpoints.checkpoint import load
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
-from billfish.checkpoints.writers.plan import Quantization, Rule
+from billfish.checkpoints.writers.quantization import Quantization, Rule
 from billfish.errors import DataError, FormatError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format

@@ -1,11 +1,12 @@
 """Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
-plan      what becomes of each tensor, from headers, scales and offsets
-target    how it is called and laid out there
-source    what the input is, so that no output is made of two
-engine    the bytes to disk, in such a way that being killed costs nothing
-partial   the folder that they are collected in, and whether it is ours
-lock      one writer for each output
+quantization  which tensors are quantized, and to which format
+plan          what becomes of each tensor, from headers, scales and offsets
+target        how it is called and laid out there
+source        what the input is, so that no output is made of two
+engine        the bytes to disk, in such a way that being killed costs nothing
+partial       the folder that they are collected in, and whether it is ours
+lock          one writer for each output
 """
 
 from __future__ import annotations

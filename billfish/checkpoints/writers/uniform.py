@@ -15,7 +15,7 @@ from billfish.checkpoints.recast import Misfit
 from billfish.checkpoints.stacks import one_by_one
 from billfish.checkpoints.words import WORD_GROUPS
 from billfish.checkpoints.writers.base import Item, Misplaced, Target
-from billfish.checkpoints.writers.plan import SENSITIVE
+from billfish.checkpoints.writers.quantization import SENSITIVE
 from billfish.format import Format, Planes
 
 WHOLE_ROWS = -1  # as a group size
