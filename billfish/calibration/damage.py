@@ -21,7 +21,7 @@ from billfish.calibration.bits import BitPlan, Choice, Matrix, choose_formats, p
 from billfish.calibration.statistics import Statistics
 from billfish.calibration.text import named_text, windows_of
 from billfish.checkpoints.checkpoint import load as load_checkpoint
-from billfish.checkpoints.writers.plan import Quantization
+from billfish.checkpoints.writers.quantization import Quantization
 from billfish.checkpoints.writers.source import identity
 from billfish.errors import DataError, complaint
 from billfish.experts import QuantizedExperts
@@ -31,8 +31,9 @@ from billfish.llm.config import read_config
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model import load
 from billfish.llm.source import open_source
-from billfish.ops import dequantize, quantize
+from billfish.ops import dequantize
 from billfish.progress import Progress
+from billfish.quantizing import quantize
 from billfish.tensor import QuantizedTensor
 
 CALL = "quantize"

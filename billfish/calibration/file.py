@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from billfish.calibration import imatrix
-from billfish.calibration.statistics import CALL, InputStatistics, Statistics, model_digest
+from billfish.calibration.inputs import CALL, InputStatistics
+from billfish.calibration.statistics import Statistics, model_digest
 from billfish.checkpoints.container import MappedFile, Stored, open_safetensors, parse_json
 from billfish.checkpoints.writers.base import Spec, safetensors_header
 from billfish.checkpoints.writers.engine import OutputFile, Piece

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from billfish.calibration.statistics import CALL, InputStatistics, Statistics
+from billfish.calibration.inputs import CALL, InputStatistics
+from billfish.calibration.statistics import Statistics
 from billfish.calibration.sums import Sums
 from billfish.checkpoints.hyperparameters import ARCHITECTURE_OF
 from billfish.errors import DataError, DTypeError, complaint

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from billfish.calibration.statistics import CALL, InputStatistics, Statistics
+from billfish.calibration.inputs import CALL, InputStatistics
+from billfish.calibration.statistics import Statistics
 from billfish.checkpoints.container import MappedFile, check_count
 from billfish.checkpoints.gguf import Metadata, open_gguf
 from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32

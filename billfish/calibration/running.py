@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.calibration.file import About, Inputs, Part, check_suffix, output_file
-from billfish.calibration.statistics import CALL, InputStatistics, Statistics
+from billfish.calibration.inputs import CALL, InputStatistics
+from billfish.calibration.statistics import Statistics
 from billfish.calibration.sums import Sums
 from billfish.calibration.text import named_text, windows_of
 from billfish.checkpoints.writers.engine import Output, write

@@ -6,84 +6,32 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from billfish.calibration.inputs import InputStatistics, refused
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.names import EMBEDDING, HEAD, gguf_name, model_name
 from billfish.checkpoints.writers.source import digest_of
-from billfish.errors import DataError, complaint
 
-CALL = "calibrate"
 LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 STACK = re.compile(r"(.+\.experts)\.(gate|up|down)_proj\.weight")
 ONE_OF_STACK = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
-
-
-@dataclass(frozen=True, eq=False)
-class InputStatistics:
-    """Sums over the inputs x [K] of a matrix, or of each of E experts of a stack.
-
-    squares: of x^2, float64 [K] or [E, K].
-    counts: how many x there were, int64 [] or [E].
-    outer: of x x^T, float32 [K, K] or [E, K, K]; None where it was not asked for.
-    """
-
-    squares: NDArray[np.float64]
-    counts: NDArray[np.int64]
-    outer: NDArray[np.float32] | None = None
-
-    def check(self, name: str, call: str = CALL) -> None:
-        """Raises unless the sums are such as inputs have. `outer` is only looked at where it is used: it is large."""
-        *experts, k = self.squares.shape or (0,)
-        shapes = [self.counts.shape == tuple(experts), len(experts) <= 1 and k > 0]
-        if self.outer is not None:
-            shapes.append(self.outer.shape == (*experts, k, k))
-        if not all(shapes):
-            got = (
-                f"squares {self.squares.shape}, counts {self.counts.shape}, outer {getattr(self.outer, 'shape', None)}"
-            )
-            raise _refused(call, name, got, "[K], [] and [K, K], or the same for E experts")
-        if not np.isfinite(self.squares).all() or (self.squares < 0).any():
-            raise _refused(call, name, "sums of squares that are negative or not finite", "numbers from 0 on")
-        if (self.counts < 0).any() or not (self.counts > 0).any():
-            raise _refused(call, name, f"{int(self.counts.sum())} tokens", "at least one")
-
-    def importance(self, expert: int | None = None) -> NDArray[np.float32]:
-        """The mean square of each input: [K], or [E, K] for all experts. An expert that saw no token gets the mean of
-        the others'."""
-        return self._mean(self.squares, expert).astype(np.float32)
-
-    def hessian(self, name: str, call: str = CALL, expert: int | None = None) -> NDArray[np.float32]:
-        """The mean of x x^T: [K, K] or [E, K, K], of experts as :meth:`importance`. Raises unless there is one."""
-        if self.outer is None:
-            takes = "statistics with X^T X: `billfish calibrate --hessian`, or calibrate(..., hessian=True)"
-            raise _refused(call, name, "mean squares alone", takes)
-        mean: NDArray[np.float32] = self._mean(self.outer, expert)
-        if not np.isfinite(mean).all():
-            raise _refused(call, name, "X^T X with numbers that are not finite", "finite numbers")
-        return mean
-
-    def _mean(self, sums: NDArray[Any], expert: int | None) -> NDArray[Any]:
-        if self.counts.ndim == 0:
-            return sums / sums.dtype.type(self.counts)
-        if expert is None:
-            return np.stack([self._mean(sums, i) for i in range(len(self.counts))])
-        if self.counts[expert]:
-            return sums[expert] / sums.dtype.type(self.counts[expert])
-        seen = np.flatnonzero(self.counts)
-        return sum((self._mean(sums, int(i)) for i in seen), np.zeros_like(sums[0])) / sums.dtype.type(len(seen))
 
 
 class Statistics(Mapping[str, InputStatistics]):
     """Statistics of the inputs of a model's matrices, by their names: those of GGUF, of a folder, or of a module.
 
     Matrices that multiply the same inputs, as q, k and v do, share one InputStatistics.
+
+    architecture: of the model, GGUF's or the configuration's name of its kind; "" where nobody knows it.
+    shapes: [N, K] of each matrix; None where nobody knows them. llama.cpp's files know neither.
+    window: tokens that saw each other.
+    texts: names of the texts.
+    run: a digest of all that the statistics were computed from.
     """
 
     def __init__(
@@ -96,9 +44,6 @@ class Statistics(Mapping[str, InputStatistics]):
         texts: Sequence[str] = (),
         run: str = "",
     ) -> None:
-        """architecture, shapes: the model that they are of: GGUF's or the configuration's name of its kind, and the
-        shape [N, K] of each matrix; llama.cpp's files know neither. window: tokens that saw each other. texts: names.
-        run: what they were computed from, as a digest."""
         self._inputs = dict(inputs)
         self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
         self.shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
@@ -155,13 +100,13 @@ class Statistics(Mapping[str, InputStatistics]):
         """Raises if they are of another kind of model, or of layers that a model with these tensors does not have."""
         if self.architecture and architecture and self.architecture != architecture:
             got, takes = f"those of a model of kind {self.architecture!r}", f"those of this model, of {architecture!r}"
-            raise _refused(call, "statistics", got, takes)
+            raise refused(call, "statistics", got, takes)
         layers = {int(found[1]) for name in names if (found := LAYER_NAME.match(name))}
         for name in self:
             found = LAYER_NAME.match(name)
             if found and layers and int(found[1]) not in layers:
                 got, takes = "statistics of a matrix that is not there", f"those of a model of {len(layers)} layers"
-                raise _refused(call, name, got, takes)
+                raise refused(call, name, got, takes)
 
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
         """Raises unless these are statistics of a model with such a matrix, enough for the method."""
@@ -170,21 +115,21 @@ class Statistics(Mapping[str, InputStatistics]):
             stack = f"{one[1]}.{one[3]}"
             experts = self[stack].counts.size if stack in self else 0
             if int(one[2]) >= experts:
-                raise _refused(call, name, f"statistics of {experts} experts", "statistics of this model")
+                raise refused(call, name, f"statistics of {experts} experts", "statistics of this model")
             self.check_matrix(call, stack, (experts, *shape), method)
             return
         if name not in self:
             if not _may_be_missing(name):
                 got, takes = "no statistics of its inputs", f"statistics of this model; these know {self._examples()}"
-                raise _refused(call, name, got, takes)
+                raise refused(call, name, got, takes)
             return
         known, expected = self[name], self.shapes.get(self._own(name), ())
         if len(shape) == 2 and expected not in ((), tuple(shape)):
-            raise _refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
+            raise refused(call, name, f"statistics of {expected}", f"statistics of this model, where it is {shape}")
         wanted = (shape[0], shape[2]) if len(shape) == 3 else (shape[-1],)
         if known.squares.shape != wanted and not _is_flat_stack(known, shape):
             got = f"statistics of {known.squares.shape[-1]} inputs, counts {known.counts.shape}"
-            raise _refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
+            raise refused(call, name, got, f"statistics of this model, where it is {tuple(shape)}")
         if method == "gptq" and known.outer is None:
             known.hessian(name, call)
 
@@ -260,7 +205,3 @@ def _may_be_missing(name: str) -> bool:
 def _is_flat_stack(known: InputStatistics, shape: Sequence[int]) -> bool:
     """Whether the numbers of all experts lie in one row, as in files of llama.cpp that do not know their count."""
     return len(shape) == 3 and known.counts.ndim == 0 and known.squares.size == shape[0] * shape[2]
-
-
-def _refused(call: str, name: str, got: str, takes: str) -> DataError:
-    return DataError(complaint(call, name, got, takes))

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
-from billfish.calibration.statistics import InputStatistics
+from billfish.calibration.inputs import InputStatistics
 
 ROWS = 256  # of x that are added up before they come to the sums
 SQUARE = 512  # rows of X^T X that are mirrored at a time

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from billfish.calibration.inputs import CALL
 from billfish.calibration.running import TOKENS, Calibration
-from billfish.calibration.statistics import CALL, Statistics
+from billfish.calibration.statistics import Statistics
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.errors import BillfishError, DataError, complaint
 

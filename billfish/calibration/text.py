@@ -6,7 +6,7 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from billfish.calibration.statistics import CALL
+from billfish.calibration.inputs import CALL
 from billfish.errors import DataError, complaint
 from billfish.files import read_text
 from billfish.tokenizer import Tokenizer
