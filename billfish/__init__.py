@@ -35,7 +35,7 @@ from billfish.errors import (
 from billfish.expert_ops import expert_linear, experts
 from billfish.experts import QuantizedExperts
 from billfish.format import FORMATS, Format, get_format, register
-from billfish.ops import dequantize, gemm_w4a8, prepack, quantize, quantized_linear, quantized_linears
+from billfish.ops import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
 from billfish.packing import (
     pack_fp4_weights,
     pack_s4_weights,
@@ -44,6 +44,7 @@ from billfish.packing import (
     unpack_s4_weights,
     unpack_u4_weights,
 )
+from billfish.quantizing import quantize
 from billfish.tensor import QuantizedTensor
 from billfish.version import __version__ as __version__
 

@@ -23,7 +23,7 @@ from billfish.typing import ArrayT, Method
 
 
 class QuantizeBlocks(Protocol):
-    """x [..., K] -> blocks, uint8 [..., bytes]; method as in billfish.quantize."""
+    """x [..., K] -> blocks, uint8 [..., bytes]; method "rtn" or "mse", as in billfish.quantize."""
 
     @overload
     def __call__(self, x: NDArray[Any], method: Method = "rtn") -> NDArray[np.uint8]: ...
@@ -49,7 +49,7 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
             raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
         *leading, k = taken.shape
         format.check_k(call, k)
-        check_method(call, method)
+        check_method(call, method, takes_hessian=False)
         row_bytes = format.storage_spec(1, k, format.default_group_size)["blocks"].nbytes
         rows = taken.numpy().reshape(math.prod(leading), k)
         if len(rows) == 0:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from billfish.arrays import Input, float_dtype, float_input
 from billfish.errors import ShapeError, complaint
 from billfish.ops import dequantize
-from billfish.quantizing import quantize_matrix
+from billfish.quantizing import check_method, quantize_matrix
 from billfish.tensor import QuantizedTensor
 from billfish.typing import ArrayT, FloatType, Method
 
@@ -33,7 +33,7 @@ def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "mse")
     """w_kn [K, N] -> FP4 codes uint32 [K/8, N], scales float16 [K/g, N].
 
     group_size: how many consecutive weights along K share a scale, the g of the shapes.
-    method: as in `bf.quantize`.
+    method: "mse" or "rtn", as in `bf.quantize`.
     """
     return _pack("pack_fp4_weights", w_kn, "fp4", group_size, method)
 
@@ -136,6 +136,7 @@ def _pack(call: str, w_kn: Any, format: str, group_size: int, method: str, **opt
     taken = float_input(call, "w_kn", w_kn)
     if len(taken.shape) != 2 or taken.shape[1] == 0:
         raise ShapeError(complaint(call, "w_kn", f"shape {taken.shape}", "a matrix [K, N] with N > 0"))
+    check_method(call, method, takes_hessian=False)
     tensor = quantize_matrix(call, "w_kn", taken.numpy().T, format, group_size, method, options)
     return tuple(taken.like(np.array(array)) for array in tensor.storage.values())  # the tensor's own are read-only
 

@@ -1,22 +1,77 @@
-"""A matrix to a QuantizedTensor, where the matrix is: in CPU memory, or on a GPU."""
+"""Numbers to quantized weights, where the numbers are: in CPU memory, or on a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.arrays import FLOATS, Input
+from billfish.arrays import FLOATS, Input, float_input
 from billfish.backends import BACKENDS, Problem
 from billfish.device_array import DeviceArray
 from billfish.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.experts import QuantizedExperts
 from billfish.format import METHODS, Format, Planes, get_format
 from billfish.gptq import quantize_gptq
 from billfish.tensor import LaterStorage, QuantizedTensor
+from billfish.typing import AnyArray, FormatLike, Method
 
 ASYMMETRY = 1e-3  # of the largest number of the diagonal: sums in float32 may differ by their order
 ASYMMETRY_ROWS = 256
+
+
+def quantize(
+    w: AnyArray,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedTensor:
+    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+
+    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
+    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
+
+    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
+    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
+
+    group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
+    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
+    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
+    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
+    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
+    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
+    also [E, K, K].
+    options: zero_point="integer" | "fractional" for u4.
+    """
+    taken = float_input("quantize", "w", w)
+    weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
+    if weights.ndim not in (2, 3) or 0 in weights.shape[:-1]:
+        takes = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
+        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", takes))
+    if weights.ndim == 2:
+        return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
+    known = [_of_each(importance, 1, weights.shape[0]), _of_each(hessian, 2, weights.shape[0])]
+    matrices = [
+        quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
+        for e, own in enumerate(zip(*known, strict=True))
+    ]
+    return cast("QuantizedTensor", QuantizedExperts.from_tensors(matrices))
+
+
+def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
+    """What is known of the inputs of each expert: its own, or the same for all."""
+    if known is None or len(known.shape) == axes:
+        return [known] * experts
+    if known.shape[0] != experts:
+        raise ShapeError(complaint("quantize", "w", f"{known.shape[0]} experts' inputs for {experts}", "one for each"))
+    return [known[e] for e in range(experts)]
 
 
 def quantize_matrix(
@@ -123,7 +178,9 @@ def _packed_there(format: Format, planes: Planes, group_size: int, options: dict
     return QuantizedTensor.packed_only(format, (n, k), group_size, {(backend.name, place): packed}, storage)
 
 
-def check_method(call: str, method: str) -> None:
-    """Raises unless there is such a method."""
-    if method not in METHODS:
-        raise FormatError(complaint(call, "method", repr(method), " or ".join(map(repr, METHODS))))
+def check_method(call: str, method: str, *, takes_hessian: bool = True) -> None:
+    """Raises unless there is such a method. GPTQ is only for calls that take a Hessian."""
+    known = [repr(name) for name in METHODS if takes_hessian or name != "gptq"]
+    if repr(method) not in known:
+        elsewhere = "; bf.quantize takes 'gptq', with hessian=" if method == "gptq" else ""
+        raise FormatError(complaint(call, "method", repr(method), " or ".join(known) + elsewhere))

@@ -168,6 +168,16 @@ CASES = [
         "[pack_s4_weights] w_kn: got nan at row 2, k 5; takes finite numbers",
     ),
     (
+        lambda: bf.pack_u4_weights(W.T, method="gptq"),
+        bf.FormatError,
+        "[pack_u4_weights] method: got 'gptq'; takes 'rtn' or 'mse'; bf.quantize takes 'gptq', with hessian=",
+    ),
+    (
+        lambda: bf.quantize_q4_0(W, method="gptq"),
+        bf.FormatError,
+        "[quantize_q4_0] method: got 'gptq'; takes 'rtn' or 'mse'; bf.quantize takes 'gptq', with hessian=",
+    ),
+    (
         lambda: bf.unpack_u4_weights(PACKED, SCALES, SCALES[:1]),
         bf.ShapeError,
         "[unpack_u4_weights] zeros: got shape (1, 4); takes (2, 4), ceil(K/32) x N for N=4, K=64",
@@ -405,7 +415,7 @@ CASES = [
     (
         lambda: bf.quantize_q4_0(W[:0], method="x"),
         bf.FormatError,
-        "[quantize_q4_0] method: got 'x'; takes 'rtn' or 'mse' or 'gptq'",
+        "[quantize_q4_0] method: got 'x'; takes 'rtn' or 'mse'",
     ),
     (
         lambda: bf.dequantize(Q, out=torch.empty(1, 64).expand(4, 64)),

@@ -25,7 +25,8 @@ from billfish.experts import QuantizedExperts
 from billfish.format import Format, get_format
 from billfish.nn import base
 from billfish.nn.mlx_decode import decode, round_activations
-from billfish.ops import dequantize, quantize, quantized_linear
+from billfish.ops import dequantize, quantized_linear
+from billfish.quantizing import quantize
 from billfish.tensor import QuantizedTensor, check_permutation
 from billfish.typing import Activations, AnyArray, FormatLike, Method
 

@@ -18,7 +18,8 @@ from billfish.experts import QuantizedExperts
 from billfish.format import get_format
 from billfish.nn.mlx import MarlinLinear
 from billfish.nn.mlx_decode import decode, round_activations
-from billfish.ops import dequantize, quantize
+from billfish.ops import dequantize
+from billfish.quantizing import quantize
 from billfish.typing import Activations, FormatLike, Method
 
 ARRAYS = MlxArrays()

@@ -17,7 +17,8 @@ from billfish.nn.torch_operator import LINEAR
 from billfish.nn.torch_stored import Stored
 from billfish.nn.torch_watch import order_array, to_torch
 from billfish.nn.torch_weights import ORDER, Packed, packed_beside
-from billfish.ops import dequantize, quantize, quantized_linear
+from billfish.ops import dequantize, quantized_linear
+from billfish.quantizing import quantize
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations, AnyArray, FormatLike, Method
 from billfish.watched import is_watched, wants_gradient, wants_numbers_alone

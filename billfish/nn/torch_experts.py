@@ -23,7 +23,8 @@ from billfish.nn import base
 from billfish.nn.torch_operator_experts import EXPERTS, run_block
 from billfish.nn.torch_stored import Stored
 from billfish.nn.torch_watch import to_torch
-from billfish.ops import dequantize, quantize
+from billfish.ops import dequantize
+from billfish.quantizing import quantize
 from billfish.typing import Activations, FormatLike, Gate, Method
 from billfish.watched import is_watched, wants_gradient
 

@@ -42,8 +42,7 @@ from billfish.nn.torch_experts import (
     why_not,
 )
 from billfish.nn.torch_stored import Stored
-from billfish.ops import quantize
-from billfish.quantizing import check_method
+from billfish.quantizing import check_method, quantize
 from billfish.typing import Activations, FormatName, Method
 
 try:

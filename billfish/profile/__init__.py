@@ -25,9 +25,9 @@ from billfish.files import write_atomically
 from billfish.format import Format, get_format
 from billfish.info import cpu_name, version_of
 from billfish.machine import available_cores
-from billfish.ops import quantize
 from billfish.profile.counts import Count, count_mlx, count_ours, kernels_for, mlx_counts
 from billfish.profile.operations import Operations, count_operations
+from billfish.quantizing import quantize
 from billfish.tables import print_table
 from billfish.version import __version__
 

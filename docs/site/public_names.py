@@ -36,7 +36,10 @@ GROUPS = {
         r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|expert_ops|backends(?!\.cpu\.(packed|experts)))",
     ),
     "formats": ("Formats", r"billfish\.(format|formats|elements|scales|storage)\."),
-    "weights": ("Weights", r"billfish\.(ops|tensor|experts|packing|blocks|arrays|backends\.cpu\.(packed|experts))\."),
+    "weights": (
+        "Weights",
+        r"billfish\.(ops|quantizing|tensor|experts|packing|blocks|arrays|backends\.cpu\.(packed|experts))\.",
+    ),
 }
 ORDER = ("weights", "products", "formats", "layers", "calibration", "checkpoints", "models", "errors")
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from billfish.errors import BackendUnavailable
 from billfish.format import Format, Planes, get_format
-from billfish.ops import dequantize, quantize
+from billfish.ops import dequantize
+from billfish.quantizing import quantize
 from billfish.tensor import QuantizedTensor
 
 Floats = NDArray[np.float32]
