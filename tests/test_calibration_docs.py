@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from llm_models import Small, write_model
 
+from billfish.calibration import damage
+from billfish.calibration.bits import BitPlan
 from billfish.calibration.running import INPUTS, TOKENS, WINDOW
 from billfish.calibration.text import default_text
 from billfish.cli import parser
@@ -30,9 +32,23 @@ def test_the_examples_run(tmp_path, monkeypatch, example):
 
 def test_the_commands_are_there():
     lines = re.findall(r"^    (billfish .*?)(?: +#.*)?$", PAGE, re.MULTILINE)
-    assert len(lines) == 6
+    assert len(lines) == 9
     for line in lines:
         parser().parse_args(shlex.split(line)[1:])
+
+
+def test_the_plan_is_one(tmp_path):
+    [sample] = re.findall(r"```\n(# .*?)```", PAGE, re.DOTALL)
+    (tmp_path / "plan").write_text(sample)
+    plan = BitPlan.load(tmp_path / "plan")
+    assert [plan.format, *plan.keep.values()] == ["iq4_nl", "q8_0", "q5_0"]
+    assert re.search(next(iter(plan.keep)), "blk.29.ffn_down.weight")
+
+
+def test_the_numbers_of_a_plan_are_those_of_the_code():
+    assert f"passes of {damage.TOKENS} tokens in windows of {damage.WINDOW}" in PAGE
+    *first, last = (f"`{name}`" for name in damage.FORMATS)
+    assert f"the choice is among {', '.join(first)} and {last}." in PAGE
 
 
 def test_the_sizes_are_those_of_the_code():
