@@ -30,7 +30,9 @@ Doubles = NDArray[np.float64]
 
 PATCH = 48
 SLICE_ROWS = 10 * PATCH  # at most: so many that NumPy's overhead for each column does not show
-DAMPING = 0.1  # of the mean of the diagonal, added to it: what calibration does not show is not nothing
+# Added to the diagonal of H: so much of its mean, as what calibration does not show is not nothing; and so much of
+# itself. Which inputs are large is much the same in all texts; which go together is less so, and counts for less.
+DAMPING, DOUBT = 0.1, 0.5
 
 
 class Carry(NamedTuple):
@@ -39,7 +41,7 @@ class Carry(NamedTuple):
     order: NDArray[np.intp]  # [K of the matrix], the columns in which order they are rounded
     factors: Doubles  # [K, K], strictly lower: G_ji / G_jj
     weights: Doubles  # [K]: G_jj^2
-    damping: float  # what was added to the diagonal of H
+    damping: Doubles  # [K]: what was added to the diagonal of H
 
 
 @with_known_floats
@@ -75,11 +77,13 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     """G of a Hessian [K, K] that is finite and symmetric; raises if it is not positive."""
     diagonal = np.diagonal(hessian).astype(np.float64)
     k, order = len(diagonal), np.argsort(-diagonal, kind="stable")
-    damping = DAMPING * float(diagonal.mean()) or 1.0  # of nothing but zeros, all columns are alike
+    least = DAMPING * float(diagonal.mean()) or 1.0  # of nothing but zeros, all columns are alike
     padded = _whole_patches(k)
+    damping = np.zeros(padded)
+    damping[:k] = DOUBT * diagonal[order] + least
     g = np.eye(padded)
     g[:k, :k] = hessian[np.ix_(order, order)]
-    g[np.arange(k), np.arange(k)] += damping
+    g[np.arange(padded), np.arange(padded)] += damping
     try:
         _factorize(g)
     except np.linalg.LinAlgError:
@@ -154,7 +158,7 @@ def _round_rows(
 def _errors(wrong: Doubles, residual: Doubles, carry: Carry) -> Doubles:
     """d H d^T of each column d of `wrong` [K, n], where `residual` is target - q."""
     damped = np.einsum("k,kn,kn->n", carry.weights, residual, residual)
-    return damped - carry.damping * np.einsum("kn,kn->n", wrong, wrong)
+    return damped - np.einsum("k,kn,kn->n", carry.damping, wrong, wrong)
 
 
 def _carried(factors: Doubles, wrong: Doubles) -> Doubles:

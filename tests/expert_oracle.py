@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import billfish as bf
 from billfish.activations import quantize_activations
+from billfish.backends.cpu.packed import FLOAT_CODES
 
 Numbers = NDArray[Any]
 
@@ -25,6 +26,12 @@ def random_routing(rng: np.random.Generator, tokens: int, chosen: int, experts: 
     ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]) if tokens else np.empty((0, chosen))
     weights = rng.random((tokens, chosen)).astype(np.float32) + np.float32(0.1)
     return ids.astype(np.int32), weights / weights.sum(axis=1, keepdims=True)
+
+
+def activations_of(w: Any, activations: str, backend: str) -> str:
+    """How a backend sees x beside w: the CPU's kernels round it only beside codes that stand for integers."""
+    in_floats = backend == "cpu" and bf.prepack(w).axes.codes in FLOAT_CODES
+    return "exact" if in_floats else activations
 
 
 def seen(x: Numbers, activations: str) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from support import assert_same_bits, gaussian, multiply
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.gates import GATES
 from billfish.machine import with_known_floats
 
 if not torch.set_flush_denormal(False):
@@ -137,9 +138,25 @@ def test_decoder(level, threads):
         packed = backend.pack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
         return packed.description, packed.data, None, None
 
-    decoder = _cpu.Decoder(level, hidden, 2, 1, head_size, hidden, 1e-6, False, False, [0.1] * (head_size // 2))
+    decoder = _cpu.Decoder(
+        level=level,
+        hidden=hidden,
+        heads=2,
+        kv_heads=1,
+        head_size=head_size,
+        feed_forward=hidden,
+        epsilon=1e-6,
+        query_scale=head_size**-0.5,
+        residual_scale=1.0,
+        attention_cap=0.0,
+        logit_cap=0.0,
+        adjacent=False,
+        gate=GATES.index("silu"),
+        joint_norms=False,
+        rotations=[([0.1] * (head_size // 2), 1.0)],
+    )
     sizes = (hidden, head_size, head_size, hidden, hidden, hidden, hidden)
-    decoder.add_layer(ones, ones, None, None, [matrix(n, hidden) for n in sizes])
+    decoder.add_layer([ones, ones, *[None] * 5], 0, 0, [matrix(n, hidden) for n in sizes], None)
     decoder.set_head(ones, matrix(100, hidden))
     x = gaussian((rows, hidden)) * np.float32(2.0**-130)
 

@@ -14,7 +14,7 @@ from test_device_array import on_device
 
 import billfish as bf
 from billfish.format import Format
-from billfish.gptq import DAMPING
+from billfish.gptq import DAMPING, DOUBT
 from billfish.quantizing import quantize_matrix
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
@@ -39,7 +39,7 @@ def textbook(format: Format, w: np.ndarray, searched: bf.QuantizedTensor, hessia
     group = format.group_values(searched.planes)
     diagonal = np.diagonal(hessian).astype(np.float64)
     order = np.argsort(-diagonal, kind="stable")
-    damped = hessian.astype(np.float64) + DAMPING * diagonal.mean() * np.eye(len(hessian))
+    damped = hessian.astype(np.float64) + np.diag(DOUBT * diagonal + DAMPING * diagonal.mean())
     factor = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
     left = w.astype(np.float64)[:, order]
     values = np.empty_like(w)

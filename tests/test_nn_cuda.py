@@ -234,7 +234,7 @@ def test_experts_there_and_back(format):
     results = []
     for place in ("cpu", "cuda"):
         layer.to(place)
-        leaves = x.to(place).requires_grad_(), weights.to(place).requires_grad_()
+        leaves = [tensor.to(place).detach().requires_grad_() for tensor in (x, weights)]
         y = layer(leaves[0], ids.to(place), leaves[1])
         y.float().square().sum().backward()
         with torch.no_grad():

@@ -73,7 +73,7 @@ def test_quantizing_on_the_h200():
     text, seconds = page("docs/cuda.md"), {}
     for record in recorded("quantize_h200.json")["records"]:
         seconds.setdefault(record["format"], {})[record["method"]] = record["seconds"]
-    assert len(seconds) == 4
+    assert len(seconds) == 8
     for format, by_method in seconds.items():
         assert f"| {format} | {by_method['rtn']:.1f} | {by_method['mse']:.1f} |" in text
 
@@ -88,3 +88,12 @@ def test_calls_on_the_h200():
     for name, written in names.items():
         cells = [f"{milli[name][w]:.2f} ({milli['float16'][w] / milli[name][w]:.2f})" for w in ("eager", "graph")]
         assert f"| {written} | {' | '.join(cells)} |" in text
+
+
+def test_experts_on_the_h200():
+    text = page("docs/cuda.md")
+    records = recorded("experts_h200.json")["records"]
+    assert [record["tokens"] for record in records] == [1, 4, 16, 64, 256, 1024, 4096]
+    for record in records:
+        ours, dense = 1e3 * record["seconds"], 1e3 * record["seconds_dense"]
+        assert re.search(rf"^\| {record['tokens']} \| .* \| {ours:.3f} \| .*\| {dense:.3f}", text, re.MULTILINE)

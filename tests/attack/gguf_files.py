@@ -84,10 +84,12 @@ class Gguf:
 
 
 def add(file: Gguf, name: str, kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> None:
-    """A tensor whose bytes are random, with scales that are numbers."""
+    """A tensor whose bytes are random, with scales that are numbers and divisors that are positive."""
     about = GGML_TYPES[TYPES[kind]]
     count = int(np.prod(shape, dtype=np.int64)) // about.block_size
-    if kind == "F32":
+    if name == "rope_freqs.weight":
+        content = rng.uniform(1, 8, count).astype("<f4").tobytes()
+    elif kind == "F32":
         content = rng.standard_normal(count).astype("<f4").tobytes()
     else:
         blocks = rng.integers(0, 256, (count, about.block_bytes), np.uint8)

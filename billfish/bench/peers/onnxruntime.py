@@ -28,10 +28,11 @@ class OnnxRuntime(Peer):
 
     def computes(self, case: Case) -> Case:
         """The case itself; or, for 4-bit formats that it lacks, 4-bit integers in float arithmetic, where the format
-        hardly matters. With int8 arithmetic it does, and there is no such stand-in."""
+        hardly matters. With int8 arithmetic it does, and there is no such stand-in. The stand-in's groups are u4b8's,
+        32 to 128."""
         if case.format.name in INTEGERS or case.format.element.bits != 4 or case.activations == "q8":
             return case
-        return case.restated("u4b8", max(32, case.group_size))
+        return case.restated("u4b8", min(max(32, case.group_size), 128))
 
     def label(self, case: Case) -> str:
         computes = self.computes(case)
