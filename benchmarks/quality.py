@@ -1,4 +1,4 @@
-"""What calibration buys, format by format and method by method: the tables of docs/quality.md.
+"""What calibration buys, format by format and method by method: the table of docs/calibration.md.
 
     pip install --no-deps gensim==4.4.0
     python benchmarks/quality.py [--tokens 20480] [--formats q4_0,fp4:32] [--json FILE]
