@@ -211,7 +211,7 @@ def test_a_wrong_result_is_no_result(monkeypatch):
     [
         (
             ["--formats", "q4_7"],
-            f"[bench] format: got 'q4_7'; takes one of {', '.join(bf.FORMATS)}; did you mean 'q4_k'?",
+            f"[bench] format: got 'q4_7'; takes one of {', '.join(bf.FORMATS)}; did you mean 'q4_0'?",
         ),
         (["--formats", "u4b8:7"], "[bench] group_size: got 7; takes 32, 64, 128 or -1 (all of K) for u4b8"),
         (["--formats", "u4b8:big"], "[bench] --formats: got 'u4b8:big'; takes a name that `billfish formats` lists, "),
