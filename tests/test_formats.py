@@ -366,7 +366,7 @@ def test_no_name_stands_for_two_formats():
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("q4_2", "q4_k"), ("MXPF4", "mxfp4"), ("uint4b9", "uint4b8"), ("none", None)]
+    ("name", "near"), [("q4_2", "q4_0"), ("MXPF4", "mxfp4"), ("uint4b9", "uint4b8"), ("none", None)]
 )
 def test_an_unknown_name_gets_the_nearest(name, near):
     with pytest.raises(bf.FormatError) as caught:
