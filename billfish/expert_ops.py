@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,9 +202,16 @@ def _packed(stack: Stack, backend: Backend, x: Input) -> Any:
 def _packed_gate_up(stacks: Sequence[Stack], backend: Backend, x: Input) -> Sequence[Any]:
     own = [stack for stack in stacks if isinstance(stack, QuantizedExperts)]
     if len(own) == len(stacks):
-        first, *rest = own  # a pair is kept with its first stack, under the second
-        key = backend.name, x.place, "gate_up", *rest
-        together = first.made(key, lambda: backend.pack_gate_up(own, x.place))
+        first, *rest = own  # a pair is kept with its first stack, until that comes with another second one
+        key = backend.name, x.place, "gate_up"
+
+        def pack() -> tuple[list[weakref.ref[QuantizedExperts]], Sequence[Any] | None]:
+            return list(map(weakref.ref, rest)), backend.pack_gate_up(own, x.place)
+
+        beside, together = first.made(key, pack)
+        if [stack() for stack in beside] != rest:
+            first._made.pop(key, None)
+            _, together = first.made(key, pack)
         if together is not None:
             return together
     return [_packed(stack, backend, x) for stack in stacks]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import expert_models
@@ -25,6 +27,7 @@ from billfish.nn.torch_experts import (
     plain_stacks,
     to_plain,
 )
+from billfish.nn.torch_operator_experts import EXPERTS
 from billfish.nn.transformers import BillfishConfig, load_model
 
 BY_MODEL = pytest.mark.parametrize("name", CONFIGS)
@@ -230,6 +233,30 @@ def test_compiled_without_a_break(gradient):
         assert x.grad.abs().sum() > 0
 
 
+def test_derivatives_within_autocast_are_those_without():
+    """Autocast rounds no product with decoded weights."""
+    block, (x, ids, weights) = layer(), routing()
+    found = []
+    for enabled in (False, True):
+        leaf = x.clone().requires_grad_()
+        block.zero_grad()
+        y = block(leaf, ids, weights)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.square().sum().backward()
+        found.append([leaf.grad, *(p.grad for p in block.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_the_operator_is_as_torch_wants_operators(biases):
+    """Shapes, strides and gradients that compilers are told, for x whose columns lie one after the other."""
+    block, (x, ids, weights) = layer(biases), routing()
+    tensors = [tensor for stack in block.stacks for tensor in stack.storage]
+    about = [s.format for s in block.stacks], [s.group_size for s in block.stacks], "silu", "exact"
+    turned = x.t().contiguous().t().requires_grad_()
+    torch.library.opcheck(EXPERTS, (turned, ids, weights, tensors, *(s.bias for s in block.stacks), *about))
+
+
 @pytest.mark.parametrize("copied", ["state dict", "pickle", "deepcopy", "torch.save"])
 def test_copies_have_the_same_bits(copied):
     block, given = layer(), routing()
@@ -267,6 +294,17 @@ def test_writes_are_noticed():
     after = block(*given)
     assert not torch.equal(after, before)
     assert_near(after, dense(block, *given))
+
+
+def test_what_was_made_of_former_contents_is_gone():
+    block, given = layer(), routing()
+    block(*given)
+    former = [weakref.ref(stack._weights.stack()) for stack in block.stacks]
+    for stack in block.stacks:
+        stack.blocks[:, :, :2] = 0
+        block(*given)
+    gc.collect()
+    assert [ref() for ref in former] == [None, None, None]
 
 
 def test_states_that_do_not_fit_are_refused():

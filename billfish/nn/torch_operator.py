@@ -5,7 +5,7 @@ The tensors are those of a layer (billfish.nn.torch_weights): its storage, or it
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,6 +65,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """For products with decoded weights, which autocast would round: derivatives may be taken within it."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     """d/dx is gradient @ W, in float32 on the decoded weights. Integer activations pass gradients straight through."""
     wide = gradient.float()
@@ -72,10 +77,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[0]:
         shape = ctx.out_features, ctx.in_features
         w = DEQUANTIZE(ctx.weights, ctx.format, ctx.group_size, *shape, ctx.form)
-        device = gradient.device.type
-        # A compiler derives within autocast, which would round W.
-        plain = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
-        with plain:
+        with without_autocast(gradient.device.type):
             for_x = (wide @ w).to(gradient.dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
         for_bias = wide.reshape(-1, ctx.out_features).sum(0).to(ctx.bias_dtype)

@@ -17,6 +17,7 @@ from billfish.expert_ops import experts
 from billfish.experts import QuantizedExperts
 from billfish.format import get_format
 from billfish.gates import CLAMP, STEEPNESS
+from billfish.nn.torch_operator import without_autocast
 from billfish.nn.torch_weights import made_of
 from billfish.ops import dequantize
 from billfish.typing import Gate
@@ -88,7 +89,7 @@ def _experts(
 
 @torch.library.register_fake("billfish::experts")  # type: ignore[untyped-decorator]
 def _experts_fake(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)  # contiguous, whatever x is
 
 
 def opened(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +109,12 @@ def opened(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, T
 
 
 @torch.library.impl("billfish::experts_backward", ["cpu", "cuda"])
-def _gradients(
+def _gradients(gradient: Tensor, *arguments: Any) -> list[Tensor]:
+    with without_autocast(gradient.device.type):
+        return gradients(gradient, *arguments)
+
+
+def gradients(
     gradient: Tensor,
     x: Tensor,
     ids: Tensor,
