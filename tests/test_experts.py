@@ -19,6 +19,7 @@ from support import assert_same_bits
 import billfish as bf
 from billfish.arrays import FLOATS
 from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu.experts import pack_experts
 from billfish.backends.cpu.plain import PLAIN_TYPES
 from billfish.format import FORMATS
 from billfish.gates import GATES
@@ -205,8 +206,36 @@ def test_prepacked_stacks(rng):
         assert_same_bits(bf.experts(x, packed, down, ids, weights), expected)
         with pytest.raises(bf.BackendUnavailable, match="backend: got 'reference'; takes 'cpu'"):
             bf.expert_linear(x, packed, ids, backend="reference")
-    with pytest.raises(bf.ShapeError, match="data: got shape"):
-        dataclasses.replace(packed, data=packed.data[:-1])
+
+
+def test_packed_stacks_that_kernels_would_read_beyond_are_refused(rng):
+    packed = bf.prepack(oracle.random_stack(rng, 3, 16, 64, "nvfp4"))
+    assert packed.factors is not None
+    for data in (packed.data[:-1], packed.data.view(np.int8), np.repeat(packed.data, 2)[::2]):
+        with pytest.raises(bf.ShapeError, match=r"data: got u?int8 of shape .*takes 3 times the bytes that packing"):
+            dataclasses.replace(packed, data=data)
+    for factors in (packed.factors[:2], packed.factors.astype(np.float64), np.repeat(packed.factors, 2)[::2]):
+        with pytest.raises(bf.ShapeError, match=r"factors: got float.*takes float32 of shape \(3,\)"):
+            dataclasses.replace(packed, factors=factors)
+    for shape in ((16, 64), (0, 16, 64), (3, 16, -64)):
+        with pytest.raises(bf.ShapeError, match="shape: got"):
+            dataclasses.replace(packed, shape=shape)
+    with pytest.raises(bf.DTypeError, match="kind: got 'nvfp4' without axes; takes float32"):
+        dataclasses.replace(packed, axes=None)
+
+
+@pytest.mark.skipif(len(_cpu.levels()) == 1, reason="this machine has one level")
+def test_stacks_that_were_packed_for_two_levels_are_refused(rng):
+    gate_up, down = (oracle.random_stack(rng, E, n, k) for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 6, 2, E)
+    x = rng.standard_normal((6, 96)).astype(np.float32)
+    first, last = _cpu.levels()[0], _cpu.levels()[-1]
+    other = last if cpu_backend().level == first else first
+    message = f"gate_up: got weights packed for {other}; takes {cpu_backend().level}, for which those of down are"
+    with pytest.raises(bf.BackendUnavailable, match=message):
+        bf.experts(x, pack_experts(other, gate_up), down, ids, weights)
+    both = pack_experts(other, gate_up), pack_experts(other, down)
+    assert error(bf.experts(x, *both, ids, weights), oracle.experts(x, gate_up, down, ids, weights)) < 4e-6
 
 
 def test_experts_whose_scales_are_unlike_are_packed_alike(rng):

@@ -216,6 +216,10 @@ class CpuBackend(Backend):
     def experts(self, block: ExpertBlock, activations: str) -> Any:
         """The whole block in one native call."""
         x, down = block.x, block.down
+        for stack in block.gate_up:
+            if stack.level != down.level:
+                got, takes = f"weights packed for {stack.level}", f"{down.level}, for which those of down are"
+                raise BackendUnavailable(complaint(x.call, "gate_up", got, takes))
         ids, routing, rows = checked_ids(block.ids, block.experts), checked_routing(block.routing), _floats(x)
         y = np.empty(x.shape, np.float32)
         if len(ids):

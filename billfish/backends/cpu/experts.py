@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
-from billfish.backends.cpu.packed import Axes
-from billfish.backends.cpu.plain import PLAIN_TYPES, describe_plain
+from billfish.backends.cpu.packed import Axes, check_stream
+from billfish.backends.cpu.plain import GROUP, PLAIN_TYPES, describe_plain
 from billfish.backends.cpu.source import codes_of, prepack_fields
 from billfish.errors import BackendUnavailable, DTypeError, ShapeError, complaint
 from billfish.experts import QuantizedExperts
@@ -39,14 +39,22 @@ class PackedExperts:
     factors: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
-        """Raises unless `data` has all that the kernels will read: they believe what they are told."""
-        call, levels, experts = "PackedExperts", _cpu.levels(), self.shape[0]
+        """Raises unless `data` and `factors` have all that the kernels will read: they believe what they are told."""
+        call, levels = "PackedExperts", _cpu.levels()
         if self.level not in levels:
             takes = f"one of this machine: {', '.join(levels)}"
             raise BackendUnavailable(complaint(call, "level", f"weights packed for {self.level}", takes))
-        if self.data.shape != (experts * _cpu.packed_bytes(self.level, self.description),):
-            takes = f"the bytes that packing {list(self.shape)} makes"
-            raise ShapeError(complaint(call, "data", f"shape {self.data.shape}", takes))
+        if len(self.shape) != 3 or not all(type(size) is int and size > 0 for size in self.shape):
+            raise ShapeError(complaint(call, "shape", self.shape, "whole numbers above 0, (E, N, K)"))
+        if self.axes is None and self.kind not in PLAIN_TYPES:
+            raise DTypeError(complaint(call, "kind", f"{self.kind!r} without axes", ", ".join(PLAIN_TYPES)))
+        experts, n, k = self.shape
+        group = GROUP if self.axes is None else self.axes.group
+        check_stream(call, self.level, (n, k), self.data, group, lambda: self.description, experts)
+        own = self.factors
+        if own is not None and (own.dtype != np.float32 or own.shape != (experts,) or not own.flags.c_contiguous):
+            got, takes = f"{own.dtype} of shape {own.shape}", f"float32 of shape {(experts,)}, one after the other"
+            raise ShapeError(complaint(call, "factors", got, takes))
 
     @cached_property
     def description(self) -> _cpu.Description:

@@ -149,15 +149,22 @@ class PackedWeights:
 
 
 def check_stream(
-    call: str, level: str, shape: tuple[int, int], data: Any, group: int, description: Callable[[], _cpu.Description]
+    call: str,
+    level: str,
+    shape: tuple[int, int],
+    data: Any,
+    group: int,
+    description: Callable[[], _cpu.Description],
+    experts: int = 1,
 ) -> None:
-    """Raises unless `data` is the stream of weights [N, K]."""
+    """Raises unless `data` is the stream of weights [N, K], or of so many of them one after the other."""
     n, k = shape
     one = isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
     # A weight takes 2 bits at least: beyond that, the native core's own numbers could overflow.
-    if one and group in GROUPS and n >= 0 and k >= 0 and n * k <= 4 * data.size:
+    if one and group in GROUPS and n >= 0 and k >= 0 and experts * n * k <= 4 * data.size:
         with contextlib.suppress(TypeError, ValueError, OverflowError):  # axes that the core has no number for
-            if max(n, k) < 2**40 and data.size == _cpu.packed_bytes(level, description()):
+            if max(n, k) < 2**40 and data.size == experts * _cpu.packed_bytes(level, description()):
                 return
     got = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else f"a {type(data).__name__}"
-    raise ShapeError(complaint(call, "data", got, f"the bytes that packing [{n}, {k}] makes"))
+    several = "" if experts == 1 else f"{experts} times "
+    raise ShapeError(complaint(call, "data", got, f"{several}the bytes that packing [{n}, {k}] makes"))
