@@ -212,7 +212,9 @@ class NativeLaunch:
 
     def __call__(self, stream: int, *values: Any) -> None:
         assert len(values) == len(str(self.layout))
-        assert all(isinstance(v, float) == (c == "f") for v, c in zip(values, str(self.layout), strict=True))
+        for value, letter in zip(values, str(self.layout), strict=True):
+            assert isinstance(value, float) == (letter == "f")
+            assert letter != "i" or -(2**31) <= value < 2**31
         self.fake.launch(self.function, self.grid, values)
 
 

@@ -25,11 +25,12 @@ from billfish.backends.cuda.compile import SOURCES
 from billfish.backends.cuda.driver import signature
 from billfish.backends.cuda.expert_plans import Routing, plan_experts
 from billfish.backends.cuda.expert_weights import by_turns, joined, pack_gate_up
-from billfish.backends.cuda.experts import ENTRY_BYTES, WEIGHT_TYPES, route_shape
+from billfish.backends.cuda.experts import ENTRY_BYTES, WEIGHT_TYPES, Numbers, Visits, route_shape
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.memory import OurRoom, fetch
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm
+from billfish.gates import open_gate
 
 U4B8 = Kind("Int4", "ScaleF16", "NONE", 1)
 WIDTHS = {1: 1, 2: 2, 3: 4, 8: 8, 16: 8, 30: 16, 64: 32, 128: 64, 1024: 128, 4096: 128}  # tokens of Mixtral -> width
@@ -43,7 +44,7 @@ def emulated() -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    names = ("device.cuh", "route.cu", "gather.cu", "mix.cu")
+    names = ("device.cuh", "route.cu", "gather.cu", "gate.cu", "mix.cu")
     files = {name: translated((SOURCES / name).read_text()) for name in names}
     files |= {name: (EMULATED / name).read_text() for name in ("ptx.h", "warps.h", "experts.cpp")}
     command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-pthread", "experts.cpp"]
@@ -119,6 +120,17 @@ def test_rows_are_gathered_and_those_of_bad_ids_become_nan():
     bad = (ids.ravel() < 0) | (ids.ravel() >= 4)
     assert np.isnan(y[bad]).all()
     assert (y[~bad] == 0).all()
+
+
+@pytest.mark.parametrize(("columns", "ctas"), [(8, 1), (256, 3), (600, 3), (600, 6)])
+def test_gates_of_rows_that_are_shared_out(columns, ctas):
+    rng = np.random.default_rng(0)
+    gates, numbers = rng.standard_normal((2, 5, columns)).astype(np.float16)
+    out = np.full((5, columns + 3), 9, np.float16)
+    emulated().gate(ctas, at(gates), at(numbers), at(out), 5, columns, columns + 3)
+    expected = open_gate(gates.astype(np.float32), numbers.astype(np.float32), "silu")
+    np.testing.assert_allclose(out[:, :columns].astype(np.float32), expected, rtol=1e-3, atol=1e-6)
+    assert (out[:, columns:] == 9).all()
 
 
 @pytest.mark.parametrize("n", [16, 13, 4096])
@@ -321,6 +333,19 @@ def test_gate_and_up_that_cannot_be_one_stay_two(fake):
 
 AROUND = ["route.cu", "gather.cu"]
 HOPPER = {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0, "MULTIPROCESSOR_COUNT": 132}
+
+
+@pytest.mark.parametrize(("tokens", "ctas"), [(1, 56), (20, 20 * 56), (1 << 18, 73 * 56)])
+def test_more_numbers_than_an_int_counts_pass_their_gates(fake, tokens, ctas):
+    class Nothing(OurRoom):
+        def empty(self, nbytes):
+            return super().empty(0)
+
+    launched = []
+    fake.launch = lambda function, grid, values: launched.append((grid[0], values[3:]))
+    visits = Visits(Nothing(0), Routing(tokens, 1, 8), Numbers(0, "int32"), False)
+    visits.open_gate(0, 0, "silu", 56 * 256 - 3)
+    assert launched == [(ctas, (tokens, 56 * 256 - 3, 56 * 256))]
 
 
 @pytest.mark.parametrize("hopper", [False, True])

@@ -119,11 +119,11 @@ def test_a_row_does_not_see_the_others(kernel):
 
 
 @BY_KERNEL
-@pytest.mark.parametrize("unknown", [EXPERTS, -1, 2**31 - 1])
+@pytest.mark.parametrize("unknown", [EXPERTS, -1, 2**31 - 1, 2**32, -(2**32)])
 def test_an_expert_that_is_not_there_gives_nan(kernel, unknown):
     """And nothing is read for it."""
     tensors, w = stack("fp4", 24, 64)
-    x, ids = gaussian((6, 64), 3).astype(FLOAT16), routing(6, 2)
+    x, ids = gaussian((6, 64), 3).astype(FLOAT16), routing(6, 2).astype(np.int64)
     ids[7] = unknown
     bias = gaussian((EXPERTS, 24), 4).astype(FLOAT16)
     y = products(x, w, ids, bias, kernel, check=True)

@@ -1,4 +1,4 @@
-// The kernels around products with experts, for the CPU: route.cu in threads that meet, gather.cu and mix.cu one thread after the other.
+// The kernels around products with experts, for the CPU: route.cu in threads that meet, the others one thread after the other.
 #include "ptx.h"
 
 struct int4 { int x, y, z, w; };
@@ -16,6 +16,11 @@ namespace gathering {
 namespace mixing {
 #include "mix.cu"
 }
+#define GATE SILU
+namespace opening {
+#include "gate.cu"
+}
+#undef GATE
 #undef __launch_bounds__
 #undef __shared__
 #define __shared__
@@ -41,6 +46,10 @@ extern "C" void route_wide(const long long* ids, int4* table, int* order, int vi
 extern "C" void gather(int ctas, const uint16_t* x, const int4* table, const int* order, uint16_t* out, uint16_t* y, int visits, int k, int x_stride, int out_stride, int together, int n) {
   gridDim = {ctas};
   launch(ctas, 256, 0, [=] { gathering::marlin_gather(x, table, order, out, y, visits, k, x_stride, out_stride, together, n); });
+}
+extern "C" void gate(int ctas, const uint16_t* gates, const uint16_t* numbers, uint16_t* out, int rows, int columns, int stride) {
+  gridDim = {ctas};
+  launch(ctas, 256, 0, [=] { opening::marlin_gate(gates, numbers, out, rows, columns, stride); });
 }
 extern "C" void mix(const uint16_t* x, const int* ids, const float* weights, uint16_t* y, int tokens, int experts, int chosen, int n) {
   launch(tokens * ((n + 2047) / 2048), 256, 0, [=] { mixing::marlin_mix(x, ids, weights, y, experts, chosen, n); });

@@ -33,7 +33,7 @@ from billfish.backends.cuda.driver import (
 )
 from billfish.backends.cuda.layers import PAGE, Layer, Matrix, Shape, Step
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import GATES, Gemm, plan
+from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas, plan
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.errors import BackendUnavailable
 
@@ -41,7 +41,7 @@ FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
 MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text
 CHOOSE_THREADS = 1024
 ROTATED_ROWS = 8  # of a CTA of rotate.cu, where there are many and heads have 64 numbers
-GATE_CTAS, THREADS = 1024, 256  # of gate.cu and reorder.cu
+THREADS = 256  # of reorder.cu
 
 
 class DeviceDecoder:
@@ -207,10 +207,10 @@ class DeviceDecoder:
             stream,
             "gate",
             macros,
-            (min(GATE_CTAS, -(-count // THREADS)),),
-            THREADS,
+            (gate_ctas(rows, s.feed_forward),),
+            GATE_COLUMNS,
             *pointers,
-            count,
+            rows,
             s.feed_forward,
             s.feed_forward,
         )

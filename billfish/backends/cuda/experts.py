@@ -18,12 +18,12 @@ from billfish.backends.cuda.driver import Device, KernelLaunch, device, no_tenso
 from billfish.backends.cuda.expert_plans import Routing, plan_experts
 from billfish.backends.cuda.expert_weights import DeviceExperts
 from billfish.backends.cuda.memory import Memory, Room, TorchRoom, address
-from billfish.backends.cuda.plans import GATES, Gemm
+from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas
 
 ID_TYPES = {"int32": "int", "uint32": "unsigned", "int64": "long long"}  # in route.cu and mix.cu
 WEIGHT_TYPES = {"float32": "Float", "float16": "Halves<F16>", "bfloat16": "Halves<BF16>"}  # in mix.cu
-THREADS, MIXED = 256, 2048  # of a CTA of gather.cu, gate.cu and mix.cu; columns of a CTA of mix.cu
-MOST_CTAS = 4096  # of gather.cu and gate.cu, which go on with further rows
+THREADS, MIXED = 256, 2048  # of a CTA of gather.cu and mix.cu; columns of a CTA of mix.cu
+MOST_CTAS = 4096  # of gather.cu, which go on with further rows
 ENTRY_BYTES = 16
 
 
@@ -95,11 +95,11 @@ class Visits:
 
     def open_gate(self, gate: int, up: int, activation: str, inner: int) -> tuple[Memory, Numbers]:
         """Gated numbers, of two products [visits, inner]."""
-        stride, count = row_stride(inner), self.routing.visits * inner
-        out = self.room.empty(2 * self.routing.visits * stride)
+        stride, visits = row_stride(inner), self.routing.visits
+        out = self.room.empty(2 * visits * stride)
         macros = {"TYPE": self._type, "GATE": GATES[activation]}
-        ctas = min(MOST_CTAS, -(-count // THREADS))
-        self._launch("gate", macros, ctas, THREADS, gate, up, address(out), count, inner, stride)
+        ctas = gate_ctas(visits, inner)
+        self._launch("gate", macros, ctas, GATE_COLUMNS, gate, up, address(out), visits, inner, stride)
         return out, Numbers(address(out), "", stride)
 
     def mix(self, x: int, weights: Numbers, y: int, n: int) -> None:

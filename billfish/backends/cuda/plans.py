@@ -24,6 +24,13 @@ CTA_BYTES = STATIC_BYTES + 1024
 X_BYTES = 2 * BRICK  # of a row of x, 128 k of 16 bits
 ACTIVATIONS = {None: "IDENTITY", "relu": "RELU", "silu": "SILU", "gelu": "GELU"}
 GATES = {"silu": "SILU", "gelu": "GELU_TANH", "clamped_silu": "CLAMPED_SILU"}
+GATE_COLUMNS, GATE_CTAS = 256, 4096  # columns of a CTA of gate.cu; about the most CTAs, which go on with further rows
+
+
+def gate_ctas(rows: int, columns: int) -> int:
+    """CTAs of gate.cu: those that the columns of a row need, for as many rows as there is room for."""
+    parts = -(-columns // GATE_COLUMNS)
+    return parts * min(rows, max(1, GATE_CTAS // parts))
 
 
 @dataclass(frozen=True)

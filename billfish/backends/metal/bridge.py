@@ -159,6 +159,8 @@ class Kernels:
         chosen = launch_experts(kernel or choose_experts(choices, experts, x.itemsize), choices, experts, n, k)
         template = {"T": x.dtype, "GROUP": w.group, "SHARE": choices // x.shape[0], "HAS_BIAS": bias is not None}
         x = more_rows(x)
+        if ids.itemsize == 8:  # 2**32 + 1 is no expert, and is 1 in 32 bits
+            ids = xp.clip(ids, -1, experts)
         keys, routing = ids.astype(xp.uint32), []
         if chosen.kernel != "gemv_experts":
             order = xp.argsort(keys)
