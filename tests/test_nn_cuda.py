@@ -222,6 +222,18 @@ def test_merged_models():
     assert merged.state_dict().keys() == model.state_dict().keys()
 
 
+def test_a_model_with_experts_is_decoded_where_it_is(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = transformers.GptOssConfig(**sizes, num_attention_heads=4, num_local_experts=4, head_dim=16)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    from billfish.nn.transformers import BillfishConfig
+
+    settings = {"quantization_config": BillfishConfig("q8_0"), "device_map": "cuda"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **settings).dequantize()
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+
+
 @pytest.mark.parametrize("format", ["u4b8", "mxfp4"])
 def test_experts_there_and_back(format):
     """Values, gradients for x and the routing weights, and the bits of storage."""

@@ -182,6 +182,8 @@ def test_columns_that_a_format_cannot_store_stay():
 def test_activations_are_told_by_their_numbers(name):
     experts = random_model(name).model.layers[0].mlp.experts
     assert activation_of(experts) == ("clamped_silu" if name == "gpt_oss" else "silu")
+    with torch.device("meta"):
+        assert activation_of(experts) == ("clamped_silu" if name == "gpt_oss" else "silu")
     experts._apply_gate = lambda joint: joint[..., : joint.shape[-1] // 2]
     with pytest.raises(bf.FormatError, match="activation"):
         activation_of(experts)

@@ -231,7 +231,7 @@ def why_not(module: torch.nn.Module) -> str:
 
 def activation_of(module: Any) -> Gate:
     """Which of our activations the gate of a module is: found by numbers, as modules only have code for it."""
-    numbers = torch.linspace(-9, 9, 24).reshape(2, 12)
+    numbers = torch.linspace(-9, 9, 24, device="cpu").reshape(2, 12)  # whatever device is torch's default
     gate, up = numbers[:, :6], numbers.flip(0, 1)[:, 6:]
     joint = torch.cat([gate, up], -1) if module.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
     theirs = module._apply_gate(joint).detach().numpy()
@@ -267,7 +267,8 @@ def halves(gate_up: Tensor, module: Any) -> tuple[Tensor, Tensor]:
 
 
 def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None) -> Any:
-    """Put the decoded weights of a layer into a module of transformers of the same sizes, and return that."""
+    """Put the decoded weights of a layer into a module of transformers of the same sizes, and return that. They are
+    where the layer is."""
     gate, up, down = (dequantize(stack._weights.stack(), like="torch") for stack in layer.stacks)
 
     def joined(gate: Tensor, up: Tensor) -> Tensor:
@@ -282,7 +283,7 @@ def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None
         gate_bias, up_bias, down_bias = (bias.detach() for bias in biases if bias is not None)
         numbers |= {"gate_up_proj_bias": joined(gate_bias, up_bias), "down_proj_bias": down_bias.clone()}
     for name, number in numbers.items():
-        setattr(module, name, torch.nn.Parameter(number.to(dtype or number.dtype)))
+        setattr(module, name, torch.nn.Parameter(number.to(layer.gate_proj.device, dtype or number.dtype)))
     return module.train(layer.training)
 
 

@@ -2,7 +2,7 @@
 //
 // A token one of whose experts is not there gets NaN. A CTA has 2048 columns of a token, eight for each thread.
 //
-// Compiled with TYPE, ID (int or long long), and WEIGHT (Float, Halves<F16> or Halves<BF16>).
+// Compiled with TYPE, ID (int, unsigned or long long), and WEIGHT (Float, Halves<F16> or Halves<BF16>).
 #include "device.cuh"
 
 struct Float {

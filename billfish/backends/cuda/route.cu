@@ -2,7 +2,7 @@
 //
 // Visit i is to expert ids[i]. Visits to experts that there are not come last, and are in no entry. Each warp counts, then places, neighbours.
 //
-// Compiled with ID (int or long long) and WARPS.
+// Compiled with ID (int, unsigned or long long) and WARPS.
 #include "device.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
