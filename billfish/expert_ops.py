@@ -34,7 +34,7 @@ def expert_linear(
 
     x: [T, K], or [T, k, K] where each chosen expert has a row of its own: y[t, j] is then of x[t, j].
     w: W [E, N, K], or what `prepack` made of it. Experts that nobody chose are not read.
-    ids: integers [T, k], the experts of each row of x; the same one may come twice. T may be 0, k may not.
+    ids: int32, int64 or uint32 [T, k], the experts of each row of x; the same one may come twice. T may be 0, k may not.
     biases: [E, N].
     activations, backend: as in :func:`quantized_linear`.
     check: ids in CPU memory are always checked. On a GPU nobody waits for them, and an id out of range gives rows of
@@ -82,7 +82,7 @@ def experts(
 
     gate_up: [E, 2 I, H], all gate rows first, then all up rows; or a pair (gate [E, I, H], up [E, I, H]).
     down: [E, H, I]. Stacks may be what `prepack` made of them.
-    ids: integers [T, k], as in :func:`expert_linear`. weights: the routing weights [T, k], finite numbers.
+    ids: [T, k], as in :func:`expert_linear`. weights: the routing weights [T, k], finite numbers.
     activation: "silu" for silu(gate) * up; "gelu" for gelu(gate) * up, by the tanh formula; "clamped_silu", gpt-oss's:
     with g = min(gate, 7) and u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1).
     gate_up_biases: [E, 2 I], or a pair beside a pair. down_biases: [E, H].

@@ -143,6 +143,25 @@ def test_one_expert_that_is_chosen_twice(backend, rng):
     assert error(y[:, 0], x.astype(np.float64) @ bf.dequantize(w)[0].T.astype(np.float64)) < 2e-6
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_token_that_is_no_number_spoils_no_other(bad, activations, backend, rng):
+    """All experts of a token are chosen, so it shares each of them with all others."""
+    gate_up, down = (oracle.random_stack(rng, 3, n, k, "q4_0") for n, k in ((128, 96), (96, 64)))
+    ids, weights = oracle.random_routing(rng, 7, 3, 3)
+    x = rng.standard_normal((7, 96)).astype(np.float32)
+    spoilt, others = x.copy(), np.arange(7) != 2
+    spoilt[2, 50] = bad
+    ways = (
+        lambda x: bf.expert_linear(x, gate_up, ids, activations=activations, backend=backend),
+        lambda x: bf.experts(x, gate_up, down, ids, weights, activations=activations, backend=backend),
+    )
+    for way in ways:
+        assert_same_bits(way(spoilt)[others], way(x)[others])
+        assert bad == 3e38 or not np.isfinite(way(spoilt)[2]).any()
+
+
 def test_the_page_shows_what_works(capsys):
     page = (Path(__file__).parent.parent / "docs" / "experts.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
