@@ -34,7 +34,7 @@ def expert_linear(
 
     x: [T, K], or [T, k, K] where each chosen expert has a row of its own: y[t, j] is then of x[t, j].
     w: W [E, N, K], or what `prepack` made of it. Experts that nobody chose are not read.
-    ids: int32, int64 or uint32 [T, k], the experts of each row of x; the same one may come twice. T may be 0, k may not.
+    ids: int32, int64 or uint32 [T, k], the experts of each row of x, where one may come twice. T may be 0, k may not.
     biases: [E, N].
     activations, backend: as in :func:`quantized_linear`.
     check: ids in CPU memory are always checked. On a GPU nobody waits for them, and an id out of range gives rows of
@@ -50,7 +50,7 @@ def expert_linear(
     if len(rows.shape) == 3 and rows.shape[:2] != taken.shape:
         raise ShapeError(complaint(call, "ids", f"shape {taken.shape}", f"{rows.shape[:2]}, as x {list(rows.shape)}"))
     _check_place(call, rows, taken)
-    added = _biases(call, "biases", biases, stack)
+    added = _biases(call, "biases", biases, stack, rows)
     chosen = _choose(call, [stack], rows, taken, activations, backend)
     if check:
         checked_ids(_here(taken), len(stack))
@@ -102,8 +102,8 @@ def experts(
         _check_place(call, rows, numbers)
     check_gate(call, activation)
     given_biases = _paired(call, gate_up_biases, len(stacks), pair)
-    added = [_biases(call, "gate_up_biases", b, stack) for b, stack in zip(given_biases, stacks, strict=True)]
-    last_added = _biases(call, "down_biases", down_biases, last)
+    added = [_biases(call, "gate_up_biases", b, stack, rows) for b, stack in zip(given_biases, stacks, strict=True)]
+    last_added = _biases(call, "down_biases", down_biases, last, rows)
     chosen = _choose(call, [*stacks, last], rows, taken, activations, backend)
     if check:
         checked_ids(_here(taken), len(last))
@@ -143,13 +143,14 @@ def _check_place(call: str, x: Input, other: Input) -> None:
         raise DTypeError(complaint(call, other.argument, f"an array on {other.place}", f"one on {x.place}, as x"))
 
 
-def _biases(call: str, argument: str, biases: Any, stack: Stack) -> Input | None:
+def _biases(call: str, argument: str, biases: Any, stack: Stack, x: Input) -> Input | None:
     if biases is None:
         return None
     taken = float_input(call, argument, biases)
     if taken.shape != stack.shape[:2]:
         takes = f"{stack.shape[:2]}, one for each row of each expert"
         raise ShapeError(complaint(call, argument, f"shape {taken.shape}", takes))
+    _check_place(call, x, taken)
     return taken
 
 

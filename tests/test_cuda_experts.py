@@ -1,6 +1,6 @@
 """Products with experts on a GPU, against float64: formats, every kind of routing, graphs, and each library's arrays.
 
-Without an NVIDIA GPU these are skipped; test_cuda_experts_plans.py has what can be known without one.
+Without an NVIDIA GPU these are skipped; test_cuda_experts_plans.py and test_cuda_experts_around.py need none.
 """
 
 from __future__ import annotations

@@ -364,6 +364,9 @@ def test_wrong_shapes_are_named(rng):
         bf.expert_linear(np.zeros((4, 3, 96), np.float32), gate_up, ids)
     with pytest.raises(bf.ShapeError, match=r"down_biases: got shape \(96,\); takes \(5, 96\)"):
         bf.experts(x, gate_up, down, ids, weights, down_biases=x[0])
+    elsewhere = torch.empty((E, 96), device="meta")
+    with pytest.raises(bf.DTypeError, match="down_biases: got an array on meta:0; takes one on cpu, as x"):
+        bf.experts(x, gate_up, down, ids, weights, down_biases=elsewhere)
     with pytest.raises(bf.ShapeError, match="gate_up_biases: got a tuple; takes one array"):
         bf.experts(x, gate_up, down, ids, weights, gate_up_biases=(None, None))
     with pytest.raises(bf.DTypeError, match="w: got a QuantizedTensor; takes QuantizedExperts"):

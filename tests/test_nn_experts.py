@@ -319,7 +319,7 @@ def test_states_that_do_not_fit_are_refused():
 def test_an_empty_stack_is_filled_by_a_state_dict():
     block = layer()
     empty = MarlinExperts(*(ExpertStack(stack.shape, bias=True, format="q4_0") for stack in block.stacks))
-    assert "experts" not in str(empty.load_state_dict(block.state_dict()).missing_keys)
+    empty.load_state_dict(block.state_dict())
     assert_same_stacks(empty, block)
 
 

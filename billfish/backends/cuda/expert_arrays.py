@@ -262,5 +262,6 @@ def _gate_up_biases(caller: Caller, given: ExpertBlock) -> list[Numbers]:
         return [caller.columns(some[0], first, first + inner, *types) for first in (0, inner)]
     if len(given.gate_up) == 2:
         return [NOTHING if bias is None else caller.numbers(bias, *types) for bias in biases]
-    pair = [some[0].with_source(some[0].source * 0) if bias is None else bias for bias in biases]
+    zeros = sys.modules[some[0].adapter.module].zeros_like(some[0].source)
+    pair = [some[0].with_source(zeros) if bias is None else bias for bias in biases]
     return [caller.joined(pair, *types)]
