@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import shutil
 import weakref
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from expert_models import CONFIGS, assert_near, decoded, logits, random_model
+from safetensors.torch import load_file, save_file
 from support import gaussian
 
 import billfish as bf
@@ -144,6 +146,27 @@ def test_load_into_stacks_what_a_checkpoint_has(tmp_path):
     assert sum(isinstance(module, MarlinExperts) for module in model.modules()) == 2
     assert "model.layers.1.mlp.experts" in {layer.path for layer in report.replaced}
     assert_near(logits(model), logits(decoded(model, plain)), 0.1)
+    assert_near(logits(model), logits(load_model(tmp_path / "quantized").eval()))
+
+
+def test_load_into_wants_the_biases_of_experts(tmp_path):
+    """Without a bias that the model has, nothing is loaded; strict=False keeps the model's own."""
+    plain = random_model("gpt_oss")
+    plain.save_pretrained(tmp_path / "plain")
+    bf.quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", format="q8_0", progress=False)
+    few = shutil.copytree(tmp_path / "quantized", tmp_path / "few")
+    file = few / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if "down_proj" in name and "bias" in name)]
+    save_file(tensors, file)
+    model = random_model("gpt_oss")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(
+        bf.CheckpointError, match=r"got no 'model.layers.*down_proj.bias'.*or strict=False, which keeps"
+    ):
+        bf.load_into(model, few, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    bf.load_into(model, few, strict=False, progress=False)
     assert_near(logits(model), logits(load_model(tmp_path / "quantized").eval()))
 
 

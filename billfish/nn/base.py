@@ -156,6 +156,7 @@ def experts_of(layer_type: Any) -> Any:
 
     why_not(module)                             why such a module must stay as it is; empty if it need not
     stack_shapes(path, module)                  [E, N, K] of its stacks, by the paths that they have as layers
+    stack_biases(path, module)                  [E, N] of the stacks that have biases, by the same paths
     stack_bytes(module)                         of its stacks
     quantize_experts(module, known, **settings)     a layer in its place; known: further arguments for each stack
     layer_of_stacks(module, stacks, biases, activations)    a layer of QuantizedExperts in its place

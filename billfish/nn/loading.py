@@ -57,17 +57,17 @@ def load_into(
         got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
         raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
     for own, linear, _ in linears:
-        _check_linear(weights, rename, own, linear, strict)
+        _check_layer(weights, rename, own, linear.weight.shape, getattr(linear, "bias", None), strict)
     for path, module, _ in experts:
         for own, shape in kit.stack_shapes(path, module).items():
-            _check_shape(rename(f"{own}.weight"), weights.describe(rename(f"{own}.weight")).shape, own, shape)
+            _check_layer(weights, rename, own, shape, kit.stack_biases(path, module).get(own), strict)
     for own, theirs in numbers.items():
         _check_shape(theirs, weights.describe(theirs).shape, own, arrays[own].shape)
     report = ModelReport()
     with Progress(len(linears) + len(experts) + len(numbers), "tensors", enabled=progress) as bar:
         for path, module, put in experts:
             bar.advance(1, path)
-            stacks, biases = dict[str, Any](), dict[str, Any]()
+            stacks, biases = dict[str, Any](), kit.stack_biases(path, module)
             for own in kit.stack_shapes(path, module):
                 name, bias_name = (rename(f"{own}.{part}") for part in ("weight", "bias"))
                 stacks[own] = weights[name]
@@ -110,13 +110,15 @@ def _with_stacks(
     return weights, []
 
 
-def _check_linear(weights: Checkpoint, rename: Callable[[str], str], path: str, linear: Any, strict: bool) -> None:
-    """Raises unless the checkpoint has this layer's matrix, and its bias."""
+def _check_layer(
+    weights: Checkpoint, rename: Callable[[str], str], path: str, shape: tuple[int, ...], bias: Any, strict: bool
+) -> None:
+    """Raises unless the checkpoint has this layer's matrix [N, K] or stack [E, N, K], and its bias, if it has one."""
     name, bias_name = (rename(f"{path}.{part}") for part in ("weight", "bias"))
-    _check_shape(name, weights.describe(name).shape, path, linear.weight.shape)
+    _check_shape(name, weights.describe(name).shape, path, shape)
     if bias_name in weights:
-        _check_shape(bias_name, weights.describe(bias_name).shape, path, linear.weight.shape[:1])
-    elif strict and getattr(linear, "bias", None) is not None:
+        _check_shape(bias_name, weights.describe(bias_name).shape, path, shape[:-1])
+    elif strict and bias is not None:
         takes = f"{bias_name!r} beside {name!r}, or strict=False, which keeps the bias of {path}"
         raise CheckpointError(complaint("load_into", "source", f"no {bias_name!r}", takes))
 

@@ -169,6 +169,11 @@ def stack_shapes(path: str, module: Any) -> dict[str, tuple[int, ...]]:
     return {path: tuple(module.weight.shape)}
 
 
+def stack_biases(path: str, module: Any) -> dict[str, mx.array]:
+    """[E, N] of a SwitchLinear, if it has a bias, by its path."""
+    return {path: module.bias} if "bias" in module else {}
+
+
 def stack_bytes(module: Any) -> int:
     """Of the stack of a SwitchLinear."""
     return int(module.weight.nbytes)

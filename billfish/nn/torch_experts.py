@@ -298,6 +298,11 @@ def stack_shapes(path: str, module: torch.nn.Module) -> dict[str, tuple[int, ...
     return {f"{path}.{part}": tuple(w.shape) for part, w in zip(PROJECTIONS, plain_stacks(module), strict=True)}
 
 
+def stack_biases(path: str, module: torch.nn.Module) -> dict[str, Tensor]:
+    """[E, N] of the stacks that have biases, by the same paths."""
+    return {f"{path}.{part}": bias for part, bias in plain_biases(module).items()}
+
+
 def stack_bytes(module: torch.nn.Module) -> int:
     """Of the stacks of a module."""
     return sum(stack.nbytes for stack in plain_stacks(module))
