@@ -131,6 +131,7 @@ class Watch:
             x, chosen = [*arguments, *keywords.values()][:2]
             if chosen.shape[0] != x.shape[0]:
                 raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+            x, chosen = self._counted(x), self._counted(chosen)
             for expert in range(module.gate_up_proj.shape[0]):
                 rows = x[(chosen == expert).any(dim=-1)]
                 if len(rows):
@@ -140,11 +141,11 @@ class Watch:
         return see
 
     def _counted(self, x: Any) -> Any:
-        """The rows [tokens, K] of x that the batch's mask does not hide."""
-        mask = self.mask
-        if mask is not None and mask.ndim == 2 and tuple(x.shape[:-1]) == tuple(mask.shape):
-            return x[mask.to(x.device).bool()]
-        return x.reshape(-1, x.shape[-1])
+        """The rows [tokens, K] of x [batch, tokens, K] or [batch * tokens, K] that the batch's mask does not hide."""
+        mask, rows = self.mask, x.reshape(-1, x.shape[-1])
+        if mask is not None and mask.ndim == 2 and mask.numel() == len(rows):
+            return rows[mask.to(x.device).bool().reshape(-1)]
+        return rows
 
     def _add(self, name: str, expert: int | None, rows: Any) -> None:
         if not len(rows):
