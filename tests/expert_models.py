@@ -6,7 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 
 import billfish as bf
 from billfish.nn.torch_experts import MarlinExperts, to_plain
@@ -30,6 +37,7 @@ CONFIGS = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2),
     "gpt_oss": lambda: GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "granitemoe": lambda: GraniteMoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 
 

@@ -24,7 +24,7 @@ def inputs(k: int, rows: int = 50, seed: int = 0) -> np.ndarray:
 
 
 def summed(x: np.ndarray, outer: bool = False) -> InputStatistics:
-    sums = Sums(x.shape[1], outer)
+    sums = Sums(x.shape[1:], outer)
     sums.add(x)
     return sums.finish("x")
 

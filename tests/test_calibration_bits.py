@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
+import llm_architectures
 import numpy as np
 import pytest
 from llm_models import Small, write_model
@@ -106,6 +108,25 @@ def test_bits_are_the_average_and_the_plan_can_be_edited(model, tmp_path, capsys
     assert quantize(model, tmp_path / "edited.gguf", "--bits", 6, "--plan", plan) == 0
     assert load(tmp_path / "edited.gguf").decoder.tensors.bits_per_weight == 8.5
     assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("qwen3moe", r"mlp\.experts\.\d+\.down_proj\.weight$=q8_0"),  # a matrix for each expert
+        ("granitemoe", r"block_sparse_moe\.input_linear\.weight$=q8_0"),  # gate and up in one stack
+    ],
+)
+def test_experts_of_a_folder_have_one_rule(tmp_path, name, rule):
+    """Whatever the folder has for a stack of GGUF, and whatever the output has for it, the average is kept."""
+    llm_architectures.write_model(tmp_path / name, name)
+    for out in ("out", "out.gguf"):
+        plan = tmp_path / "plan"  # made once
+        assert quantize(tmp_path / name, tmp_path / out, "--bits", 6, "--formats", "mxfp4,q8_0", "--plan", plan) == 0
+        assert rule in plan.read_text()
+        written = [about for about in map(bf.load(tmp_path / out).describe, bf.load(tmp_path / out)) if about.format]
+        bits = 8 * sum(about.nbytes for about in written) / sum(math.prod(about.shape) for about in written)
+        assert 5.5 < bits <= 6
 
 
 def test_the_plan_is_printed_without_a_file(model, tmp_path, capsys):

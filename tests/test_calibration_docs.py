@@ -17,6 +17,7 @@ from billfish.cli import parser
 from billfish.llm.config import read_config
 from billfish.llm.model import default_model
 from billfish.llm.source import open_source
+from billfish.llm.tensors import ATTENTION, FEED_FORWARD
 
 PAGE = (Path(__file__).parent.parent / "docs" / "calibration.md").read_text()
 
@@ -55,7 +56,8 @@ def test_the_sizes_are_those_of_the_code():
     source = open_source(default_model())
     config = read_config(source.fields, source.vocabulary)
     widths = [config.hidden, config.heads * config.head_size, config.hidden, config.feed_forward]
-    assert len(widths) == len(INPUTS)
+    dense = [same for same in INPUTS if {*same} & {*ATTENTION, *FEED_FORWARD}]
+    assert len(widths) == len(dense)
     layer = sum(4 * k * k for k in widths)
     on_disk = config.layers * layer + 4 * config.hidden**2
     assert f"{on_disk / 1e6:.0f} MB on disk, {layer / 1e6:.0f} MB in memory" in PAGE
@@ -66,3 +68,8 @@ def test_the_sizes_are_those_of_the_code():
     assert f"windows of {WINDOW} tokens" in PAGE
     large = 4 * (3 * 4096**2 + 14336**2)
     assert f"takes {large / 1e9:.1f} GB for each layer: {32 * large / 1e9:.0f} GB on disk" in PAGE
+    mixture = 4 * (3 * 4096**2 + 8 * (4096**2 + 14336**2))
+    assert (
+        f"8 experts of these sizes, take {mixture / 1e9:.1f} GB in memory and {32 * mixture / 1e9:.0f} GB on disk"
+        in PAGE
+    )

@@ -55,6 +55,23 @@ def test_tokens_that_the_mask_hides_do_not_count():
     assert known["b.weight"].counts == 5
 
 
+def test_experts_do_not_count_hidden_tokens():
+    """Nor do Linear layers that see all tokens of a batch in one row, as the shared expert's."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=48, shared_expert_intermediate_size=40,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen2MoeForCausalLM(config).eval()
+    batch = {"input_ids": torch.arange(12).reshape(2, 6), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    batch["attention_mask"][1, 4:] = 0
+    known = bf.calibrate(model, [batch], progress=False)
+    assert known["blk.0.ffn_gate_exps.weight"].counts.sum() == known["blk.0.ffn_down_exps.weight"].counts.sum() == 20
+    assert known["blk.0.ffn_down_shexp.weight"].counts == known["blk.0.attn_q.weight"].counts == 10
+
+
 def test_quantized_layers_are_seen():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 8))
     bf.quantize_model(model, "q4_0", progress=False)

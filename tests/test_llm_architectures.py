@@ -230,6 +230,8 @@ NAN = float("nan")
         ({"expert_count": 0}, "expert_count: got 0; takes at least one expert"),
         ({"expert_count": 7}, "blk.0.ffn_gate_inp.weight: got shape (8, 64); takes (7, 64)"),
         ({"expert_gating_func": 2}, "expert_gating_func: got 2; takes 1 or 3, a softmax"),
+        ({"expert_group_count": 2}, "expert_group_count: got 2; takes 1: experts are chosen among all of them"),
+        ({"attention.causal": False}, "attention.causal: got False; takes true: a token sees those before it"),
         ({"expert_weights_scale": NAN}, "expert_weights_scale: got nan; takes a number"),
         ({"attention.sliding_window": 0}, "attention.sliding_window: got 0; takes the length of a window"),
         ({"attention.sliding_window": None}, "gpt-oss.attention.sliding_window: got no such field"),

@@ -120,6 +120,17 @@ def test_saved_and_loaded_models_keep_their_bits(name, tmp_path):
     assert all(len(saved.describe(n).shape) == 3 for n in stacks)
 
 
+@BY_MODEL
+def test_models_that_were_quantized_in_memory_are_saved_and_loaded(name, tmp_path):
+    model, _ = quantized_model(name, "q4_0")
+    model.save_pretrained(tmp_path / "quantized")
+    again = expert_models.AutoModelForCausalLM.from_pretrained(tmp_path / "quantized").eval()
+    for path, module in model.named_modules():
+        if isinstance(module, MarlinExperts):
+            assert_same_stacks(again.get_submodule(path), module)
+    assert torch.equal(logits(again), logits(model))
+
+
 def assert_same_stacks(a: MarlinExperts, b: MarlinExperts) -> None:
     for ours, theirs in zip(a.stacks, b.stacks, strict=True):
         for x, y in zip(ours.storage, theirs.storage, strict=True):
@@ -203,7 +214,7 @@ def test_columns_that_a_format_cannot_store_stay():
 
 @BY_MODEL
 def test_activations_are_told_by_their_numbers(name):
-    experts = random_model(name).model.layers[0].mlp.experts
+    experts = next(filter(is_experts, random_model(name).modules()))
     assert activation_of(experts) == ("clamped_silu" if name == "gpt_oss" else "silu")
     with torch.device("meta"):
         assert activation_of(experts) == ("clamped_silu" if name == "gpt_oss" else "silu")
@@ -215,7 +226,7 @@ def test_activations_are_told_by_their_numbers(name):
 @BY_MODEL
 def test_there_and_back(name):
     """Rows of gate and up, in turn or one after the other, go to their places."""
-    experts = random_model(name).model.layers[0].mlp.experts
+    experts = next(filter(is_experts, random_model(name).modules()))
     layer = MarlinExperts.from_experts(experts, "q8_0")
     plain = to_plain(layer, copy.deepcopy(experts))
     for stack, numbers, before in zip(layer.stacks, plain_stacks(plain), plain_stacks(experts), strict=True):

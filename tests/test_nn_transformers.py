@@ -80,6 +80,23 @@ def test_saving_and_loading_changes_nothing(format, tmp_path):
     assert isinstance(AutoModel.from_pretrained(tmp_path / "out").layers[0].mlp.up_proj, MarlinLinear)
 
 
+def test_layers_that_were_put_into_a_model_are_saved_as_ours(tmp_path):
+    """By quantize_model, by load_into, and both: from_pretrained must not look for other layers' weights."""
+    write_folder(tmp_path / "in", "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    bf.quantize_model(model, "q4_0", activations="q16", predicate=lambda path, _: "mlp" in path, progress=False)
+    model.save_pretrained(tmp_path / "some")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    bf.load_into(loaded, tmp_path / "some", activations="q16", progress=False)
+    bf.quantize_model(loaded, "q8_0", activations="q16", progress=False)
+    loaded.save_pretrained(tmp_path / "all")
+    for saved, folder in ((model, "some"), (loaded, "all")):
+        again, report = AutoModelForCausalLM.from_pretrained(tmp_path / folder, output_loading_info=True)
+        assert not any(report.values())
+        assert again.model.layers[0].mlp.up_proj.activations == "q16"
+        assert torch.equal(logits(again), logits(saved))
+
+
 def test_settings_of_single_layers(tmp_path):
     write_folder(tmp_path, "plain")
     config = BillfishConfig(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from billfish.checkpoints.stacks import stacks_in
 from billfish.errors import DataError, complaint
 from billfish.files import read_text, write_atomically
 
@@ -31,7 +32,7 @@ class Choice(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix, or a stack of experts, by the name that its checkpoint has for it."""
+    """A matrix, or a stack of experts, by the name that its checkpoint has for it, or for the first of the experts."""
 
     name: str
     layer: int
@@ -127,7 +128,9 @@ def plan_of(chosen: Mapping[Matrix, Choice], remarks: Sequence[str] = ()) -> Bit
 
 
 def _pattern(matrices: Sequence[Matrix]) -> str:
-    """A regular expression for matrices whose names differ in the number of their layer only."""
+    """A regular expression for matrices whose names differ in the number of their layer only, of experts for all."""
     before, after = re.split(rf"(?<=\.){matrices[0].layer}(?=\.)", matrices[0].name, maxsplit=1)
     layers = "|".join(str(matrix.layer) for matrix in matrices)
-    return f"^{re.escape(before)}({layers}){re.escape(after)}$"
+    expert = stacks_in(matrices[0].name)[1]
+    end = re.escape(after).replace(rf"\.experts\.{expert}\.", r"\.experts\.\d+\.")
+    return f"^{re.escape(before)}({layers}){end}$"

@@ -95,17 +95,24 @@ class Damage:
         self._known = self._read()
 
     def _matrices(self) -> dict[str, Matrix]:
-        """Those that `billfish quantize` would quantize, by GGUF's names."""
+        """Those that `billfish quantize` would quantize, by GGUF's names. Stacks that the file has as one are one."""
         checkpoint = self._source.tensors
         how = Quantization(self.candidates[0].format, None, "mse", statistics=self._statistics)
         how.check_statistics(load_checkpoint(self._path))
-        found = {}
+        found: dict[str, Matrix] = {}
+        by_origin: dict[str, list[str]] = {}
         for name in checkpoint:
             about, place = checkpoint.describe(name), PLACE.fullmatch(name)
             plain = about.format is None and len(about.shape) > 1
             if place and how.choice(name, name, about.shape) and (plain or self._requantize):
-                weights = int(np.prod(about.shape))
-                found[name] = Matrix(self._source.name(name), int(place[1]), place[2], weights)
+                origin, weights = checkpoint.origins.get(name, name), int(np.prod(about.shape))
+                found[name] = Matrix(origin, int(place[1]), place[2], weights)
+                by_origin.setdefault(origin, []).append(name)
+        for same in by_origin.values():
+            whole = found[same[0]]._replace(
+                kind=" and ".join(found[name].kind for name in same), weights=sum(found[name].weights for name in same)
+            )
+            found |= dict.fromkeys(same, whole)
         if not found:
             takes = "plain weights, or --requantize for weights that are quantized already"
             raise DataError(complaint(CALL, str(self._path), "no matrix to quantize", takes))
@@ -173,7 +180,8 @@ class Damage:
         choices: dict[Matrix, list[Choice]] = {}
         for name, matrix in self.matrices.items():
             shape = self._source.tensors.describe(name).shape
-            all_layers = sum(by_layer[m.layer] for m in self.matrices.values() if m.kind == matrix.kind)
+            alike = [m for m in dict.fromkeys(self.matrices.values()) if m.kind == matrix.kind]
+            all_layers = sum(by_layer[m.layer] for m in alike)
             share = by_layer[matrix.layer] / all_layers if all_layers else 1.0
             choices[matrix] = [
                 Choice(candidate.name, candidate.bits * matrix.weights, share * by_kind[matrix.kind, candidate.name])

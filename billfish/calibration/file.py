@@ -116,7 +116,7 @@ def _gguf_specs(inputs: Iterable[Inputs]) -> dict[str, tuple[int, ...]]:
 def _gguf_piece(part: Part) -> Piece:
     def make() -> list[Array]:
         made = zip(part.inputs, part.make(), strict=True)
-        return [array for inputs, known in made for _ in inputs.names for array in imatrix.tensors_of(known)]
+        return [array for inputs, known in made for name in inputs.names for array in imatrix.tensors_of(name, known)]
 
     sizes = tuple(4 * int(np.prod(shape)) for shape in _gguf_specs(part.inputs).values())
     return Piece(part.label, sizes, make)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -56,21 +56,22 @@ def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, prog
 class DeviceSums:
     """As Sums, of rows on a GPU, where they stay."""
 
-    def __init__(self, k: int, outer: bool, device: Any) -> None:
+    def __init__(self, shape: Sequence[int], outer: bool, device: Any) -> None:
         torch = sys.modules["torch"]
-        self.count = 0
-        self.squares = torch.zeros(k, dtype=torch.float64, device=device)
-        self.outer = torch.zeros(k, k, dtype=torch.float32, device=device) if outer else None
+        self.counts = np.zeros(tuple(shape[:-1]), np.int64)
+        self.squares = torch.zeros(*shape, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(*shape, shape[-1], dtype=torch.float32, device=device) if outer else None
 
-    def add(self, rows: Any) -> None:
-        self.count += len(rows)
-        self.squares += rows.double().square().sum(dim=0)
+    def add(self, rows: Any, expert: int | None = None) -> None:
+        at = () if expert is None else expert
+        self.counts[at] += len(rows)
+        self.squares[at] += rows.double().square().sum(dim=0)
         if self.outer is not None:
-            self.outer.addmm_(rows.T, rows)
+            self.outer[at].addmm_(rows.T, rows)
 
     def finish(self, name: str) -> InputStatistics:
         outer = None if self.outer is None else self.outer.cpu().numpy()
-        known = InputStatistics(self.squares.cpu().numpy(), np.array(self.count, np.int64), outer)
+        known = InputStatistics(self.squares.cpu().numpy(), self.counts, outer)
         known.check(name)
         return known
 
@@ -82,7 +83,7 @@ class Watch:
         self.mask: Any = None  # of the batch that runs: which tokens count
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._outer, self._model = outer, model
-        self._sums: dict[tuple[str, int | None], Sums | DeviceSums] = {}  # of a matrix, or of one expert of a stack
+        self._sums: dict[str, Sums | DeviceSums] = {}  # of matrices and stacks that rows came to
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> Watch:
@@ -109,33 +110,12 @@ class Watch:
 
     def found(self) -> dict[str, InputStatistics]:
         """The statistics of all matrices; raises for one that no batch came to."""
-        known: dict[str, InputStatistics] = {}
-        for name, shape in self.shapes.items():
-            if len(shape) == 2:
-                known[name] = self._finished(name, None)
-            else:
-                known[name] = self._stack(name, *shape)
-        if not known:
+        if not self.shapes:
             raise DataError(complaint(CALL, "model", f"a {type(self._model).__name__}", "a model with Linear layers"))
-        return known
-
-    def _finished(self, name: str, expert: int | None) -> InputStatistics:
-        if (name, expert) not in self._sums:
-            raise DataError(complaint(CALL, name, "no input in any batch", "batches that reach every layer"))
-        return self._sums[name, expert].finish(name)
-
-    def _stack(self, name: str, experts: int, n: int, k: int) -> InputStatistics:
-        squares, counts = np.zeros((experts, k)), np.zeros(experts, np.int64)
-        outer = np.zeros((experts, k, k), np.float32) if self._outer else None
-        for expert in range(experts):
-            if (name, expert) in self._sums:
-                seen = self._finished(name, expert)
-                squares[expert], counts[expert] = seen.squares, seen.counts
-                if outer is not None:
-                    outer[expert] = seen.outer
-        known = InputStatistics(squares, counts, outer)
-        known.check(name)
-        return known
+        missing = next((name for name in self.shapes if name not in self._sums), None)
+        if missing is not None:
+            raise DataError(complaint(CALL, missing, "no input in any batch", "batches that reach every layer"))
+        return {name: self._sums[name].finish(name) for name in self.shapes}
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
@@ -151,6 +131,7 @@ class Watch:
             x, chosen = [*arguments, *keywords.values()][:2]
             if chosen.shape[0] != x.shape[0]:
                 raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+            x, chosen = self._counted(x), self._counted(chosen)
             for expert in range(module.gate_up_proj.shape[0]):
                 rows = x[(chosen == expert).any(dim=-1)]
                 if len(rows):
@@ -160,21 +141,22 @@ class Watch:
         return see
 
     def _counted(self, x: Any) -> Any:
-        """The rows [tokens, K] of x that the batch's mask does not hide."""
-        mask = self.mask
-        if mask is not None and mask.ndim == 2 and tuple(x.shape[:-1]) == tuple(mask.shape):
-            return x[mask.to(x.device).bool()]
-        return x.reshape(-1, x.shape[-1])
+        """The rows [tokens, K] of x [batch, tokens, K] or [batch * tokens, K] that the batch's mask does not hide."""
+        mask, rows = self.mask, x.reshape(-1, x.shape[-1])
+        if mask is not None and mask.ndim == 2 and mask.numel() == len(rows):
+            return rows[mask.to(x.device).bool().reshape(-1)]
+        return rows
 
     def _add(self, name: str, expert: int | None, rows: Any) -> None:
         if not len(rows):
             return
-        rows, key = rows.detach().float().contiguous(), (name, expert)
+        rows = rows.detach().float().contiguous()
         on_cpu = rows.device.type == "cpu"
-        if key not in self._sums:
-            k = rows.shape[-1]
-            self._sums[key] = Sums(k, self._outer) if on_cpu else DeviceSums(k, self._outer, rows.device)
-        self._sums[key].add(rows.numpy() if on_cpu else rows)
+        if name not in self._sums:
+            *experts, _, k = self.shapes[name]
+            shape = (*experts, k)
+            self._sums[name] = Sums(shape, self._outer) if on_cpu else DeviceSums(shape, self._outer, rows.device)
+        self._sums[name].add(rows.numpy() if on_cpu else rows, expert)
 
 
 def _opened(module: Any, expert: int, rows: Any) -> Any:

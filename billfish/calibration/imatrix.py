@@ -20,6 +20,7 @@ from billfish.checkpoints.container import MappedFile, check_count
 from billfish.checkpoints.gguf import Metadata, open_gguf
 from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32
 from billfish.checkpoints.names import gguf_name, is_gguf_name
+from billfish.checkpoints.stacks import stacks_in
 from billfish.errors import DataError, complaint
 from billfish.storage import Array
 
@@ -29,12 +30,16 @@ SUMS, COUNTS = ".in_sum2", ".counts"
 TYPE, TEXTS, CHUNKS, CHUNK = "general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
 
-def matrix_name(name: str) -> str:
-    """GGUF's name of a matrix; raises if it has none."""
-    found = name if is_gguf_name(name) else gguf_name(name)
-    if found is None:
+def matrix_names(name: str) -> list[str]:
+    """GGUF's names of a matrix: one, or two for a stack of gate and up; raises if it has none."""
+    if is_gguf_name(name):
+        return [name]
+    stacks, expert = stacks_in(name)
+    found = [gguf_name(own) for own in (stacks if expert is None and stacks else (name,))]
+    known = [own for own in found if own is not None]
+    if len(known) != len(found):
         raise DataError(complaint(CALL, name, "a matrix that llama.cpp has no name for", "a .safetensors file for it"))
-    return found
+    return known
 
 
 # ---- GGUF ---------------------------------------------------------------------------------------------------------
@@ -43,14 +48,17 @@ def matrix_name(name: str) -> str:
 def tensor_shapes(matrix: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors for a matrix whose squares are [K] or [E, K]."""
     experts = shape[0] if len(shape) > 1 else 1
-    name = matrix_name(matrix)
-    return {f"{name}{SUMS}": (experts, shape[-1]), f"{name}{COUNTS}": (experts, 1)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in matrix_names(matrix):
+        shapes |= {f"{name}{SUMS}": (experts, shape[-1]), f"{name}{COUNTS}": (experts, 1)}
+    return shapes
 
 
-def tensors_of(known: InputStatistics) -> list[Array]:
+def tensors_of(matrix: str, known: InputStatistics) -> list[Array]:
     """The tensors for a matrix, in that order."""
     k = known.squares.shape[-1]
-    return [known.squares.reshape(-1, k).astype(np.float32), known.counts.reshape(-1, 1).astype(np.float32)]
+    tensors = [known.squares.reshape(-1, k).astype(np.float32), known.counts.reshape(-1, 1).astype(np.float32)]
+    return tensors * len(matrix_names(matrix))
 
 
 def gguf_header(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str], chunks: int, chunk: int) -> bytes:
@@ -129,7 +137,8 @@ def _texts(fields: Metadata) -> list[str]:
 def dat_content(statistics: Statistics) -> Iterator[bytes]:
     """The pieces of a .dat file, matrices by name. Of experts that saw no token, numbers are the mean of the others':
     the file has no place for their counts."""
-    names = sorted(((matrix_name(name), known) for name, known in statistics.items()), key=lambda pair: pair[0])
+    pairs = [(own, known) for name, known in statistics.items() for own in matrix_names(name)]
+    names = sorted(pairs, key=lambda pair: pair[0])
     yield struct.pack("<i", len(names))
     for name, known in names:
         calls = -(-int(known.counts.max()) // statistics.window)

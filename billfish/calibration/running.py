@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,19 +26,27 @@ from billfish.calibration.text import named_text, windows_of
 from billfish.checkpoints.writers.engine import Output, write
 from billfish.checkpoints.writers.partial import partial_path
 from billfish.checkpoints.writers.source import Identity, identity, is_current
-from billfish.errors import CheckpointError, DataError, ModelError, complaint
+from billfish.errors import CheckpointError, DataError, complaint
 from billfish.files import path_of, replacing
 from billfish.llm.config import read_config
-from billfish.llm.cpu import CpuDecoder
+from billfish.llm.cpu import CpuDecoder, Observe
 from billfish.llm.model import load
 from billfish.llm.source import open_source
-from billfish.llm.tensors import ModelTensors
+from billfish.llm.tensors import ATTENTION, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors
 from billfish.progress import Progress
 from billfish.version import __version__
 
 TOKENS, WINDOW = 32768, 512
-# The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput.
-INPUTS = (("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
+# The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput. No layer has all.
+INPUTS = (
+    ATTENTION[:3],
+    ATTENTION[3:],
+    (*FEED_FORWARD[:2], ROUTER, *SHARED[:2]),
+    (FEED_FORWARD[2], SHARED[2]),
+    STACKS[:2],
+    STACKS[2:],
+)
+HEAD_INPUT = 0  # the one that the head has
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,6 @@ class Calibration:
         """Raises for a model, a text or sizes that it cannot be computed for."""
         source = open_source(path)
         config = read_config(source.fields, source.vocabulary)
-        if config.experts is not None:
-            takes = "a model without them; bf.calibrate takes the model in transformers"
-            raise ModelError(complaint(CALL, str(path), "layers with experts", takes))
         window = min(WINDOW, config.context) if window is None else window
         if not 1 <= window <= config.context:
             raise DataError(complaint(CALL, "window", window, f"from 1 to {config.context}, the model's context"))
@@ -85,19 +90,29 @@ class Calibration:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all matrices, by GGUF's names."""
-        return {part.name: (part.rows or part.shape[0], part.shape[1]) for part in self.tensors.matrices.values()}
+        """Of all matrices and stacks of experts, by GGUF's names."""
+        parts = self.tensors.matrices.values()
+        matrices = {part.name: (part.rows or part.shape[0], part.shape[1]) for part in parts}
+        return matrices | {f"{place}.weight": shape for place, shape in self.tensors.stacks.items()}
 
     @functools.cached_property
-    def inputs(self) -> list[tuple[Inputs, ...]]:
-        """The inputs of each layer, and last that of the head."""
+    def inputs(self) -> list[dict[int, Inputs]]:
+        """The inputs of each layer, by LayerInput, and last that of the head."""
         layers = [[[f"blk.{i}.{matrix}" for matrix in same] for same in INPUTS] for i in range(self.layers)]
-        return [tuple(map(self._inputs, places)) for places in [*layers, [["head"]]]]
+        found = [[(number, self._names(places)) for number, places in enumerate(layer)] for layer in layers]
+        found.append([(HEAD_INPUT, self._names(["head"]))])
+        return [{number: self._inputs(names) for number, names in layer if names} for layer in found]
 
-    def _inputs(self, places: list[str]) -> Inputs:
-        """What the matrices of these places multiply. A file may hold several of them as one."""
-        names = tuple(dict.fromkeys(self.tensors.matrices[place].name for place in places))
-        return Inputs(names, self.shapes[names[0]][-1:])
+    def _names(self, places: list[str]) -> tuple[str, ...]:
+        """The tensors for those of the places that the model has. A file may hold several as one."""
+        matrices, stacks = self.tensors.matrices, self.tensors.stacks
+        there = [place for place in places if place in matrices or place in stacks]
+        return tuple(dict.fromkeys(f"{p}.weight" if p in stacks else matrices[p].name for p in there))
+
+    def _inputs(self, names: tuple[str, ...]) -> Inputs:
+        """What these matrices multiply."""
+        *experts, _, k = self.shapes[names[0]]
+        return Inputs(names, (*experts, k))
 
     @property
     def layers(self) -> int:
@@ -112,7 +127,7 @@ class Calibration:
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
             layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
             parts = [
-                Part(f"layer {i}", layer, functools.partial(layers.statistics, i))
+                Part(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
                 for i, layer in enumerate(self.inputs)
             ]
             about = About(
@@ -144,21 +159,20 @@ class Layers:
 
     def statistics(self, layer: int) -> list[InputStatistics]:
         """Of all inputs of a layer; behind the last layer, of the head's."""
-        sums = [Sums(inputs.shape[-1], self._calibration.hessian) for inputs in self._calibration.inputs[layer]]
+        inputs = self._calibration.inputs[layer]
+        sums = {number: Sums(known.shape, self._calibration.hessian) for number, known in inputs.items()}
         self._room.mkdir(exist_ok=True)
         for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
             if path.name != str(layer):
                 path.unlink()
         if layer == self._calibration.layers:
             for states in self._states(layer):
-                sums[0].add(self._decoder.normalize(states))
+                sums[HEAD_INPUT].add(self._decoder.normalize(states))
         else:
-            self._pass(layer, lambda _, place, rows: sums[place].add(rows))
-        return [
-            known.finish(inputs.names[0]) for known, inputs in zip(sums, self._calibration.inputs[layer], strict=True)
-        ]
+            self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
+        return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
 
-    def _pass(self, layer: int, observe: Callable[[int, int, NDArray[np.float32]], None] | None) -> None:
+    def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
         decoder, windows = self._decoder, self._calibration.windows
         cache = decoder.cache(max(map(len, windows)))

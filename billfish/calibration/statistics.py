@@ -14,12 +14,12 @@ import numpy as np
 
 from billfish.calibration.inputs import InputStatistics, refused
 from billfish.checkpoints.container import MappedFile
-from billfish.checkpoints.names import EMBEDDING, HEAD, gguf_name, model_name
+from billfish.checkpoints.names import EMBEDDING, HEAD, gguf_name, is_gguf_name
+from billfish.checkpoints.stacks import stacks_in
 from billfish.checkpoints.writers.source import digest_of
 
 LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
-STACK = re.compile(r"(.+\.experts)\.(gate|up|down)_proj\.weight")
-ONE_OF_STACK = re.compile(r"(.+\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)")
+UP_STACK, GATE_STACK = "ffn_up_exps", "ffn_gate_exps"
 
 
 class Statistics(Mapping[str, InputStatistics]):
@@ -45,6 +45,7 @@ class Statistics(Mapping[str, InputStatistics]):
         run: str = "",
     ) -> None:
         self._inputs = dict(inputs)
+        self._own_names = {_key(name): name for name in reversed(self._inputs)}
         self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
         self.shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
         self.file: MappedFile | None = None  # where the arrays are
@@ -55,7 +56,7 @@ class Statistics(Mapping[str, InputStatistics]):
         return self._inputs[self._own(name)]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and any(own in self._inputs for own in _names_of(name))
+        return isinstance(name, str) and self._own(name) in self._inputs
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._inputs)
@@ -65,7 +66,7 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def _own(self, name: str) -> str:
         """The name that a matrix has here."""
-        return next((own for own in _names_of(name) if own in self._inputs), name)
+        return name if name in self._inputs else self._own_names.get(_key(name), name)
 
     @property
     def has_outer(self) -> bool:
@@ -110,11 +111,9 @@ class Statistics(Mapping[str, InputStatistics]):
 
     def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None:
         """Raises unless these are statistics of a model with such a matrix, enough for the method."""
-        one = ONE_OF_STACK.fullmatch(name)
-        if one and name not in self:
-            stack = f"{one[1]}.{one[3]}"
-            experts = self[stack].counts.size if stack in self else 0
-            if int(one[2]) >= experts:
+        stack, expert, experts = self._stack_of(name, shape)
+        if expert is not None:
+            if expert >= experts:
                 raise refused(call, name, f"statistics of {experts} experts", "statistics of this model")
             self.check_matrix(call, stack, (experts, *shape), method)
             return
@@ -139,10 +138,9 @@ class Statistics(Mapping[str, InputStatistics]):
         """The method and the further arguments of `quantize_matrix` for a matrix, or for one of a stack. Embeddings and
         the last layer, which llama.cpp's files may lack, are searched for without."""
         self.check_matrix(call, name, shape, method)
-        one = ONE_OF_STACK.fullmatch(name)
-        if one and name not in self:  # a file with its experts one by one
-            stack = f"{one[1]}.{one[3]}"
-            return self.settings(call, stack, (self[stack].counts.size, *shape), method, int(one[2]))
+        stack, one, experts = self._stack_of(name, shape)
+        if one is not None:
+            return self.settings(call, stack, (experts, *shape), method, one)
         if name not in self:
             return "mse" if method == "gptq" else method, {}
         known = self[name]
@@ -152,6 +150,15 @@ class Statistics(Mapping[str, InputStatistics]):
         if method == "gptq":
             further["hessian"] = known.hessian(name, call, expert)
         return method, further
+
+    def _stack_of(self, name: str, shape: Sequence[int]) -> tuple[str, int | None, int]:
+        """Of a matrix [N, K] that a file has for one expert: the name of its stack, the expert, and how many experts
+        the statistics know. None for a matrix that is no expert's, or that has statistics of its own."""
+        stacks, expert = stacks_in(name)
+        if expert is None or name in self:
+            return name, None, 0
+        [stack] = stacks
+        return stack, expert, self[stack].squares.size // shape[-1] if stack in self else 0
 
     def _examples(self) -> str:
         return ", ".join([*self._inputs][:3])
@@ -187,19 +194,18 @@ def model_digest(shapes: Mapping[str, Sequence[int]]) -> str:
     return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
-def _names_of(name: str) -> Iterator[str]:
-    """The names that a matrix may have in statistics."""
-    for known in (name, f"{name}.weight"):
-        for other in (known, gguf_name(known), model_name(known)):
-            if other is not None:
-                yield other
-                stack = STACK.fullmatch(other.replace(".block_sparse_moe.", ".mlp."))
-                if stack:  # as transformers has it, where gate and up are one
-                    yield f"{stack[1]}.{stack[2] if stack[2] == 'down' else 'gate_up'}_proj"
+def _key(name: str) -> str:
+    """One name for all that a matrix is called: GGUF's, where there is one. Gate and up of experts, which a model may
+    have as one stack, have the same inputs and the gate's name."""
+    weight = name if name.endswith(".weight") else f"{name}.weight"
+    stacks, expert = stacks_in(weight)
+    stack = stacks[0] if stacks and expert is None else weight
+    found = weight if is_gguf_name(weight) else gguf_name(stack)
+    return weight if found is None else found.replace(UP_STACK, GATE_STACK)
 
 
 def _may_be_missing(name: str) -> bool:
-    return bool({EMBEDDING, HEAD} & set(_names_of(name)))
+    return _key(name) in (EMBEDDING, HEAD)
 
 
 def _is_flat_stack(known: InputStatistics, shape: Sequence[int]) -> bool:

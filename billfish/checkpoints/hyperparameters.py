@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.container import CALL
-from billfish.checkpoints.rotary import LOCAL_THETA, positive, rope_size_of, rule_of, scaling_fields, theta_of
+from billfish.checkpoints.rotary import LOCAL_THETA, positive, rotary_share_of, rule_of, scaling_fields, theta_of
 from billfish.checkpoints.settings import Field, setting_fields, settings_of
 from billfish.errors import CheckpointError, complaint
 
@@ -72,7 +72,8 @@ class UnknownModel(CheckpointError):
 
 
 def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
-    """GGUF's fields for a config.json: all that a decoder must know. Raises UnknownModel for one of another kind."""
+    """GGUF's fields for a config.json that is `completed`: all that a decoder must know. Raises UnknownModel for one of
+    another kind."""
     model_type = str(config.get("model_type"))
     architecture = ARCHITECTURE_OF.get(model_type)
     if architecture is None:
@@ -99,7 +100,7 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
         "rope_theta": float(theta_of(config)),
     }
     about = {field: known[name] for name, field in SIZES.items() if known[name] is not None}
-    about |= {"attention.value_length": head_size, "rope.dimension_count": rope_size_of(config, head_size)}
+    about |= {"attention.value_length": head_size, "rope.dimension_count": int(head_size * rotary_share_of(config))}
     about |= {f"rope.scaling.{name}": value for name, value in scaling_fields(config).items()}
     about |= setting_fields(config, model_type)
     if isinstance(config.get("vocab_size"), int):
@@ -120,8 +121,9 @@ def _refuse_variants(config: Mapping[str, Any], architecture: str) -> None:
         "hidden_activation": gates,
         "use_bidirectional_attention": (),
     }
-    if architecture != "phi3":
-        only["partial_rotary_factor"] = (1,)
+    share = rotary_share_of(config)
+    if architecture != "phi3" and share != 1:
+        raise CheckpointError(complaint(CALL, "partial_rotary_factor", share, f"1 for {architecture}"))
     for name, takes in only.items():
         if config.get(name) and config[name] not in takes:
             allowed = " or ".join(map(repr, takes)) or "none"

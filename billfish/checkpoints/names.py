@@ -24,6 +24,7 @@ from billfish.checkpoints.hyperparameters import ARCHITECTURES, config_of, field
 from billfish.checkpoints.hyperparameters import UnknownModel as UnknownModel
 from billfish.checkpoints.rotary import FACTOR_TENSORS, factor_tensors
 from billfish.checkpoints.rotary import ROTARY_FACTORS as ROTARY_FACTORS
+from billfish.checkpoints.settings import completed
 from billfish.checkpoints.stacks import by_stacks
 from billfish.errors import CheckpointError, complaint
 
@@ -118,7 +119,8 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     files are as they are; raises UnknownModel for a model that we cannot translate."""
     if is_gguf(checkpoint):
         return checkpoint
-    config, fields = checkpoint.config, fields_of(checkpoint.config, checkpoint.path)
+    config = completed(checkpoint.config)
+    fields = fields_of(config, checkpoint.path)
     architecture, stacked = str(fields["general.architecture"]), by_stacks(checkpoint)
     entries, origins = dict[str, Entry](), list[str]()
     for name in stacked:

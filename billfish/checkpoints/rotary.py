@@ -41,9 +41,10 @@ OPTIONAL = {"yarn": (*YARN, "attention_factor", "mscale", "mscale_all_dim"), "lo
 
 
 def theta_of(config: Mapping[str, Any]) -> float:
-    """The base of the rotary frequencies; config.json has one of two places for it."""
+    """The base of the rotary frequencies; config.json has several places for it."""
     usual = THETAS.get(str(config.get("model_type")), THETA)
-    return positive("rope_theta", config.get("rope_theta") or _rule(config).get("rope_theta") or usual)
+    beside = section(config, "rope_parameters").get("rope_theta")  # of a rule that is called rope_scaling
+    return positive("rope_theta", config.get("rope_theta") or _rule(config).get("rope_theta") or beside or usual)
 
 
 def local_theta_of(config: Mapping[str, Any]) -> float:
@@ -84,10 +85,10 @@ def scaling_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return kind, checked
 
 
-def rope_size_of(config: Mapping[str, Any], head_size: int) -> int:
-    """How many numbers of a head rotate: of Phi some may not."""
-    share = config.get("partial_rotary_factor") or _rule(config).get("partial_rotary_factor") or 1.0
-    return int(head_size * positive("partial_rotary_factor", share))
+def rotary_share_of(config: Mapping[str, Any]) -> float:
+    """Which part of the numbers of a head rotates: of Phi some may not."""
+    share = config.get("partial_rotary_factor") or _rule(config).get("partial_rotary_factor") or 1
+    return positive("partial_rotary_factor", share)
 
 
 def scaling_fields(config: Mapping[str, Any]) -> dict[str, int | float | str]:

@@ -42,6 +42,28 @@ OTHER_NAMES = {"num_local_experts": "num_experts"}  # of a setting, in other fol
 WINDOW_STEPS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every so many-th layer has none
 QUERY_SIZES = ("gemma2", "gemma3_text")  # whose scores are divided by the root of a setting of its own
 UNROTATED_STEP = 4  # of SmolLM3: every so many-th layer does not rotate
+# What transformers takes for settings that a config.json does not name, where GGUF's readers take another. A null
+# is named: it stands for no window, or no cap.
+GPT_OSS_ROTARY = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5},
+    "qwen2_moe": {"norm_topk_prob": False},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "olmoe": {"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    "granitemoe": {"attention_multiplier": 1.0},
+    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+    "gemma3_text": {"sliding_window": 4096},
+    "gpt_oss": {"sliding_window": 128, "rms_norm_eps": 1e-5, "rope_parameters": GPT_OSS_ROTARY},
+    "phi3": {"rms_norm_eps": 1e-5},
+}
 # Settings that change what a decoder computes, GGUF has no field for, and these values alone are run.
 FIXED: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -50,6 +72,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "smollm3": {"use_sliding_window": False},
 }
+
+
+def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the settings that transformers fills in."""
+    usual = dict(DEFAULTS.get(str(config.get("model_type")), {}))
+    if "rope_scaling" in config:  # the older name
+        usual.pop("rope_parameters", None)
+    return {**usual, **config}
 
 
 def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Field]:
@@ -63,7 +93,7 @@ def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Fiel
         if value is not None or name in EXPERTS:
             fields[field] = _number(name, value)
         elif name in CAPS and model_type == "gemma2":
-            fields[field] = 0.0  # none: without a field, llama.cpp has caps of its own
+            fields[field] = 0.0  # null: without a field, llama.cpp has caps of its own
     if model_type in QUERY_SIZES:
         fields["attention.scale"] = float(
             _number("query_pre_attn_scalar", config.get("query_pre_attn_scalar", 256)) ** -0.5

@@ -43,6 +43,19 @@ def is_stack(name: str) -> bool:
     return match is not None and match[2] in PROJECTIONS and name == _name(f"{match[1]}.experts", match[2], name)
 
 
+def stacks_in(name: str) -> tuple[tuple[str, ...], int | None]:
+    """Which stacks a tensor of experts holds, by the names of `by_stacks`: one, or gate and up; and the number of the
+    expert that it holds of them, None for all. () for a tensor that is not called as experts are."""
+    one, whole = _ONE.fullmatch(name), _STACK.fullmatch(name)
+    if one is not None:
+        return (_name(one[1], MIXTRAL.get(one[3], one[3]), name),), int(one[2])
+    if whole is None:
+        return (), None
+    projection = whole[2] or GRANITE[whole[3]]
+    parts = PROJECTIONS[:2] if projection == "gate_up_proj" else (projection,)
+    return tuple(_name(f"{whole[1]}.experts", part, name) for part in parts), None
+
+
 def by_stacks(checkpoint: Checkpoint) -> Checkpoint:
     """The same tensors with all experts as stacks. Headers only are read, and each stack when it is asked for.
 
@@ -51,12 +64,12 @@ def by_stacks(checkpoint: Checkpoint) -> Checkpoint:
     found: dict[str, tuple[str, Entry]] = {}
     matrices: dict[str, dict[int, str]] = {}  # by the name of the stack, and by the expert
     for name in checkpoint:
-        one = _ONE.fullmatch(name)
-        if one is None:
+        stacks, e = stacks_in(name)
+        if e is None:
             for new, entry in _stacks_of(name, checkpoint):
                 _add(found, new, name, entry)
             continue
-        stack, e = _name(one[1], MIXTRAL.get(one[3], one[3]), name), int(one[2])
+        [stack] = stacks
         if stack not in matrices:
             _add(found, stack, name, checkpoint.entry(name))  # its place; the whole stack follows
         members = matrices.setdefault(stack, {})
@@ -161,20 +174,19 @@ def _stacks_of(name: str, checkpoint: Checkpoint) -> Iterator[tuple[str, Entry]]
     if match is None or len(about.shape) != axes:
         yield name, entry
         return
-    block, projection = f"{match[1]}.experts", match[2] or GRANITE[match[3]]
+    parts, _ = stacks_in(name)
     in_turn = about.layout == "gpt-oss" or checkpoint.config.get("model_type") == "gpt_oss"
     if about.format is None and axes == 3 and is_turned(name, checkpoint.config):
         entry = Turned(entry)
-    if projection != "gate_up_proj":
-        new = _name(block, projection, name)
+    if len(parts) == 1:
+        [new] = parts
         yield new, entry if new == name and not isinstance(entry, Turned) else Renamed(entry, new)
         return
     rows = entry.description.shape[1]
     if rows % 2:
         raise CheckpointError(complaint(CALL, name, f"{rows} rows", "as many of gate as of up"))
     halves = (slice(0, None, 2), slice(1, None, 2)) if in_turn else (slice(0, rows // 2), slice(rows // 2, None))
-    for half, part in zip(halves, PROJECTIONS, strict=False):
-        new = _name(block, part, name)
+    for half, new in zip(halves, parts, strict=True):
         yield new, SomeRows(entry, new, half)
 
 

@@ -143,6 +143,8 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
     head_size = fields.size("attention.key_length", hidden // heads)
     value_size = fields.number("attention.value_length", head_size)
     refuse(value_size != head_size, "attention.value_length", value_size, f"{head_size}, the length of keys")
+    causal = fields.get("attention.causal", True)
+    refuse(not causal, "attention.causal", causal, "true: a token sees those before it, and no others")
     layers = fields.size("block_count")
     refuse(layers < 1, "block_count", layers, "at least one layer, whose tensors tell all sizes")
     experts = _experts(fields, family)
@@ -183,11 +185,13 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
 
 
 def _scaling(fields: Fields, family: Architecture, base: float) -> Scaling:
-    kind = fields.get("rope.scaling.type", "none")
+    factor = fields.get("rope.scaling.factor", fields.get("rope.scale_linear"))  # the last is of old files
+    kind = fields.get("rope.scaling.type", "none" if factor is None else "linear")
     refuse(kind not in SCALINGS, "rope.scaling.type", repr(kind), f"one of {', '.join(SCALINGS)}")
     magnitude = fields.positive("rope.scaling.attn_factor", 1.0)
     if kind == "linear":
-        return Scaling(kind, fields.positive("rope.scaling.factor", 1.0), magnitude=magnitude)
+        old = fields.positive("rope.scale_linear", 1.0)
+        return Scaling(kind, fields.positive("rope.scaling.factor", old), magnitude=magnitude)
     original = fields.size("rope.scaling.original_context_length", fields.number("context_length"))
     refuse(original < 1, "rope.scaling.original_context_length", original, "a positive number")
     if kind != "yarn":
@@ -243,6 +247,8 @@ def _experts(fields: Fields, family: Architecture) -> Experts | None:
     refuse(count < 1, "expert_count", count, "at least one expert")
     chosen = fields.size("expert_used_count")
     refuse(not 1 <= chosen <= count, "expert_used_count", chosen, f"a number from 1 to {count}, the experts there are")
+    groups = fields.number("expert_group_count", 1)
+    refuse(groups > 1, "expert_group_count", groups, "1: experts are chosen among all of them")
     gating = fields.number("expert_gating_func", SOFTMAX_GATES[0])
     refuse(gating not in SOFTMAX_GATES, "expert_gating_func", gating, "1 or 3, a softmax")
     usual = fields.get("feed_forward_length")

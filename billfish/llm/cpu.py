@@ -28,8 +28,8 @@ from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
 from billfish.typing import Activations
 
-# Of a layer, of one of its inputs, and of the rows that a product multiplies.
-Observe = Callable[[int, int, Floats], object]
+# Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
+Observe = Callable[[int, int, int, Floats], object]
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -209,7 +209,7 @@ class CpuDecoder(Decoder):
 
     def run_layer(self, layer: int, x: Floats, cache: CpuCache, observe: Observe | None) -> None:
         """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
-        observe(layer, input, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        observe(layer, input, expert, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
         with cache.lock:
             cache.reserve(len(x))
             for start in range(0, len(x), self.chunk):

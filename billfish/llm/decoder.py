@@ -11,7 +11,7 @@ import numpy as np
 from billfish.errors import ModelError, ShapeError, complaint
 from billfish.llm.cache import Cache, Floats, shared_length
 from billfish.llm.sampling import Sampler
-from billfish.llm.tensors import ModelTensors
+from billfish.llm.tensors import LAST_NORM, ModelTensors
 from billfish.typing import Activations
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
@@ -28,7 +28,7 @@ class Decoder(ABC):
 
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config
-        self.last_norm = tensors.vector("output_norm.weight", self.config.hidden)
+        self.last_norm = tensors.vector(LAST_NORM, self.config.hidden)
         self.nbytes = 0  # of weights, as they are held in memory
 
     @abstractmethod

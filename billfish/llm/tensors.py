@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 from billfish.arrays import FLOATS
 from billfish.checkpoints.gguf import ggml_names
 from billfish.checkpoints.names import EMBEDDING, HEAD
-from billfish.checkpoints.rotary import LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
+from billfish.checkpoints.rotary import FACTOR_TENSORS, LONG_FACTORS, ROTARY_FACTORS, SHORT_FACTORS
 from billfish.errors import ModelError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.llm.cache import Floats
@@ -34,6 +35,8 @@ FEED_FORWARD = ("ffn_gate", "ffn_up", "ffn_down")
 SHARED = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")  # of the expert that all tokens have
 ROUTER = "ffn_gate_inp"
 STACKS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+LAST_NORM = "output_norm.weight"
+UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd\..*")  # of old files: frequencies, which follow from the metadata
 
 
 class Part(NamedTuple):
@@ -75,6 +78,7 @@ class ModelTensors:
         for name in {EMBEDDING, self.matrices["head"].name}:
             self._check(name, (c.vocabulary, c.hidden))
         source.check_matrices(self._names())
+        self._refuse_others()
 
     def _layer_parts(self, layer: str) -> Iterator[tuple[str, Part]]:
         """The matrices of a layer, by place."""
@@ -110,6 +114,18 @@ class ModelTensors:
     def _names(self) -> set[str]:
         """Of all matrices and stacks in the file, but for an embedding that is not the head."""
         return {part.name for part in self.matrices.values()} | {f"{place}.weight" for place in self.stacks}
+
+    def _refuse_others(self) -> None:
+        """Raises for a tensor that no part of the model multiplies with: the file is of a model with more parts."""
+        used = {EMBEDDING, HEAD, LAST_NORM, *FACTOR_TENSORS}
+        used |= {f"{name.removesuffix('.weight')}.{kind}" for name in self._names() for kind in ("weight", "bias")}
+        for i in range(self.config.layers):
+            used |= {vector[0] for vector in (*self._vectors(f"blk.{i}."), self._shared_gate(f"blk.{i}.")) if vector}
+        used -= {f"{self.matrices['head'].name.removesuffix('.weight')}.bias"}
+        for name in self.source.tensors:
+            if name not in used and not UNUSED.fullmatch(name):
+                takes = f"a model made of what {self.config.architecture} models have"
+                raise ModelError(complaint(CALL, self.source.name(name), "a tensor that would not be used", takes))
 
     def has(self, name: str) -> bool:
         return name in self.source.tensors
@@ -154,9 +170,13 @@ class ModelTensors:
 
     def shared_gate(self, layer: str) -> Floats | None:
         """What the expert for all tokens is gated by, [hidden], where there is one."""
+        gate = self._shared_gate(layer)
+        return None if gate is None else self.vector(*gate)
+
+    def _shared_gate(self, layer: str) -> tuple[str, int] | None:
         experts = self.config.experts
         there = experts is not None and experts.shared > 0
-        return self.vector(f"{layer}ffn_gate_inp_shexp.weight", self.config.hidden) if there else None
+        return (f"{layer}ffn_gate_inp_shexp.weight", self.config.hidden) if there else None
 
     @property
     def bits_per_weight(self) -> float:
@@ -189,21 +209,29 @@ class ModelTensors:
 
     def layer_vectors(self, layer: str) -> list[Floats | None]:
         """Norms and sinks of a layer, in the order in which the native decoder takes them."""
+        return [None if vector is None else self.vector(*vector) for vector in self._vectors(layer)]
+
+    def _vectors(self, layer: str) -> list[tuple[str, int] | None]:
+        """Their names and sizes."""
         c, family = self.config, self.config.family
         after = [f"{layer}{name}.weight" for name in ("post_attention_norm", "post_ffw_norm")]
         return [
-            self.vector(f"{layer}attn_norm.weight", c.hidden),
-            self.vector(f"{layer}{family.feed_forward_norm}.weight", c.hidden),
-            self.head_norm(f"{layer}attn_q", c.heads),
-            self.head_norm(f"{layer}attn_k", c.kv_heads),
-            *(self.vector(name, c.hidden) if family.post_norms else None for name in after),
-            self.vector(f"{layer}attn_sinks.weight", c.heads) if family.sinks else None,
+            (f"{layer}attn_norm.weight", c.hidden),
+            (f"{layer}{family.feed_forward_norm}.weight", c.hidden),
+            self._head_norm(f"{layer}attn_q", c.heads),
+            self._head_norm(f"{layer}attn_k", c.kv_heads),
+            *((name, c.hidden) if family.post_norms else None for name in after),
+            (f"{layer}attn_sinks.weight", c.heads) if family.sinks else None,
         ]
 
     def head_norm(self, place: str, heads: int) -> Floats | None:
         """The norm of every head's q or k, or of all heads together, where the model has it."""
+        norm = self._head_norm(place, heads)
+        return None if norm is None else self.vector(*norm)
+
+    def _head_norm(self, place: str, heads: int) -> tuple[str, int] | None:
         kind, size = self.config.family.head_norms, self.config.head_size
-        return self.vector(f"{place}_norm.weight", size if kind == "each" else heads * size) if kind else None
+        return (f"{place}_norm.weight", size if kind == "each" else heads * size) if kind else None
 
     def rotations(self) -> list[Rotation]:
         """How layers rotate, by `LayerKind.rotation`."""

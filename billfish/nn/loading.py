@@ -96,6 +96,7 @@ def load_into(
             tensor = weights[theirs]
             array = np.array(tensor) if isinstance(tensor, np.ndarray) else dequantize(tensor)
             layer_type.set_parameter(model, own, adapter.from_numpy(array))
+    layer_type.note_layers(model)
     return report
 
 

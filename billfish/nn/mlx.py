@@ -275,6 +275,10 @@ class MarlinLinear(base.MarlinLinear, Module):
         raise DTypeError(complaint("quantize_model", "merge", "True with an MLX model", "False, or a torch model"))
 
     @staticmethod
+    def note_layers(model: Module) -> None:
+        """MLX has no models that save their own configuration."""
+
+    @staticmethod
     def place_of(linear: Module) -> dict[str, Any]:
         """Where `from_quantized` is to put the layer that takes the place of `linear`: MLX has one memory."""
         return {}

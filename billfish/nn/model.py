@@ -157,6 +157,7 @@ def quantize_model(
             put(layers[id(module)])
     for joint, layer in zip(joints, joint_layers, strict=True):
         joint.put(layer)
+    layer_type.note_layers(model)
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -191,6 +192,15 @@ class MarlinLinear(base.MarlinLinear, Stored):
         from billfish.nn.torch_merge import find_joints  # which makes layers of this class
 
         return list(find_joints(model))
+
+    @staticmethod
+    def note_layers(model: torch.nn.Module) -> None:
+        """A model of transformers saves layers that were put into it as ours."""
+        transformers = sys.modules.get("transformers")
+        if transformers is not None and isinstance(model, transformers.PreTrainedModel):
+            from billfish.nn.transformers_saving import note_layers  # here: its models alone need transformers
+
+            note_layers(model)
 
     @staticmethod
     def parameter_arrays(model: torch.nn.Module) -> dict[str, Tensor]:

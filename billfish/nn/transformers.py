@@ -276,9 +276,7 @@ class BillfishQuantizer(HfQuantizer):
             )
             model.set_submodule(path, block.train(module.training))
         self.stacks.clear()
-        keep_stacks(model)
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, Stored)}
-        for layer in layers.values():
+        for layer in [module for module in model.modules() if isinstance(module, Stored)]:
             if layer.is_packed:  # as soon as it was quantized
                 continue
             words = {name: buffer for name, buffer in layer.named_buffers() if buffer.dtype == torch.uint32}
@@ -287,13 +285,19 @@ class BillfishQuantizer(HfQuantizer):
             words.clear()
             layer.set_about()
             layer.repack()  # nobody writes to the files that the arrays may be views of
+        self.note_layers(model)
+        if isinstance(self.quantization_config, LoadConfig):
+            self.quantization_config.source = None  # the file may be closed
+        return model
+
+    def note_layers(self, model: Any) -> None:
+        """What save_pretrained has to know of the layers of ours."""
+        keep_stacks(model)
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, Stored)}
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
         }
         self.parallel = any(hasattr(module, "mesh") for module in model.modules())
-        if isinstance(self.quantization_config, LoadConfig):
-            self.quantization_config.source = None  # the file may be closed
-        return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         with torch.device("meta"):

@@ -92,12 +92,12 @@ def with_stacks(model: Any, source: Checkpoint) -> Checkpoint:
 
 
 def keep_stacks(model: Any) -> None:
-    """Save stacks under their own names: transformers would take them for its parameters, and take those apart."""
+    """Save stacks under their own names: transformers would take them for its parameters, and rename those or take them
+    apart."""
     stacks = [path for path, module in model.named_modules() if isinstance(module, ExpertStack)]
 
     def is_theirs(conversion: Any) -> bool:
-        targets = conversion.target_patterns if isinstance(conversion, WeightConverter) else []
-        return any(target.lstrip(".") in path for target in targets for path in stacks)
+        return any(path.endswith(target.lstrip(".")) for target in conversion.target_patterns for path in stacks)
 
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [conversion for conversion in conversions if not is_theirs(conversion)]

@@ -98,15 +98,15 @@ class PythonDecoder {
     decoder_.run(data, passages, digits);
   }
 
-  // observe(layer, input, rows [count, width]); the rows are there while it runs.
+  // observe(layer, input, expert, rows [count, width]); the rows are there while it runs.
   void run_layers(Contiguous<float> x, const std::vector<PythonPassage>& rows, int digits, int64_t first, int64_t last,
                   std::optional<nb::callable> observe) const {
     const std::vector<Passage> passages = passages_of(rows);
     float* data = x.data();
     Observe told = nullptr;
-    if (observe) told = [&](int64_t layer, LayerInput input, const float* seen, int64_t count, int64_t width) {
+    if (observe) told = [&](int64_t layer, LayerInput input, int64_t expert, const float* seen, int64_t count, int64_t width) {
       nb::gil_scoped_acquire python;
-      (*observe)(layer, int(input), nb::ndarray<nb::numpy, const float, nb::ndim<2>>(seen, {size_t(count), size_t(width)}, nb::none()));
+      (*observe)(layer, int(input), expert, nb::ndarray<nb::numpy, const float, nb::ndim<2>>(seen, {size_t(count), size_t(width)}, nb::none()));
     };
     const Computing computing;
     decoder_.run_layers(data, passages, digits, first, last, told);

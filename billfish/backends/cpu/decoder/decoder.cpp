@@ -90,7 +90,7 @@ class Pass {
 
   void run(const Layer& layer, int64_t number) {
     add_and_normalize(layer.vectors.attention_norm, {&layer.q.weights, &layer.k.weights, &layer.v.weights});
-    if (observe_) observe_(number, INPUT_QKV, seen_.data(), m_, s_.hidden);
+    tell(number, INPUT_QKV, seen_.data(), s_.hidden);
     watch_.lap(NORM);
     hidden_.multiply({{layer.q.weights, layer.q.bias, q_.data()}, {layer.k.weights, layer.k.bias, k_.data()}, {layer.v.weights, layer.v.bias, v_.data()}});
     watch_.lap(QKV);
@@ -101,7 +101,7 @@ class Pass {
     parallel_for(int64_t(blocks_.size()), [&](int64_t first, int64_t last) {
       for (int64_t unit = first; unit < last; unit++) attend(layer, number, blocks_[size_t(unit)]);
     });
-    if (observe_) observe_(number, INPUT_OUTPUT, out_.data(), m_, q_size_);
+    tell(number, INPUT_OUTPUT, out_.data(), q_size_);
     attended_.take({&layer.o.weights}, out_.data());
     watch_.lap(ATTENTION);
     attended_.multiply({{layer.o.weights, layer.o.bias, added_.data()}});
@@ -143,6 +143,11 @@ class Pass {
   // Rows that are made part by part come together for the observer.
   void note(int64_t row, const float* made, int64_t width) {
     if (observe_) std::copy(made, made + width, seen_.data() + row * width);
+  }
+
+  // All rows of an input are there.
+  void tell(int64_t number, LayerInput input, const float* rows, int64_t width) {
+    if (observe_) observe_(number, input, NO_EXPERT, rows, m_, width);
   }
 
   float* keys_of(const Cache& c, int64_t number, int64_t head) const {
@@ -197,7 +202,7 @@ class Pass {
 
   void feed_forward(const Layer& layer, int64_t number) {
     add_and_normalize(layer.vectors.feed_forward_norm, {&layer.gate.weights, &layer.up.weights});
-    if (observe_) observe_(number, INPUT_GATE_UP, seen_.data(), m_, s_.hidden);
+    tell(number, INPUT_GATE_UP, seen_.data(), s_.hidden);
     watch_.lap(NORM);
     hidden_.multiply({{layer.gate.weights, layer.gate.bias, gate_.data()}, {layer.up.weights, layer.up.bias, up_.data()}});
     watch_.lap(GATE_UP);
@@ -210,7 +215,7 @@ class Pass {
       level_.open_gate(gate_.data() + row * s_.feed_forward, up_.data() + row * s_.feed_forward, s_.gate, s_.feed_forward, to);
       note(row, to, s_.feed_forward);
     });
-    if (observe_) observe_(number, INPUT_DOWN, seen_.data(), m_, s_.feed_forward);
+    tell(number, INPUT_DOWN, seen_.data(), s_.feed_forward);
     watch_.lap(GATE);
     opened_.multiply({{layer.down.weights, layer.down.bias, out}});
     watch_.lap(DOWN);
@@ -232,12 +237,18 @@ class Pass {
       kernels_.normalize(x_ + row * s_.hidden, layer.vectors.feed_forward_norm, s_.epsilon, s_.hidden, to);
       std::copy(to, to + s_.hidden, normal_.data() + row * s_.hidden);
     });
+    tell(number, INPUT_GATE_UP, normal_.data(), s_.hidden);
     watch_.lap(NORM);
     hidden_.multiply(products);
     const Routing routing = route(scores_.data(), m_, experts, mixture.chosen, mixture.renormalized, mixture.scale);
     watch_.lap(ROUTER);
+    ObserveExpert observe = nullptr;
+    if (observe_) observe = [&](int64_t expert, int64_t count, const float* x, const float* h) {
+      observe_(number, INPUT_EXPERT, expert, x, count, s_.hidden);
+      observe_(number, INPUT_EXPERT_DOWN, expert, h, count, mixture.down.weights.k);
+    };
     run_experts(level_, normal_.data(), m_, routing.ids.data(), routing.weights.data(), mixture.chosen, mixture.gate, &mixture.up,
-                mixture.down, int(s_.gate), digits_, added_.data());
+                mixture.down, int(s_.gate), digits_, added_.data(), observe);
     watch_.lap(EXPERTS);
     if (shared) add_shared(layer, number, mixture.shared_gate);
   }

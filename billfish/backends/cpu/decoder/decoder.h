@@ -100,10 +100,13 @@ enum Part : int { NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, GATE, DOWN, ROU
 constexpr const char* PART_NAMES[PARTS] = {"norms", "q, k, v", "rotation and cache", "attention", "attention output",
                                            "gate and up", "gate", "down", "router", "experts", "head"};
 
-// What the products of a layer multiply: of q, k and v; of the attention's output; of gate and up; of down.
-enum LayerInput : int { INPUT_QKV, INPUT_OUTPUT, INPUT_GATE_UP, INPUT_DOWN };
-// Gets the rows [count, width] of an input as float32 numbers, before they are rounded, on the thread that runs the layers.
-using Observe = std::function<void(int64_t layer, LayerInput input, const float* rows, int64_t count, int64_t width)>;
+// What the products of a layer multiply: of q, k and v; of the attention's output; of gate, up and the router; of down; of an expert's
+// gate and up; of an expert's down.
+enum LayerInput : int { INPUT_QKV, INPUT_OUTPUT, INPUT_GATE_UP, INPUT_DOWN, INPUT_EXPERT, INPUT_EXPERT_DOWN };
+constexpr int64_t NO_EXPERT = -1;
+// Gets the rows [count, width] of an input as float32 numbers, before they are rounded, on the thread that runs the layers. expert: which one
+// multiplies them, or NO_EXPERT.
+using Observe = std::function<void(int64_t layer, LayerInput input, int64_t expert, const float* rows, int64_t count, int64_t width)>;
 
 class Decoder {
  public:

@@ -171,7 +171,8 @@ void multiply_experts(const Level& level, const float* x, bool each_its_own, int
 }
 
 void run_experts(const Level& level, const float* x, int64_t tokens, const int32_t* ids, const float* routing, int64_t chosen,
-                 const ExpertStack& gate, const ExpertStack* up, const ExpertStack& down, int activation, int digits, float* y) {
+                 const ExpertStack& gate, const ExpertStack* up, const ExpertStack& down, int activation, int digits, float* y,
+                 const ObserveExpert& observe) {
   const Lent lent;
   const Sorted sorted(ids, tokens * chosen, down.experts);
   const std::vector<Gathering>& gatherings = sorted.gatherings;
@@ -196,6 +197,16 @@ void run_experts(const Level& level, const float* x, int64_t tokens, const int32
   const GatheredRows opened(level, lent.room.h, gatherings, false, {&down}, digits, [&](int64_t row, float* to) {
     level.open_gate(gates + row * stride, ups + row * stride, Gate(activation), inner, to);
   });
+  if (observe)
+    for (const auto& [expert, first, own] : gatherings) {
+      std::vector<float> seen(size_t(own * (hidden + inner)));
+      float* h = seen.data() + own * hidden;
+      for (int64_t i = 0, row = first; i < own; i++, row++) {
+        std::copy_n(x + sorted.places[size_t(row)] / chosen * hidden, hidden, seen.data() + i * hidden);
+        level.open_gate(gates + row * stride, ups + row * stride, Gate(activation), inner, h + i * inner);
+      }
+      observe(expert, own, seen.data(), h);
+    }
   // Whoever has the same tiles of all experts has all that some columns of y are made of.
   float* made = at_least(lent.room.sorted, count * hidden);
   parallel_for(tiles_of(level, down), [&](int64_t first, int64_t last) {

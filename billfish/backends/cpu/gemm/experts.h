@@ -3,6 +3,8 @@
 // Rows are sorted by expert, so that each expert's rows are multiplied together, and the tiles of all chosen experts are shared out
 // in one loop. Experts that nobody chose are not read. No result depends on the number of threads.
 #pragma once
+#include <functional>
+
 #include "layout/problem.h"
 
 namespace billfish {
@@ -35,11 +37,16 @@ inline size_t expert_bytes(const Level& level, const Weights& w) {
 void multiply_experts(const Level& level, const float* x, bool each_its_own, int64_t tokens, const int32_t* ids, int64_t chosen,
                       const ExpertStack& stack, int digits, float* y);
 
+// Gets the rows that chose an expert, in the order of tokens, on the thread that runs the experts: x [count, hidden] of gate and up, and
+// h [count, k of down] of down, as float32 numbers, before they are rounded.
+using ObserveExpert = std::function<void(int64_t expert, int64_t count, const float* x, const float* h)>;
+
 // The gated feed-forward part: y [tokens, hidden], y[t] = sum over j of routing[t, j] (down[e] h + its bias), with e = ids[t, j] and h [k of
 // down] what `activation`, one of Gate, makes of the gate and up rows of expert e times x[t] [hidden]. The sum goes in the order of j.
-// up: or null where `gate` has the rows of both, all gate rows first.
+// up: or null where `gate` has the rows of both, all gate rows first. `observe` may be null.
 void run_experts(const Level& level, const float* x, int64_t tokens, const int32_t* ids, const float* routing, int64_t chosen,
-                 const ExpertStack& gate, const ExpertStack* up, const ExpertStack& down, int activation, int digits, float* y);
+                 const ExpertStack& gate, const ExpertStack* up, const ExpertStack& down, int activation, int digits, float* y,
+                 const ObserveExpert& observe = nullptr);
 
 // Bytes that this thread keeps of the room that calls took.
 size_t kept_by_experts();
