@@ -230,6 +230,8 @@ def _add_model(command: argparse.ArgumentParser, *, several: bool = False) -> No
     command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
     command.add_argument("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N (a GPU if there is one)")
     command.add_argument("--activations", metavar="A", help="on the CPU: exact, q16, or q8, the fastest (q16)")
+    kept = "of keys and values: float32, or float16 in half the memory (float32 on the CPU, float16 on a GPU)"
+    command.add_argument("--cache-type", metavar="T", help=kept)
     command.add_argument("--threads", type=int, metavar="N", help="(all cores)")
 
 

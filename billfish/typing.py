@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Activations",
     "AnyArray",
+    "CacheType",
     "FloatName",
     "FloatType",
     "FormatLike",
@@ -61,6 +62,7 @@ FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of 
 Method: TypeAlias = Literal["rtn", "mse", "gptq"]
 Activations: TypeAlias = Literal["exact", "q8", "q16"]
 Gate: TypeAlias = Literal["silu", "gelu", "clamped_silu"]  # what a feed-forward part does to its gate and up rows
+CacheType: TypeAlias = Literal["float32", "float16"]  # of the keys and values of a text
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 FloatType: TypeAlias = "FloatName | type[np.generic] | np.dtype[Any] | torch.dtype | mx.Dtype"
 Library: TypeAlias = Literal["numpy", "torch", "mlx"]

@@ -12,9 +12,10 @@ import pytest
 from llm_models import Small, write_model
 
 import billfish as bf
+from billfish.backends.cpu import _cpu
 from billfish.llm import Cache, load
 from billfish.llm.cache import shared_length
-from billfish.llm.cpu import CpuDecoder
+from billfish.llm.cpu import CpuCache, CpuDecoder
 from billfish.llm.sampling import Sampling
 
 TOKENS = np.random.default_rng(3).integers(4, 260, 40).tolist()
@@ -32,6 +33,15 @@ def next_token(model, cache: Cache, text: list[int]) -> tuple[int, int]:
     return model.decoder.go_on(cache, text, Sampling().sampler(), "exact")
 
 
+def by_position(cache: CpuCache) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [layers, heads, positions, head size] from the order of kernels, as decoder.h tells it."""
+    (layers, heads, blocks, size), block = cache.keys.shape, _cpu.CACHE_BLOCK
+    columns, shape = size // block, (layers, heads, blocks * block, size // block)
+    keys = cache.keys.reshape(layers, heads, blocks, block // 16, columns, 16).swapaxes(4, 5)
+    values = cache.values.reshape(layers, heads, blocks, columns // 16, block, 16).swapaxes(3, 4)
+    return keys.reshape(shape), values.reshape(shape)
+
+
 def holds(model, cache: Cache, text: list[int]) -> bool:
     """Whether the cache's keys and values are those of a text, computed anew."""
     if cache.tokens != text or cache.capacity < len(text):
@@ -39,11 +49,8 @@ def holds(model, cache: Cache, text: list[int]) -> bool:
     fresh = model.decoder.cache(max(1, cache.capacity))
     if text:
         model.decoder.run([(fresh, text)], "exact")
-    n = len(text)
-    keys, expected = (np.moveaxis(c.keys, 3, 4).reshape(*c.values.shape)[:, :, :n] for c in (cache, fresh))
-    return np.allclose(keys, expected, atol=1e-4) and np.allclose(
-        cache.values[:, :, :n], fresh.values[:, :, :n], atol=1e-4
-    )
+    pairs = zip(by_position(cache), by_position(fresh), strict=True)
+    return all(np.allclose(a[:, :, : len(text)], b[:, :, : len(text)], atol=1e-4) for a, b in pairs)
 
 
 # ---- interruptions --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from billfish.llm.chat import Message, start_process
 from billfish.llm.generation import Generation
 from billfish.llm.model import Model, load
 from billfish.style import Style
+from billfish.typing import CacheType
 
 
 def set_threads(arguments: argparse.Namespace) -> None:
@@ -26,11 +27,13 @@ def set_threads(arguments: argparse.Namespace) -> None:
         _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
 
 
-def load_quickly(path: str | None, device: str, quantize: str | None = None) -> Model:
+def load_quickly(
+    path: str | None, device: str, quantize: str | None = None, cache_type: CacheType | None = None
+) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
     gc.disable()
     try:
-        return load(path, device=device, quantize=quantize)
+        return load(path, device=device, quantize=quantize, cache_type=cache_type)
     finally:
         gc.enable()
 
@@ -46,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         _check_text(f"--{option}", getattr(arguments, option) or "")
     if not arguments.raw:
         start_process()
-    model = load_quickly(arguments.model, arguments.device, arguments.quantize)
+    model = load_quickly(arguments.model, arguments.device, arguments.quantize, arguments.cache_type)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
         raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))

@@ -31,7 +31,7 @@ def evaluate_models(arguments: argparse.Namespace) -> None:
     truth: Truth | None = None
     records = []
     for path in arguments.models or [None]:
-        model = load_quickly(path, arguments.device, arguments.quantize)
+        model = load_quickly(path, arguments.device, arguments.quantize, arguments.cache_type)
         tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
         if against is not None and truth is None:
             truth = Truth(against, tokens, arguments.window or usual_window(model, against))

@@ -26,7 +26,7 @@ from billfish.llm.tensors import ATTENTION, CALL, FEED_FORWARD, ROUTER, SHARED, 
 from billfish.ops import dequantize
 from billfish.storage import Array
 from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations
+from billfish.typing import Activations, CacheType
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
@@ -40,6 +40,7 @@ class CpuDecoder(Decoder):
     # Enough rows of x to decode weights once for many, few enough that what lies between two products stays in cache.
     chunk = 256
     usual, exact = "q16", "exact"
+    cache_types, cache_type = ("float32", "float16"), "float32"
 
     def __init__(self, tensors: ModelTensors) -> None:
         super().__init__(tensors)
@@ -171,7 +172,7 @@ class CpuDecoder(Decoder):
         return self._native.seconds()
 
     def cache(self, capacity: int = 256) -> CpuCache:
-        return CpuCache(self.config, capacity)
+        return CpuCache(self.config, capacity, self.cache_type)
 
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
         return usual if activations is None else check_activations(call, activations)
@@ -253,31 +254,32 @@ class CpuDecoder(Decoder):
 
 
 class CpuCache(Cache):
-    """Keys and values in float32."""
+    """Keys and values in float32 or float16, in blocks of CACHE_BLOCK positions, which only kernels know to read."""
 
-    def __init__(self, config: Config, capacity: int = 256) -> None:
+    def __init__(self, config: Config, capacity: int = 256, type: CacheType = "float32") -> None:
         super().__init__(config, capacity)
+        self.type: CacheType = type
         # One attribute for both: whatever interrupts `reserve`, they are of one capacity.
         self._keys_and_values = self._room(capacity)
 
-    def _room(self, capacity: int) -> tuple[Floats, Floats]:
-        c, blocks = self.config, -(-capacity // _cpu.KEY_BLOCK)
-        keys = np.zeros((c.layers, c.kv_heads, blocks, c.head_size, _cpu.KEY_BLOCK), np.float32)
-        return keys, np.zeros((c.layers, c.kv_heads, blocks * _cpu.KEY_BLOCK, c.head_size), np.float32)
+    def _room(self, capacity: int) -> tuple[Array, Array]:
+        c, blocks = self.config, -(-capacity // _cpu.CACHE_BLOCK)
+        shape = (c.layers, c.kv_heads, blocks, _cpu.CACHE_BLOCK * c.head_size)
+        return np.zeros(shape, self.type), np.zeros(shape, self.type)
 
     @property
-    def keys(self) -> Floats:
-        """[layers, heads, blocks, head size, KEY_BLOCK]: positions are innermost, as the kernel reads them."""
+    def keys(self) -> Array:
+        """[layers, heads, blocks, CACHE_BLOCK * head size], as backends/cpu/decoder/decoder.h has them."""
         return self._keys_and_values[0]
 
     @property
-    def values(self) -> Floats:
-        """[layers, heads, positions, head size]."""
+    def values(self) -> Array:
+        """The same."""
         return self._keys_and_values[1]
 
     @property
     def capacity(self) -> int:
-        return self.values.shape[2]
+        return self.keys.shape[2] * _cpu.CACHE_BLOCK
 
     @property
     def nbytes(self) -> int:
@@ -289,12 +291,13 @@ class CpuCache(Cache):
             if positions <= self.capacity:
                 return
             keys, values = self._room(max(positions, min(2 * self.capacity, self.config.context)))
-            keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
+            blocks = self.keys.shape[2]
+            keys[:, :, :blocks], values[:, :, :blocks] = self.keys, self.values
             self._keys_and_values = keys, values
 
     def copy(self) -> CpuCache:
         with self.lock:
-            other = CpuCache(self.config, 0)
+            other = CpuCache(self.config, 0, self.type)
             other._keys_and_values = self.keys.copy(), self.values.copy()
             other.tokens = list(self.tokens)
         return other

@@ -64,6 +64,7 @@ class CudaDecoder(Decoder):
     """All layers on one GPU. x is float16, keys and values too."""
 
     usual = exact = None
+    cache_types, cache_type = ("float16",), "float16"
 
     def __init__(self, tensors: ModelTensors, ordinal: int) -> None:
         super().__init__(tensors)

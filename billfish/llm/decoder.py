@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from billfish.errors import ModelError, ShapeError, complaint
+from billfish.errors import DataError, ModelError, ShapeError, complaint
 from billfish.llm.cache import Cache, Floats, shared_length
 from billfish.llm.sampling import Sampler
 from billfish.llm.tensors import LAST_NORM, ModelTensors
-from billfish.typing import Activations
+from billfish.typing import Activations, CacheType
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
 
@@ -25,6 +25,8 @@ class Decoder(ABC):
     chunk: int  # tokens of a text that are fed at once
     usual: Activations | None  # of generations
     exact: Activations | None  # the most exact ones: what other models are compared with
+    cache_types: tuple[CacheType, ...]  # that keys and values can have
+    cache_type: CacheType  # that those of the next cache have
 
     def __init__(self, tensors: ModelTensors) -> None:
         self.tensors, self.config = tensors, tensors.config
@@ -69,6 +71,13 @@ class Decoder(ABC):
     @abstractmethod
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
         """Raises unless the device multiplies with such activations. None: `usual`."""
+
+    def set_cache_type(self, cache_type: CacheType) -> None:
+        """Caches that are made from now on have such numbers; raises if the device has none."""
+        if cache_type not in self.cache_types:
+            takes = " or ".join(map(repr, self.cache_types))
+            raise DataError(complaint("llm.load", "cache_type", repr(cache_type), f"{takes} on {self.device}"))
+        self.cache_type = cache_type
 
     def go_on(
         self, cache: Cache, text: list[int], sampler: Sampler, activations: Activations | None

@@ -68,7 +68,7 @@ class Decoder:
 
 Field = tuple[NDArray[Any], int, int, int]
 
-KEY_BLOCK: int
+CACHE_BLOCK: int
 FEW_ROWS: int
 
 def levels() -> list[str]: ...

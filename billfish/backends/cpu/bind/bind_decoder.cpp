@@ -31,13 +31,14 @@ using PackedMatrix = std::tuple<Description, Contiguous<const uint8_t>, std::opt
 // The router; gate, up and down; then as in Mixture.
 using PackedMixture = std::tuple<PackedMatrix, std::vector<ExpertArrays>, int64_t, bool, float, std::optional<Numbers>>;
 
-// Keys, values, start, count.
-using PythonPassage = std::tuple<Contiguous<float>, Contiguous<float>, int64_t, int64_t>;
+// Keys, values (both float32 or both float16), start, count.
+using KeysOrValues = nb::ndarray<nb::c_contig, nb::device::cpu>;
+using PythonPassage = std::tuple<KeysOrValues, KeysOrValues, int64_t, int64_t>;
 
 std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
   std::vector<Passage> passages;
   for (const auto& [keys, values, start, count] : rows)
-    passages.push_back({{keys.data(), values.data(), int64_t(values.shape(2))}, start, count});
+    passages.push_back({{keys.data(), values.data(), keys.dtype().bits == 16, int64_t(keys.shape(2)) * CACHE_BLOCK}, start, count});
   return passages;
 }
 
@@ -203,6 +204,6 @@ void billfish::bind_decoder(nb::module_& module) {
       .def("finish", &PythonDecoder::finish)
       .def("seconds", &PythonDecoder::seconds);
   module.def("add_outer", &add_outer);
-  module.attr("KEY_BLOCK") = KEY_BLOCK;
+  module.attr("CACHE_BLOCK") = CACHE_BLOCK;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

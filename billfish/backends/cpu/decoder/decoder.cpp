@@ -15,29 +15,56 @@ struct Place {
   int64_t position;
 };
 
-// What attends together: up to four rows of one passage, or for a single row up to four heads that share their keys and values.
+// What attends together: rows of one passage, or for a single row up to four heads that share their keys and values.
 struct QueryBlock {
   int64_t row, rows, head, heads;
+  int64_t slice;  // of the positions; -1: all
 };
 
-constexpr int64_t QUERY_BLOCK = 4;
+constexpr int64_t ROWS_TOGETHER = 32, HEADS_TOGETHER = 4;
 
-// All of them, those with the same keys one after the other. Heads go together only as far as each thread gets two.
+// A single row that sees several slices is seen slice by slice.
+int64_t slices_of(const Passage& passage) {
+  const int64_t slices = (passage.start + SLICE) / SLICE;
+  return passage.count == 1 && slices > 1 ? slices : 0;
+}
+
+// All of them, those with the same keys one after the other. Heads go together only as far as each thread gets two blocks.
 std::vector<QueryBlock> query_blocks(const std::vector<Passage>& passages, const DecoderShape& s) {
+  int64_t single = 0;
+  for (const Passage& passage : passages) single += std::max<int64_t>(slices_of(passage), 1);
   const int64_t sharing = s.heads / s.kv_heads;
-  const int64_t together = std::clamp<int64_t>(s.heads * int64_t(passages.size()) / (2 * threads()), 1, std::min(QUERY_BLOCK, sharing));
+  const int64_t together = std::clamp<int64_t>(s.heads * single / (2 * threads()), 1, std::min(HEADS_TOGETHER, sharing));
   std::vector<QueryBlock> blocks;
   for (int64_t kv_head = 0; kv_head < s.kv_heads; kv_head++) {
     int64_t row = 0;
     for (const Passage& passage : passages) {
-      const int64_t heads = passage.count == 1 ? together : 1;
-      for (int64_t i = 0; i < sharing; i += heads)
-        for (int64_t j = 0; j < passage.count; j += QUERY_BLOCK)
-          blocks.push_back({row + j, std::min(QUERY_BLOCK, passage.count - j), kv_head * sharing + i, std::min(heads, sharing - i)});
+      const int64_t heads = passage.count == 1 ? together : 1, slices = slices_of(passage);
+      for (int64_t slice = slices ? 0 : -1; slice < slices || slice < 0; slice++) {
+        for (int64_t i = 0; i < sharing; i += heads)
+          for (int64_t j = 0; j < passage.count; j += ROWS_TOGETHER)
+            blocks.push_back({row + j, std::min(ROWS_TOGETHER, passage.count - j), kv_head * sharing + i, std::min(heads, sharing - i), slice});
+        if (slice < 0) break;
+      }
       row += passage.count;
     }
   }
   return blocks;
+}
+
+// A row that is seen slice by slice, and where its numbers are: [slices, heads, SEEN_HEAD + head_size].
+struct SlicedRow {
+  int64_t row, slices, at;
+};
+
+std::vector<SlicedRow> sliced_rows(const std::vector<Passage>& passages, int64_t slice_size) {
+  std::vector<SlicedRow> rows;
+  int64_t row = 0, at = 0;
+  for (const Passage& passage : passages) {
+    if (const int64_t slices = slices_of(passage)) rows.push_back({row, slices, at}), at += slices * slice_size;
+    row += passage.count;
+  }
+  return rows;
 }
 
 // Adds the time since it was last asked to a part.
@@ -80,11 +107,12 @@ class Pass {
   Pass(const Level& level, const DecoderKernels& kernels, const DecoderShape& shape, const std::vector<Rotation>& rotations,
        const std::vector<Passage>& passages, int digits, float* x, double* seconds, const Observe& observe)
       : level_(level), kernels_(kernels), s_(shape), digits_(digits), rotations_(rotations), places_(places_of(passages)),
-        blocks_(query_blocks(passages, shape)), m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
+        blocks_(query_blocks(passages, shape)), sliced_(sliced_rows(passages, shape.heads * (SEEN_HEAD + shape.head_size))), m_(int64_t(places_.size())), q_size_(s_.heads * s_.head_size), kv_size_(s_.kv_heads * s_.head_size), x_(x),
         hidden_(level, m_, s_.hidden, digits), attended_(level, m_, q_size_, digits), opened_(level, m_, s_.feed_forward, digits),
         q_(size_t(m_ * q_size_)), k_(size_t(m_ * kv_size_)), v_(k_.size()), out_(q_.size()), gate_(size_t(m_ * s_.feed_forward)),
         up_(gate_.size()), added_(size_t(m_ * s_.hidden)),
         observe_(observe), seen_(observe ? size_t(m_ * std::max(s_.hidden, s_.feed_forward)) : 0), watch_(seconds) {
+    if (!sliced_.empty()) slices_.resize(size_t(sliced_.back().at + sliced_.back().slices * s_.heads * (SEEN_HEAD + s_.head_size)));
     for (const Rotation& rotation : rotations) angles_.push_back(angles_of(rotation, places_));
   }
 
@@ -100,6 +128,9 @@ class Pass {
     watch_.lap(ROTATE);
     parallel_for(int64_t(blocks_.size()), [&](int64_t first, int64_t last) {
       for (int64_t unit = first; unit < last; unit++) attend(layer, number, blocks_[size_t(unit)]);
+    });
+    parallel_for(int64_t(sliced_.size()), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) gather(layer, sliced_[size_t(i)]);
     });
     tell(number, INPUT_OUTPUT, out_.data(), q_size_);
     attended_.take({&layer.o.weights}, out_.data());
@@ -150,11 +181,9 @@ class Pass {
     if (observe_) observe_(number, input, NO_EXPERT, rows, m_, width);
   }
 
-  float* keys_of(const Cache& c, int64_t number, int64_t head) const {
-    return c.keys + (number * s_.kv_heads + head) * c.capacity * s_.head_size;
-  }
-  float* values_of(const Cache& c, int64_t number, int64_t head) const {
-    return c.values + (number * s_.kv_heads + head) * c.capacity * s_.head_size;
+  HeadCache head_cache(const Cache& c, int64_t number, int64_t head) const {
+    const int64_t at = (number * s_.kv_heads + head) * c.capacity * s_.head_size * (c.half ? 2 : 4);
+    return {static_cast<char*>(c.keys) + at, static_cast<char*>(c.values) + at, c.half};
   }
 
   // Normalizes and rotates the heads of a row, where the layer does that.
@@ -177,27 +206,33 @@ class Pass {
     turn(layer, row, q, s_.heads, layer.vectors.q_norm);
     for (int64_t i = 0; i < q_size_; i++) q[i] *= s_.query_scale;
     turn(layer, row, k, s_.kv_heads, layer.vectors.k_norm);
-    const int64_t block = place.position / KEY_BLOCK, lane = place.position % KEY_BLOCK;
-    for (int64_t h = 0; h < s_.kv_heads; h++) {
-      float* key = keys_of(*place.cache, number, h) + block * s_.head_size * KEY_BLOCK + lane;
-      for (int64_t i = 0; i < s_.head_size; i++) key[i * KEY_BLOCK] = k[h * s_.head_size + i];
-      const float* value = v_.data() + row * kv_size_ + h * s_.head_size;
-      std::copy(value, value + s_.head_size, values_of(*place.cache, number, h) + place.position * s_.head_size);
-    }
+    for (int64_t h = 0; h < s_.kv_heads; h++)
+      kernels_.store(head_cache(*place.cache, number, h), place.position, k + h * s_.head_size, v_.data() + row * kv_size_ + h * s_.head_size, s_.head_size);
   }
 
   void attend(const Layer& layer, int64_t number, const QueryBlock& block) {
-    const auto [row, rows, head, heads] = block;
+    const auto [row, rows, head, heads, slice] = block;
     const Place& place = places_[size_t(row)];
-    const int64_t kv_head = head / (s_.heads / s_.kv_heads), at = row * q_size_ + head * s_.head_size;
-    const int64_t seen = place.position + 1, behind = layer.window > 0 ? seen - layer.window : -QUERY_BLOCK;
-    const int64_t skipped = std::max<int64_t>(behind, 0) / KEY_BLOCK * KEY_BLOCK;  // keys that no row of the block sees
-    const float* keys = keys_of(*place.cache, number, kv_head) + skipped * s_.head_size;
-    const float* values = values_of(*place.cache, number, kv_head) + skipped * s_.head_size;
-    const float* sinks = layer.vectors.sinks ? layer.vectors.sinks + head : nullptr;
-    const bool together = heads > 1;
-    const Sight sight{seen - skipped, together ? 0 : 1, behind - skipped, s_.attention_cap, sinks};
-    kernels_.attend(q_.data() + at, together ? heads : rows, together ? s_.head_size : q_size_, keys, values, sight, s_.head_size, out_.data() + at);
+    const int64_t at = row * q_size_ + head * s_.head_size, seen = place.position + 1, more = heads > 1 ? 0 : 1;
+    const HeadCache cache = head_cache(*place.cache, number, head / (s_.heads / s_.kv_heads));
+    const Queries queries{q_.data() + at, heads > 1 ? heads : rows, heads > 1 ? s_.head_size : q_size_};
+    const Sight sight{seen, more, layer.window > 0 ? seen - layer.window : -rows, s_.attention_cap, layer.vectors.sinks ? layer.vectors.sinks + head : nullptr};
+    if (slice < 0) kernels_.attend(queries, cache, sight, s_.head_size, out_.data() + at);
+    else kernels_.see_slice(queries, cache, sight, slice, s_.head_size, slice_of(*sliced_row(row), slice, head));
+  }
+
+  const SlicedRow* sliced_row(int64_t row) const {
+    return &*std::lower_bound(sliced_.begin(), sliced_.end(), row, [](const SlicedRow& sliced, int64_t wanted) { return sliced.row < wanted; });
+  }
+  float* slice_of(const SlicedRow& sliced, int64_t slice, int64_t head) {
+    return slices_.data() + sliced.at + (slice * s_.heads + head) * (SEEN_HEAD + s_.head_size);
+  }
+
+  // The slices of a row are put together.
+  void gather(const Layer& layer, const SlicedRow& sliced) {
+    for (int64_t head = 0; head < s_.heads; head++)
+      kernels_.gather(slice_of(sliced, 0, head), sliced.slices, s_.heads * (SEEN_HEAD + s_.head_size), layer.vectors.sinks ? layer.vectors.sinks[head] : -INFINITY,
+                      s_.head_size, out_.data() + sliced.row * q_size_ + head * s_.head_size);
   }
 
   void feed_forward(const Layer& layer, int64_t number) {
@@ -273,10 +308,12 @@ class Pass {
   const std::vector<Rotation>& rotations_;
   const std::vector<Place> places_;
   const std::vector<QueryBlock> blocks_;
+  const std::vector<SlicedRow> sliced_;
   const int64_t m_, q_size_, kv_size_;
   float* x_;
   Rows hidden_, attended_, opened_;
   std::vector<float> q_, k_, v_, out_, gate_, up_;
+  std::vector<float> slices_;  // what sliced rows have of their slices
   std::vector<float> normal_, scores_;  // of rows before experts: their normalized x, and the router's scores
   std::vector<float> added_;      // what the last part computed
   const float* after_ = nullptr;  // its norm, if it has one

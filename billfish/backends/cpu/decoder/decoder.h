@@ -10,13 +10,32 @@
 
 namespace billfish {
 
-// Keys lie in blocks of 16 positions, transposed, so that one load brings one number of 16 keys; values lie row by row.
-constexpr int64_t KEY_BLOCK = 16;
+// Keys and values lie in blocks of 64 positions, in the order in which attention reads them: keys by 16 positions, transposed, so that one load
+// brings one number of 16 keys; values by 16 columns.
+constexpr int64_t CACHE_BLOCK = 64;
 
 struct Cache {
-  float* keys;       // [layers, kv_heads, capacity / 16, head_size, 16]
-  float* values;     // [layers, kv_heads, capacity, head_size]
-  int64_t capacity;  // positions, a multiple of 16
+  void* keys;        // [layers, kv_heads, capacity / 64, 64 / 16, head_size, 16], float32 or float16
+  void* values;      // [layers, kv_heads, capacity / 64, head_size / 16, 64, 16], the same
+  bool half;         // which of them
+  int64_t capacity;  // positions, a multiple of 64
+};
+
+// Of one layer and one head.
+struct HeadCache {
+  void *keys, *values;
+  bool half;
+};
+
+// Positions that attention sees without the others. Threads share out the slices of a single row.
+constexpr int64_t SLICE = 256;
+// What a row has of a slice is head_size numbers behind so many others; see decoder/attention.h.
+constexpr int64_t SEEN_HEAD = 16;
+
+// Rows of q, `stride` apart.
+struct Queries {
+  const float* q;
+  int64_t rows, stride;
 };
 
 // Consecutive tokens of one text: they come at positions start, start + 1, ... and see all before them.
@@ -73,7 +92,8 @@ struct DecoderShape {
   bool joint_norms;                // q_norm and k_norm are of all heads together
 };
 
-// Which keys a block of queries sees, and what becomes of its scores.
+// Which keys a block of queries sees, and what becomes of its scores. Rows are at consecutive positions, and `more` is 1; or they are heads of one
+// position, and it is 0.
 struct Sight {
   int64_t seen, more;  // the first row sees the keys before `seen`, each row `more` more than the one before it
   int64_t behind;      // but not these first ones; of them, too, each row has `more` more. Less than 0 is none
@@ -85,10 +105,11 @@ struct Sight {
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
-  // Up to four rows of q, with the keys and values of one head. sight.more is 1 for rows at consecutive positions, 0 for heads of
-  // one position.
-  void (*attend)(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, const Sight& sight,
-                 int64_t head_size, float* out);
+  // Attention; see decoder/attention.h.
+  void (*store)(const HeadCache& cache, int64_t position, const float* k, const float* v, int64_t head_size);
+  void (*attend)(const Queries& queries, const HeadCache& cache, const Sight& sight, int64_t head_size, float* out);
+  void (*see_slice)(const Queries& queries, const HeadCache& cache, const Sight& sight, int64_t slice, int64_t head_size, float* seen);
+  void (*gather)(const float* slices, int64_t count, int64_t slice_stride, float sink, int64_t head_size, float* out);
   // x becomes cap tanh(x / cap).
   void (*soften)(float* x, int64_t count, float cap);
   // Sums of outer products, for 16 columns; see decoder/outer.h.

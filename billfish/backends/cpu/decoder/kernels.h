@@ -7,12 +7,9 @@
 #include "decoder/decoder.h"
 #include "simd/exponential.h"
 #include "simd/halves.h"
-#include "simd/room.h"
 #include "simd/unroll.h"
 
 namespace BILLFISH_ISA {
-
-using billfish::Sight;
 
 constexpr int COLUMNS = 16;
 
@@ -42,98 +39,39 @@ inline void rotate(float* head, const float* cosine, const float* sine, int64_t 
   }
 }
 
-// out [T][SIXTEENS][16] += coefficients [T][count] rows [count][SIXTEENS][16]: the inner loop of both halves of attention. Every sum is
-// added up in the order of the rows, so it does not depend on T and SIXTEENS.
-template <int T, int SIXTEENS>
-__attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const float* rows, int64_t row_stride,
-                                             int64_t count, float* out, int64_t out_stride) {
+// float16 numbers as a cache has them.
+struct Half {
+  uint16_t bits;
+};
+inline Floats load_numbers(const float* p) { return load_floats(p); }
+inline Floats load_numbers(const Half* p) { return halves_to_floats(reinterpret_cast<const uint8_t*>(p)); }
+
+// out [T][16] += coefficients [T][count] rows [count][16]: the inner loop of both halves of attention. Rows lie one behind the other, and
+// `count` is a multiple of 4. Every sum is added up in the order of the rows, so it does not depend on T.
+template <int T, class Number>
+__attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const Number* rows, int64_t count, float* out,
+                                             int64_t out_stride) {
   constexpr int VECTORS16 = COLUMNS / LANES;
-  Floats total[T][SIXTEENS][VECTORS16];
-  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<SIXTEENS>([&](auto g) { unroll<VECTORS16>([&](auto c) { f(t, g, c); }); }); }); };
-  each([&](auto t, auto g, auto c) { total[t][g][c] = load_floats(out + t * out_stride + g * COLUMNS + c * LANES); });
+  Floats total[T][VECTORS16];
+  auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { f(t, c); }); }); };
+  each([&](auto t, auto c) { total[t][c] = load_floats(out + t * out_stride + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
     FloatActivations coefficients_now[T];
     unroll<T>([&](auto t) { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });
     unroll<4>([&](auto j) {
-      unroll<SIXTEENS>([&](auto g) {
-        unroll<VECTORS16>([&](auto c) {
-          const Floats row = load_floats(rows + (i + j) * row_stride + g * COLUMNS + c * LANES);
-          unroll<T>([&](auto t) { total[t][g][c] = multiply_add_x<decltype(j)::value>(total[t][g][c], row, coefficients_now[t]); });
-        });
+      unroll<VECTORS16>([&](auto c) {
+        const Floats row = load_numbers(rows + (i + j) * COLUMNS + c * LANES);
+        unroll<T>([&](auto t) { total[t][c] = multiply_add_x<decltype(j)::value>(total[t][c], row, coefficients_now[t]); });
       });
     });
   }
-  each([&](auto t, auto g, auto c) { store_floats(out + t * out_stride + g * COLUMNS + c * LANES, total[t][g][c]); });
+  each([&](auto t, auto c) { store_floats(out + t * out_stride + c * LANES, total[t][c]); });
 }
 
 // x becomes cap tanh(x / cap) = cap - 2 cap / (e^(2x / cap) + 1).
 inline void soften(float* x, int64_t count, float cap) {
   const float steep = 2.0f / cap, twice = 2.0f * cap;
   for (int64_t i = 0; i < count; i++) x[i] = cap - twice / (exponential(x[i] * steep) + 1.0f);
-}
-
-// Scores of the keys from `first` to `count` to weights, e^(score - largest), zeros around them up to `padded`; returns their sum
-// and e^(sink - largest), to which the least numbers of exponential() for the others add nothing: it is at least 1.
-inline float exponentials(float* scores, int64_t first, int64_t count, int64_t padded, float sink) {
-  float largest[COLUMNS], sums[COLUMNS] = {};
-  std::fill(scores, scores + first, -INFINITY);
-  std::fill(scores + count, scores + padded, -INFINITY);
-  std::copy_n(scores, COLUMNS, largest);
-  for (int64_t i = 0; i < padded; i += COLUMNS)
-    for (int j = 0; j < COLUMNS; j++) largest[j] = std::max(largest[j], scores[i + j]);
-  const float top = std::max(*std::max_element(largest, largest + COLUMNS), sink);
-  for (int64_t i = 0; i < padded; i += COLUMNS)
-    for (int j = 0; j < COLUMNS; j++) {
-      scores[i + j] = exponential(scores[i + j] - top);
-      sums[j] += scores[i + j];
-    }
-  std::fill(scores, scores + first, 0.0f);
-  std::fill(scores + count, scores + padded, 0.0f);
-  return total_of(sums) + (sink > -INFINITY ? exponential(sink - top) : 0.0f);
-}
-
-constexpr int64_t POSITIONS = 64;  // whose values stay in the first-level cache while all rows are made of them
-
-template <int T>
-void attend_rows(const float* q, int64_t stride, const float* keys, const float* values, const Sight& sight, int64_t head_size, float* out) {
-  const int64_t more = sight.more, padded = (sight.seen + (T - 1) * more + COLUMNS - 1) / COLUMNS * COLUMNS;
-  static thread_local Room room;
-  float* scores = room.take((T * padded + 4095) / 4096 * 4096);  // in steps, as each token sees one position more
-  std::fill_n(scores, T * padded, 0.0f);
-  for (int64_t block = 0; block < padded; block += COLUMNS)
-    combine<T, 1>(q, stride, keys + block * head_size, COLUMNS, head_size, scores + block, padded);
-  float sums[T];
-  if (sight.cap > 0) soften(scores, T * padded, sight.cap);
-  for (int t = 0; t < T; t++) {
-    const float sink = sight.sinks ? sight.sinks[t * (1 - more)] : -INFINITY;
-    sums[t] = exponentials(scores + t * padded, std::max<int64_t>(sight.behind + t * more, 0), sight.seen + t * more, padded, sink);
-  }
-  for (int t = 0; t < T; t++) std::fill_n(out + t * stride, head_size, 0.0f);
-  if (T > 1 && more > 0) {  // rows of a prompt: they come in such numbers that values are in a cache already
-    for (int64_t c = 0; c < head_size; c += COLUMNS) combine<T, 1>(scores, padded, values + c, head_size, padded, out + c, stride);
-  } else {  // values come from memory, so they are read in the order in which they lie
-    for (int64_t i = 0; i < padded; i += POSITIONS)
-      for (int t = 0; t < T; t++) {
-        const float *weights = scores + t * padded + i, *rows = values + i * head_size;
-        const int64_t count = std::min(POSITIONS, padded - i);
-        int64_t c = 0;
-        for (; c + 64 <= head_size; c += 64) combine<1, 4>(weights, 0, rows + c, head_size, count, out + t * stride + c, 0);
-        for (; c < head_size; c += COLUMNS) combine<1, 1>(weights, 0, rows + c, head_size, count, out + t * stride + c, 0);
-      }
-  }
-  for (int t = 0; t < T; t++)
-    for (int64_t i = 0; i < head_size; i++) out[t * stride + i] /= sums[t];
-  room.keep_at_most(billfish::KEPT_BYTES);
-}
-
-inline void attend(const float* q, int64_t rows, int64_t stride, const float* keys, const float* values, const Sight& sight, int64_t head_size,
-                   float* out) {
-  switch (rows) {
-    case 1: return attend_rows<1>(q, stride, keys, values, sight, head_size, out);
-    case 2: return attend_rows<2>(q, stride, keys, values, sight, head_size, out);
-    case 3: return attend_rows<3>(q, stride, keys, values, sight, head_size, out);
-    default: return attend_rows<4>(q, stride, keys, values, sight, head_size, out);
-  }
 }
 
 }  // namespace BILLFISH_ISA

@@ -1,6 +1,7 @@
 // Sums of outer products of the rows of x, X^T X: what calibration keeps of the inputs of a matrix.
 #pragma once
 #include "decoder/kernels.h"
+#include "simd/room.h"
 
 namespace BILLFISH_ISA {
 
@@ -16,7 +17,7 @@ inline void add_outer(const float* x, const float* columns, int64_t rows, int64_
   for (int64_t row = 0; row < rows; row++) std::copy(x + row * k + first, x + row * k + last, side + row * COLUMNS);
   for (int64_t i = 0; i < last; i += TOGETHER) {
     float tile[TOGETHER * COLUMNS] = {};
-    combine<TOGETHER, 1>(columns + i * padded, padded, side, COLUMNS, padded, tile, COLUMNS);
+    combine<TOGETHER>(columns + i * padded, padded, side, padded, tile, COLUMNS);
     for (int64_t t = 0; t < std::min<int64_t>(TOGETHER, k - i); t++)
       for (int64_t j = first; j < last; j++) sums[(i + t) * k + j] += tile[t * COLUMNS + j - first];
   }

@@ -70,8 +70,13 @@ inline void store_floats(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v.v); }
+// p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.
+inline Floats times_power(Floats p, Floats shifted) {
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
 
 // Integer sums start at zero and are converted; see simd/neon.h for the other way.
 constexpr int32_t SUM_START = 0;

@@ -77,8 +77,13 @@ inline void store_floats(float* p, Floats v) { vst1q_f32(p, v); }
 inline Floats splat(float x) { return vdupq_n_f32(x); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
 inline Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
+inline Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }
 inline Floats to_floats(Ints v) { return vcvtq_f32_s32(v); }
+// p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.
+inline Floats times_power(Floats p, Floats shifted) {
+  return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p), vshlq_n_u32(vreinterpretq_u32_f32(shifted), 23)));
+}
 
 // Integer sums below 2^22 become floats without the conversion, which blocks a pipe for two cycles: started at the bits of
 // 1.5 * 2^23, whose last bit is worth 1, a sum *is* the float that much larger. Starts come from memory, four times each: see load_alone.

@@ -74,8 +74,14 @@ inline void store_floats(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline Floats splat(float x) { return x - Floats{}; }  // a sum would make -0 of x 0
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
+// p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.
+inline Floats times_power(Floats p, Floats shifted) {
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  return Floats(Words(p) + (Words(shifted) << 23));
+}
 // Byte K of each 32-bit lane, less byte_offset(bias).
 inline Floats byte_offset(int bias) { return splat(float(bias)); }
 template <int K> Floats byte_to_floats(Bytes v, Floats offset) { return to_floats(signed_bytes<K>(v) & 255) - offset; }

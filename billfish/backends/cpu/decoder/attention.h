@@ -1,0 +1,172 @@
+// Attention: queries with the keys and values of one head, for one ISA level.
+//
+// A slice of SLICE positions is seen block by block with a running maximum: weights are e^(score - largest so far), and a block with
+// a larger score scales down what was there. Slices are then merged in their order. A row gets the same numbers whoever it is seen with, and whether
+// its slices are seen by one thread or by several.
+#pragma once
+#include "decoder/kernels.h"
+#include "simd/room.h"
+
+namespace BILLFISH_ISA {
+
+using billfish::CACHE_BLOCK;
+using billfish::HeadCache;
+using billfish::Queries;
+using billfish::Sight;
+using billfish::SLICE;
+
+// What a row has of the positions that it has seen: the largest score, the sum of weights, and from OUT on the weighted values [head_size].
+enum : int64_t { LARGEST, TOTAL, OUT = billfish::SEEN_HEAD };
+
+inline void begin_seen(float* seen, int64_t rows, int64_t stride) {
+  std::fill_n(seen, rows * stride, 0.0f);
+  for (int64_t row = 0; row < rows; row++) seen[row * stride + LARGEST] = -INFINITY;
+}
+
+// Scores [CACHE_BLOCK] of a block, of which the row sees those from `first` to before `last`, to weights; the others' are 0.
+inline void weigh(float* scores, int64_t first, int64_t last, float* seen, int64_t head_size) {
+  if (first >= last) {
+    std::fill_n(scores, CACHE_BLOCK, 0.0f);
+    return;
+  }
+  std::fill(scores, scores + first, -INFINITY);
+  std::fill(scores + last, scores + CACHE_BLOCK, -INFINITY);
+  constexpr int VECTORS16 = COLUMNS / LANES;  // as many at a time, as one would wait for itself
+  Floats largest[VECTORS16], sums[VECTORS16];
+  unroll<VECTORS16>([&](auto c) { largest[c] = splat(seen[LARGEST]), sums[c] = splat(0); });
+  for (int64_t i = 0; i < CACHE_BLOCK; i += COLUMNS)
+    unroll<VECTORS16>([&](auto c) { largest[c] = larger(largest[c], load_floats(scores + i + c * LANES)); });
+  float sixteen[COLUMNS];
+  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, largest[c]); });
+  const float top = *std::max_element(sixteen, sixteen + COLUMNS);
+  for (int64_t i = 0; i < CACHE_BLOCK; i += COLUMNS)
+    unroll<VECTORS16>([&](auto c) {
+      const Floats weight = exponential(add(load_floats(scores + i + c * LANES), splat(-top)));
+      store_floats(scores + i + c * LANES, weight);
+      sums[c] = add(sums[c], weight);
+    });
+  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, sums[c]); });
+  std::fill(scores, scores + first, 0.0f);  // exponential() has a least number that is not 0, though nothing beside a sum of 1 or more
+  std::fill(scores + last, scores + CACHE_BLOCK, 0.0f);
+  if (top > seen[LARGEST]) {
+    const float factor = exponential(seen[LARGEST] - top);
+    seen[LARGEST] = top, seen[TOTAL] *= factor;
+    for (int64_t i = OUT; i < OUT + head_size; i++) seen[i] *= factor;
+  }
+  seen[TOTAL] += total_of(sixteen);
+}
+
+// T rows see one block. sight: relative to the block.
+template <int T, class Number>
+void see_block(const float* q, int64_t q_stride, const Number* keys, const Number* values, const Sight& sight, int64_t head_size, float* seen) {
+  const int64_t stride = OUT + head_size, count = std::min(CACHE_BLOCK, sight.seen + (T - 1) * sight.more);  // that some row sees
+  alignas(64) float scores[T * CACHE_BLOCK] = {};
+  for (int64_t i = 0; i < count; i += COLUMNS) combine<T>(q, q_stride, keys + i * head_size, head_size, scores + i, CACHE_BLOCK);
+  if (sight.cap > 0) soften(scores, T * CACHE_BLOCK, sight.cap);
+  for (int t = 0; t < T; t++)
+    weigh(scores + t * CACHE_BLOCK, std::max<int64_t>(sight.behind + t * sight.more, 0), std::min(CACHE_BLOCK, sight.seen + t * sight.more),
+          seen + t * stride, head_size);
+  const int64_t padded = (count + 3) / 4 * 4;
+  for (int64_t i = 0; i < head_size; i += COLUMNS) combine<T>(scores, CACHE_BLOCK, values + i * CACHE_BLOCK, padded, seen + OUT + i, stride);
+}
+
+template <class Number>
+void see_block(const Queries& queries, const Number* keys, const Number* values, int64_t at, const Sight& sight, int64_t head_size, float* seen) {
+  for (int64_t row = 0; row < queries.rows; row += 4) {
+    const int64_t together = std::min<int64_t>(4, queries.rows - row), before = at - row * sight.more;
+    const Sight here{sight.seen - before, sight.more, sight.behind - before, sight.cap, nullptr};
+    if (here.seen + (together - 1) * here.more <= 0 || here.behind >= CACHE_BLOCK) continue;
+    const float* q = queries.q + row * queries.stride;
+    float* to = seen + row * (OUT + head_size);
+    switch (together) {
+      case 1: see_block<1>(q, queries.stride, keys, values, here, head_size, to); break;
+      case 2: see_block<2>(q, queries.stride, keys, values, here, head_size, to); break;
+      case 3: see_block<3>(q, queries.stride, keys, values, here, head_size, to); break;
+      default: see_block<4>(q, queries.stride, keys, values, here, head_size, to);
+    }
+  }
+}
+
+inline void to_floats(const Half* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += COLUMNS)
+    for (int j = 0; j < COLUMNS; j += LANES) store_floats(to + i + j, load_numbers(from + i + j));
+}
+
+// What all rows have of one slice: seen [rows][OUT + head_size].
+inline void see_slice(const Queries& queries, const HeadCache& cache, const Sight& sight, int64_t slice, int64_t head_size, float* seen) {
+  begin_seen(seen, queries.rows, OUT + head_size);
+  const int64_t most = sight.seen + (queries.rows - 1) * sight.more, size = CACHE_BLOCK * head_size;
+  const int64_t first = std::max(slice * SLICE, std::max<int64_t>(sight.behind, 0) / CACHE_BLOCK * CACHE_BLOCK);
+  static thread_local Room room;
+  for (int64_t at = first; at < std::min((slice + 1) * SLICE, most); at += CACHE_BLOCK) {
+    if (!cache.half) {
+      see_block(queries, static_cast<const float*>(cache.keys) + at * head_size, static_cast<const float*>(cache.values) + at * head_size, at, sight, head_size, seen);
+      continue;
+    }
+    const Half *keys = static_cast<const Half*>(cache.keys) + at * head_size, *values = static_cast<const Half*>(cache.values) + at * head_size;
+    if (queries.rows > 4) {  // numbers that are read several times are converted once
+      float* floats = room.take(2 * size);
+      to_floats(keys, size, floats), to_floats(values, size, floats + size);
+      see_block(queries, floats, floats + size, at, sight, head_size, seen);
+    } else see_block(queries, keys, values, at, sight, head_size, seen);
+  }
+}
+
+// `seen` takes in what a row has of a later slice.
+inline void merge_seen(const float* slice, int64_t head_size, float* seen) {
+  if (slice[LARGEST] == -INFINITY) return;  // the row sees nothing of the slice
+  const float top = std::max(seen[LARGEST], slice[LARGEST]);
+  const float before = exponential(seen[LARGEST] - top), now = exponential(slice[LARGEST] - top);
+  seen[LARGEST] = top, seen[TOTAL] = seen[TOTAL] * before + slice[TOTAL] * now;
+  for (int64_t i = OUT; i < OUT + head_size; i++) seen[i] = seen[i] * before + slice[i] * now;
+}
+
+// The mean of values, weighted. The sink has a weight too, and no value.
+inline void finish_seen(const float* seen, float sink, int64_t head_size, float* out) {
+  const float top = std::max(seen[LARGEST], sink), factor = exponential(seen[LARGEST] - top);
+  const float total = seen[TOTAL] * factor + (sink > -INFINITY ? exponential(sink - top) : 0.0f);
+  for (int64_t i = 0; i < head_size; i++) out[i] = seen[OUT + i] * factor / total;
+}
+
+// A row of `out`, from its slices [count], which are slice_stride floats apart.
+inline void gather(const float* slices, int64_t count, int64_t slice_stride, float sink, int64_t head_size, float* out) {
+  static thread_local Room room;
+  float* seen = room.take(OUT + head_size);
+  begin_seen(seen, 1, OUT + head_size);
+  for (int64_t i = 0; i < count; i++) merge_seen(slices + i * slice_stride, head_size, seen);
+  finish_seen(seen, sink, head_size, out);
+}
+
+// All slices of all rows, to out [rows], which is as far apart as q.
+inline void attend(const Queries& queries, const HeadCache& cache, const Sight& sight, int64_t head_size, float* out) {
+  const int64_t rows = queries.rows, stride = OUT + head_size, most = sight.seen + (rows - 1) * sight.more;
+  static thread_local Room room;
+  float *seen = room.take(2 * rows * stride), *slice_seen = seen + rows * stride;
+  begin_seen(seen, rows, stride);
+  for (int64_t slice = std::max<int64_t>(sight.behind, 0) / SLICE; slice * SLICE < most; slice++) {
+    see_slice(queries, cache, sight, slice, head_size, slice_seen);
+    for (int64_t row = 0; row < rows; row++) merge_seen(slice_seen + row * stride, head_size, seen + row * stride);
+  }
+  for (int64_t row = 0; row < rows; row++)
+    finish_seen(seen + row * stride, sight.sinks ? sight.sinks[row * (1 - sight.more)] : -INFINITY, head_size, out + row * queries.stride);
+}
+
+inline void put_number(float x, float* to) { *to = x; }
+// A number that is too large for float16 becomes its largest one: an infinity would make NaN of all that comes after it.
+inline void put_number(float x, Half* to) { to->bits = float_to_half_fast(std::min(std::max(x, -65504.0f), 65504.0f)); }
+
+template <class Number> void store(Number* keys, Number* values, int64_t position, const float* k, const float* v, int64_t head_size) {
+  const int64_t block = position / CACHE_BLOCK * CACHE_BLOCK * head_size, inside = position % CACHE_BLOCK;
+  Number* key = keys + block + inside / COLUMNS * COLUMNS * head_size + inside % COLUMNS;
+  Number* value = values + block + inside * COLUMNS;
+  for (int64_t i = 0; i < head_size; i++) put_number(k[i], key + i * COLUMNS);
+  for (int64_t i = 0; i < head_size; i++) put_number(v[i], value + i / COLUMNS * COLUMNS * CACHE_BLOCK + i % COLUMNS);
+}
+
+// k and v [head_size] of a position go into the cache.
+inline void store(const HeadCache& cache, int64_t position, const float* k, const float* v, int64_t head_size) {
+  if (cache.half) store(static_cast<Half*>(cache.keys), static_cast<Half*>(cache.values), position, k, v, head_size);
+  else store(static_cast<float*>(cache.keys), static_cast<float*>(cache.values), position, k, v, head_size);
+}
+
+}  // namespace BILLFISH_ISA
