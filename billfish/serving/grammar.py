@@ -1,0 +1,114 @@
+"""What an answer must be: JSON, or JSON of a schema. llguidance says which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DataError, complaint
+from billfish.extras import require
+from billfish.tokenizer import CONTROL, Tokenizer
+
+EXTRA = "serve"
+# Some white space between the parts of an answer, and an end of it: small models would else go on with it for ever.
+# What a schema says that is not understood is an error, and the schema itself cannot ask for less.
+OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be, for any model. `source` is llguidance's."""
+
+    source: str
+
+
+def json_object() -> Grammar:
+    """An object with any members."""
+    return json_schema({"type": "object"})
+
+
+def json_schema(schema: Mapping[str, Any]) -> Grammar:
+    """What the schema describes. Raises DataError for a schema that is none, that nothing satisfies, or with keywords
+    that llguidance does not keep to."""
+    matcher = require("llguidance", EXTRA).LLMatcher
+    try:
+        source = matcher.grammar_from_json_schema(dict(schema), overrides=OPTIONS)
+        wrong = matcher.validate_grammar(source)
+    except (TypeError, ValueError) as error:
+        wrong = str(error)
+    if wrong:
+        takes = "a JSON schema that can be satisfied, of keywords that llguidance has"
+        raise DataError(complaint("serving.json_schema", "schema", f"one that cannot be used: {wrong}", takes))
+    return Grammar(source)
+
+
+class Vocabulary:
+    """The tokens of a model, as llguidance takes them: bytes, where control tokens are told apart by a first 0xff."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        """size: of the scores, which may be more than there are tokens."""
+        self._tokenizer, self._size = tokenizer, size
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """One for one answer. Raises DataError if the grammar is too large for this vocabulary."""
+        state = require("llguidance", EXTRA).LLMatcher(self._native, grammar.source, log_level=0)
+        if state.is_error():
+            takes = "a smaller schema"
+            raise DataError(complaint("serving.Engine", "grammar", f"one that fails: {state.get_error()}", takes))
+        return Matcher(state, self._size)
+
+    @cached_property
+    def _native(self) -> Any:
+        library = require("llguidance", EXTRA)
+        ends = sorted(self._tokenizer.ends)
+        return library.LLTokenizer(library.TokenizerWrapper(_Bytes(self._tokenizer)), self._size, ends)
+
+
+class _Bytes:
+    """What llguidance asks a tokenizer for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        kinds = tokenizer.kinds
+        self._tokenizer = tokenizer
+        self.bos_token_id, self.eos_token_id = tokenizer.bos, min(tokenizer.ends)
+        self.special_token_ids = [token for token, kind in enumerate(kinds) if kind == CONTROL]
+        self.tokens = [
+            b"\xff" + piece.encode() if kind == CONTROL else tokenizer.piece_bytes(token)
+            for token, (piece, kind) in enumerate(zip(tokenizer.pieces, kinds, strict=True))
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, special=False, start=False)
+
+
+class Matcher:
+    """How far an answer has come along its grammar."""
+
+    def __init__(self, state: Any, size: int) -> None:
+        self._state, self._size = state, size
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Which tokens may come next [vocabulary]; the model's ends where the answer may be over."""
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(bits, bitorder="little", count=self._size).astype(np.bool_)
+
+    def take(self, token: int) -> None:
+        """The token was chosen."""
+        self._state.consume_token(token)
+        self._check()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but an end may come."""
+        return bool(self._state.is_stopped())
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            got = f"an answer that cannot go on: {self._state.get_error()}"
+            raise DataError(complaint("serving.Engine", "grammar", got, "a simpler schema"))
