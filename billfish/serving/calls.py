@@ -91,16 +91,18 @@ class MarkedCalls:
             before, self._held = self._held[: found.start()].rstrip(), self._held[found.end() :]
             if before:
                 yield before
-            yield from calls_in(found[1], self._form) or [found[0]]
+            yield from calls_in(found[1], self._form, found[0])
         before = self._held[: self._may_begin()].rstrip()
         self._held = self._held[len(before) :]
         if before:
             yield before
 
     def finish(self) -> Iterator[str | Call]:
-        if self._held.strip():  # some models leave the closing mark out
-            calls = calls_in(self._held.strip().removeprefix(self._form.opening), self._form)
-            yield from calls if self._held.lstrip().startswith(self._form.opening) and calls else [self._held]
+        held = self._held.strip()
+        if held.startswith(self._form.opening):  # some models leave the closing mark out
+            yield from calls_in(held.removeprefix(self._form.opening), self._form, self._held)
+        elif held:
+            yield self._held
 
     def _may_begin(self) -> int:
         """The character from which on the text may be a call."""
@@ -129,19 +131,19 @@ class WholeAnswer:
 
     def finish(self) -> Iterator[str | Call]:
         if self._held:
-            yield from calls_in(self._held.strip().removeprefix(self._form.opening), self._form) or [self._held]
+            yield from calls_in(self._held.strip().removeprefix(self._form.opening), self._form, self._held)
 
 
-def calls_in(text: str, form: Form) -> list[Call]:
-    """The calls of a JSON text; none if it is anything else."""
+def calls_in(text: str, form: Form, otherwise: str) -> list[str | Call]:
+    """The calls of a JSON text, or `otherwise` if it is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return []
-    calls = []
+        return [otherwise]
+    calls: list[str | Call] = []
     for item in value if isinstance(value, list) else [value]:
         arguments = item.get(form.arguments) if isinstance(item, Mapping) else None
         if not isinstance(arguments, Mapping) or not isinstance(item.get("name"), str):
-            return []
+            return [otherwise]
         calls.append(Call(item["name"], json.dumps(arguments, ensure_ascii=False)))
-    return calls
+    return calls or [otherwise]

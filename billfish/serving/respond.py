@@ -38,7 +38,7 @@ class Choice(ABC):
         if piece.finished:
             yield from self.rest()
             self.finish_reason = self.reason(piece.finished)
-            yield self.part("")
+            yield self.last()
 
     def first(self) -> dict[str, Any] | None:
         """What a stream says before anything has come."""
@@ -53,8 +53,8 @@ class Choice(ABC):
         return iter(())
 
     @abstractmethod
-    def part(self, text: str) -> dict[str, Any]:
-        """A choice of a stream with this text."""
+    def last(self) -> dict[str, Any]:
+        """What a stream says of `finish_reason`."""
 
     def reason(self, finished: str) -> str:
         """OpenAI's word for why an answer has ended."""
@@ -108,9 +108,7 @@ async def _events(service: Service, asked: Asked, receive: Receive) -> AsyncGene
     async with Answers(service, asked.requests, receive) as answers:
         yield b"".join(data for index, each in enumerate(asked.choices) for data in encoded(index, [each.first()]))
         async for came in answers:
-            data = b"".join(
-                one for index, piece in came for one in encoded(index, asked.choices[index].take(piece))
-            )
+            data = b"".join(one for index, piece in came for one in encoded(index, asked.choices[index].take(piece)))
             if data:
                 yield data
     if asked.include_usage:
