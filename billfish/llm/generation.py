@@ -32,6 +32,7 @@ class Generation(Iterator[str]):
         cache: Cache | None = None,
     ) -> None:
         decoder.check_prompt(prompt)
+        decoder.check_tokens("llm.generate", "logit_bias", list(sampling.logit_bias))
         self.prompt_tokens = len(prompt)
         self.tokens: list[int] = []
         self.finished = ""
@@ -92,6 +93,7 @@ def generate_batch(
     """Answers to several prompts, a token of each at a time; weights are then read once for all of them."""
     for prompt in prompts:
         decoder.check_prompt(prompt, "llm.generate_batch")
+    decoder.check_tokens("llm.generate_batch", "logit_bias", list(sampling.logit_bias))
     caches = [decoder.cache(len(prompt)) for prompt in prompts]
     samplers = [sampling.sampler(prompt) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
