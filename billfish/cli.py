@@ -108,6 +108,10 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token each time (0)")
     run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
+    run.add_argument("--min-p", type=float, default=0.0, metavar="P", help="among those with P of the best one's (0)")
+    run.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there before (1: none)"
+    )
     run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
     run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
     run.add_argument("--json", action="store_true", help="print one line of JSON instead: the answer and all about it")

@@ -30,6 +30,7 @@ from billfish.typing import Activations
 
 # Of a layer, of one of its inputs, and of the rows that a product multiplies.
 Observe = Callable[[int, int, Floats], object]
+Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -234,22 +235,34 @@ class CpuDecoder(Decoder):
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        # More rows than this take another kernel in exact mode, and a text would not get the numbers it gets alone.
-        most = _cpu.FEW_ROWS if activations == "exact" else len(passages)
         states: list[Floats] = [np.empty(0, np.float32)] * len(passages)
-        singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]
-        for start in range(0, len(singles), most):
-            group = singles[start : start + most]
-            for i, row in zip(group, self.run([passages[i] for i in group], activations), strict=True):
-                states[i] = row
-        for i, (cache, tokens) in enumerate(passages):
-            for start in range(0, len(tokens) if len(tokens) > 1 else 0, self.chunk):
-                states[i] = self.run([(cache, tokens[start : start + self.chunk])], activations)[-1]
-        chosen = []
-        for start in range(0, len(passages), most):
-            scores = self.logits(np.stack(states[start : start + most]), activations)
-            chosen += [sampler.choose(row) for sampler, row in zip(samplers[start:], scores, strict=False)]
+        for group in self._groups(passages, activations):
+            rows = self.run([(cache, tokens) for _, cache, tokens in group], activations)
+            ends = np.cumsum([len(tokens) for _, _, tokens in group])
+            for (i, _, _), end in zip(group, ends, strict=True):
+                states[i] = rows[end - 1]
+        most, chosen = _cpu.FEW_ROWS if activations == "exact" else max(1, len(samplers)), []
+        for start in range(0, len(samplers), most):
+            together = samplers[start : start + most]
+            scores = self.logits(np.stack(states[start : start + len(together)]), activations)
+            chosen += [sampler.choose(row) for sampler, row in zip(together, scores, strict=True)]
         return chosen
+
+    def _groups(self, passages: Sequence[Passage], activations: Activations | None) -> Iterator[list[Part]]:
+        """What is fed in one call: at most `chunk` rows, and of a text one part.
+
+        More than FEW_ROWS rows take another kernel in exact mode. Few rows then are fed with few others, and many with
+        many, so that a text gets the numbers that it gets alone.
+        """
+        apart = activations == "exact"
+        for start in range(0, max((len(tokens) for _, tokens in passages), default=0), self.chunk):
+            few, many = list[Part](), list[Part]()
+            for i, (cache, tokens) in enumerate(passages):
+                part = tokens[start : start + self.chunk]
+                if part:
+                    (few if apart and len(part) <= _cpu.FEW_ROWS else many).append((i, cache, part))
+            yield from _filled(few, _cpu.FEW_ROWS)
+            yield from _filled(many, self.chunk)
 
 
 class CpuCache(Cache):
@@ -292,12 +305,27 @@ class CpuCache(Cache):
             keys[:, :, : self.keys.shape[2]], values[:, :, : self.capacity] = self.keys, self.values
             self._keys_and_values = keys, values
 
-    def copy(self) -> CpuCache:
-        with self.lock:
-            other = CpuCache(self.config, 0)
-            other._keys_and_values = self.keys.copy(), self.values.copy()
-            other.tokens = list(self.tokens)
-        return other
+    def like(self, capacity: int) -> CpuCache:
+        return CpuCache(self.config, capacity)
+
+    def copy_positions(self, other: Cache, positions: int) -> None:
+        assert isinstance(other, CpuCache)
+        blocks = -(-positions // _cpu.KEY_BLOCK)
+        self.keys[:, :, :blocks] = other.keys[:, :, :blocks]
+        self.values[:, :, :positions] = other.values[:, :, :positions]
+
+
+def _filled(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """The parts, as many together as have at most so many tokens."""
+    group, rows = list[Part](), 0
+    for part in parts:
+        if group and rows + len(part[2]) > most:
+            yield group
+            group, rows = [], 0
+        group.append(part)
+        rows += len(part[2])
+    if group:
+        yield group
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
