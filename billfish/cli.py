@@ -122,7 +122,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, default=8080, metavar="P", help="the port; 0 takes a free one (8080)")
     serve.add_argument("--streams", type=int, default=8, metavar="N", help="answers that are generated together (8)")
-    serve.add_argument("--context", type=int, metavar="N", help="tokens of a prompt and its answer (the model's)")
+    serve.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its answer (4096, or the model's)"
+    )
     serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that wait; more get 429 (64)")
     serve.add_argument("--api-key-file", metavar="FILE", help="keys of those who may use it, one a line (everybody)")
     serve.set_defaults(run=_serve)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -48,6 +48,29 @@ class Mailbox:
             take(piece)
 
 
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """What an engine that takes nothing more raises becomes an HTTP answer."""
+    try:
+        yield
+    except QueueFull as error:
+        raise Refusal(429, str(error), None, "queue_full", retry_after="1") from None
+    except ServerClosing as error:
+        raise Refusal(503, str(error), None, "server_closing", retry_after="5") from None
+
+
+def stopped() -> Refusal:
+    """For an answer that the server's end has cancelled."""
+    message = complaint("serve", "the answer", "the server's end", "another try, at a server that runs")
+    return Refusal(503, message, None, "server_closing")
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has closed its connection. The request's body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Answers:
     """The answers to the engine's requests of one HTTP request.
 
@@ -56,39 +79,27 @@ class Answers:
     """
 
     def __init__(self, service: Service, requests: Sequence[Request], receive: Receive) -> None:
-        self._service, self._requests, self._receive = service, requests, receive
         self.tickets: list[Ticket] = []
+        self._service, self._requests = service, requests
+        self._running = len(requests)
         self._came: list[tuple[int, Piece]] = []
         self._something = asyncio.Event()
-        self._gone = False
-        self._running = 0
-        self._started = time.perf_counter()
-        self._first = True
+        self._watch = asyncio.ensure_future(gone(receive))
+        self._watch.add_done_callback(lambda _: self._something.set())
+        self._started, self._is_first = time.perf_counter(), True
 
     async def __aenter__(self) -> Answers:
-        put = self._service.mailbox.put
         try:
-            for index, request in enumerate(self._requests):
-                ticket = self._service.engine.submit(request, partial(put, partial(self._take, index)))
-                self.tickets.append(ticket)
-        except QueueFull as error:
-            self._cancel()
-            raise Refusal(429, str(error), None, "queue_full", retry_after="1") from None
-        except ServerClosing as error:
-            self._cancel()
-            raise Refusal(503, str(error), None, "server_closing", retry_after="5") from None
+            await self._service.read(self._submit, self._service.mailbox.put)  # outside of the loop: grammars take long
         except BaseException:
-            self._cancel()
+            self._end()
             raise
-        self._running = len(self.tickets)
-        self._watch = asyncio.create_task(self._wait_for_leaving())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._watch.cancel()
-        self._cancel()
+        self._end()
 
     def __aiter__(self) -> Answers:
         return self
@@ -98,32 +109,32 @@ class Answers:
             raise StopAsyncIteration
         await self._something.wait()
         self._something.clear()
-        if self._gone:
+        if self._watch.done():
             raise ClientGone
         came, self._came = self._came, []
         for _, piece in came:
             if piece.finished == "failed":
                 raise Refusal(500, piece.error, None, "generation_failed")
             if piece.finished == "cancelled":
-                message = complaint("serve", "the answer", "the server's end", "another try, at a server that runs")
-                raise Refusal(503, message, None, "server_closing")
+                raise stopped()
         return came
 
+    def _submit(self, put: Callable[[Callable[[Piece], None], Piece], None]) -> None:
+        with refusals():
+            for index, request in enumerate(self._requests):
+                ticket = self._service.engine.submit(request, partial(put, partial(self._take, index)))
+                self.tickets.append(ticket)
+
     def _take(self, index: int, piece: Piece) -> None:
-        if self._first:
-            self._first = False
+        if self._is_first:
+            self._is_first = False
             self._service.watch.first_token(time.perf_counter() - self._started)
         self._running -= bool(piece.finished)
         self._came.append((index, piece))
         self._something.set()
 
-    async def _wait_for_leaving(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._gone = True
-        self._something.set()
-
-    def _cancel(self) -> None:
-        """The engine ignores it for answers that have ended."""
+    def _end(self) -> None:
+        """The engine ignores it for answers that are over."""
+        self._watch.cancel()
         for ticket in self.tickets:
             ticket.cancel()

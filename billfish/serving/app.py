@@ -14,12 +14,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from billfish.errors import BillfishError, complaint
+from billfish.errors import DataError, ModelError, complaint
 from billfish.serving import metrics
 from billfish.serving.answers import ClientGone
 from billfish.serving.chat import read_chat
 from billfish.serving.completions import read_completions
-from billfish.serving.embeddings import embeddings
+from billfish.serving.embeddings import embeddings, read_embeddings
 from billfish.serving.fields import Fields, parse
 from billfish.serving.keys import Keys
 from billfish.serving.page import page
@@ -49,7 +49,9 @@ def make_app(service: Service, keys: Keys) -> Starlette:
         return handle
 
     async def embed(request: HttpRequest) -> ASGIApp:
-        return await embeddings(service, await read_body("embeddings", request))
+        body = await read_body("embeddings", request)
+        texts, in_base64 = await service.read(lambda: read_embeddings(service, parse("embeddings", body)))
+        return await embeddings(service, texts, in_base64, request.receive)
 
     async def list_models(request: HttpRequest) -> ASGIApp:
         return JSONResponse({"object": "list", "data": [service.record()]})
@@ -107,7 +109,7 @@ class Endpoint:
             pass
         except Refusal as refusal:
             await refused(refusal)(scope, receive, watched)
-        except BillfishError as error:  # of the model or the engine, about what was asked
+        except (DataError, ModelError) as error:  # about what was asked
             await refused(Refusal(400, str(error)))(scope, receive, watched)
         except Exception:
             if began:

@@ -51,7 +51,7 @@ class Engine:
         decoder = model.decoder
         self.model, self._decoder = model, decoder
         self.streams, self.context = streams, min(USUAL_CONTEXT, decoder.config.context) if context is None else context
-        self._queue_limit = queue
+        self.queue_limit = queue
         self._activations = decoder.check_activations(CALL, activations, decoder.usual)
         for name, value, least, most in (
             ("streams", streams, 1, None),
@@ -143,9 +143,9 @@ class Engine:
             if self._closing:
                 self._refused += 1
                 raise ServerClosing(complaint(CALL, "request", "one while the engine closes", "none any more"))
-            if len(self._waiting) + len(self._running) >= self.streams + self._queue_limit:
+            if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._refused += 1
-                takes = f"at most {self._queue_limit} that wait: try again later"
+                takes = f"at most {self.queue_limit} that wait: try again later"
                 raise QueueFull(complaint(CALL, "request", "one more than can wait", takes))
             self._waiting.append(job)
             self._changed.notify()

@@ -36,7 +36,7 @@ class Service:
 
     def __init__(self, engine: Engine, model: Model, name: str) -> None:
         self.engine, self.model, self.name = engine, model, name
-        answers = min(engine.streams + engine.queue, MOST_ANSWERS)
+        answers = min(engine.streams + engine.queue_limit, MOST_ANSWERS)
         self.limits = Limits(engine.context, model.config.vocabulary, answers)
         self.watch = Watch()
         self.closing = False
