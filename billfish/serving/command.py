@@ -38,10 +38,13 @@ def serve(arguments: argparse.Namespace) -> None:
         service = Service(engine, model, model.path.stem if model.path.is_file() else model.path.name)
         bound = engine.counts().cache_bytes_bound / 1e6
         facts = f"{engine.streams} streams of {engine.context} tokens, caches of at most {bound:.0f} MB"
-        print(f"{service.name} on {address(listening)}: {facts}, {model.decoder.about}")
-        print(_who(arguments.host, bool(keys)), flush=True)
+
+        def announce() -> None:
+            print(f"{service.name} on {address(listening)}: {facts}, {model.decoder.about}")
+            print(_who(arguments.host, bool(keys)), flush=True)
+
         try:
-            Server(service, keys).run([listening])
+            Server(service, keys, announce).run([listening])
         finally:
             engine.close(finish=False)
             service.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -21,7 +22,8 @@ class Server(uvicorn.Server):
     """Answers HTTP until a signal comes. Then what runs is finished and what comes is refused with 503, and the process
     ends. A second signal ends it at once."""
 
-    def __init__(self, service: Service, keys: Keys) -> None:
+    def __init__(self, service: Service, keys: Keys, announce: Callable[[], object] = lambda: None) -> None:
+        """announce: called when it listens and minds signals."""
         config = uvicorn.Config(
             make_app(service, keys),
             log_config=None,
@@ -32,7 +34,12 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=READER_SECONDS,
         )
         super().__init__(config)
-        self.service = service
+        self.service, self._announce = service, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come."""
@@ -52,8 +59,10 @@ def listen(host: str, port: int) -> socket.socket:
     takes = "an address of this machine and a free port from 0 to 65535"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        if not 0 <= port < 65536:
+            raise OSError("no such port")
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise DataError(complaint("serve", "--host and --port", f"{host}, {port} ({error})", takes)) from None
 
 
