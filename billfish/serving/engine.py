@@ -176,9 +176,8 @@ class Engine:
             if isinstance(job, Embedding):
                 with _failing([job]):
                     job.read(count)
-        with self._changed:
-            self._steps += 1
-            self._remove([job for job in jobs if job.finished])
+        self._steps += 1
+        self._remove([job for job in jobs if job.finished])
 
     def _bound(self, jobs: list[Job]) -> int:
         """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
@@ -205,18 +204,20 @@ class Engine:
             gone = [job for job in (*self._waiting, *self._running) if job.cancelled]
         for job in gone:
             job.end("cancelled")
-        with self._changed:
-            self._remove(gone)
+        self._remove(gone)
 
     def _remove(self, jobs: list[Job]) -> None:
+        with self._changed:
+            for job in jobs:
+                self._finished[job.finished] += 1
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                else:
+                    self._running.remove(job)
+                    keep = isinstance(job, Answer) and job.finished != "failed"
+                    self._slots.give_back(job.slot, keep=keep)
         for job in jobs:
-            self._finished[job.finished] += 1
-            if job in self._waiting:
-                self._waiting.remove(job)
-            else:
-                self._running.remove(job)
-                keep = isinstance(job, Answer) and job.finished != "failed"
-                self._slots.give_back(job.slot, keep=keep)
+            job.tell_end()
 
     def _start_waiting(self) -> None:
         """In order. A prompt that begins like one that is being read waits for that one, and its slot stays free."""

@@ -56,7 +56,9 @@ class Vocabulary:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """One for one answer. Raises DataError if the grammar is too large for this vocabulary."""
-        state = require("llguidance", EXTRA).LLMatcher(self._native, grammar.source, log_level=0)
+        library = require("llguidance", EXTRA)
+        limits = library.LLParserLimits(verbose_errors=False)
+        state = library.LLMatcher(self._native, grammar.source, log_level=0, limits=limits)
         if state.is_error():
             takes = "a smaller schema"
             raise DataError(complaint("serving.Engine", "grammar", f"one that fails: {state.get_error()}", takes))
@@ -82,8 +84,27 @@ class _Bytes:
             for token, (piece, kind) in enumerate(zip(tokenizer.pieces, kinds, strict=True))
         ]
 
+        self._longest = max(map(len, self.tokens))
+
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, special=False, start=False)
+        """The tokens that a text which the grammar leaves no choice about should have."""
+        data, ids = text.encode(), self._tokenizer.encode(text, special=False, start=False)
+        if b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        return self._longest_first(data)  # SentencePiece begins a text with a space that is not there
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        ids, start = list[int](), 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next(end for end in ends if data[start:end] in self._by_bytes)
+            ids.append(self._by_bytes[data[start:end]])
+            start = end
+        return ids
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {data: token for token, data in enumerate(self.tokens)}
 
 
 class Matcher:

@@ -63,7 +63,11 @@ class Job(ABC):
 
     @abstractmethod
     def end(self, reason: str, error: str = "") -> None:
-        """It is over, for one of `requests.REASONS`, and whoever waits is told so."""
+        """It is over, for one of `requests.REASONS`. What is over stays as it is."""
+
+    @abstractmethod
+    def tell_end(self) -> None:
+        """Whoever waits gets the end. The slot was given back before, so that another request may come at once."""
 
 
 class Answer(Job):
@@ -133,12 +137,22 @@ class Answer(Job):
         self._gone += len(rest)
         self._say(text + rest, "stop" if self._held.stopped else reason, error)
 
+    def tell_end(self) -> None:
+        self._give(self._end)
+
     def _say(self, text: str, finished: str = "", error: str = "") -> None:
-        self.finished = finished
+        """The last piece waits for `tell_end`."""
         ready = [token for token, end in self._waiting if end <= self._gone or (finished and token.offset < self._gone)]
         self._waiting = self._waiting[len(ready) :]
+        piece = Piece(text, tuple(ready), finished, error)
+        if finished:
+            self.finished, self._end = finished, piece
+        else:
+            self._give(piece)
+
+    def _give(self, piece: Piece) -> None:
         try:
-            self._on_piece(Piece(text, tuple(ready), finished, error))
+            self._on_piece(piece)
         except Exception:  # whoever does not take its answer has none
             self.ticket.cancelled = True
 
@@ -173,17 +187,18 @@ class Embedding(Job):
         decoder = self._model.decoder
         self._hidden.append(decoder.run([(self.slot.cache, self.tokens(count))], decoder.exact))
         if not self.left:
+            self._vector = self._model.pool(np.concatenate(self._hidden))
             self.end("stop")
 
     def end(self, reason: str, error: str = "") -> None:
-        if self.finished:
-            return
-        self.finished = reason
-        if reason == "cancelled":
+        self.finished, self._error = self.finished or reason, error
+
+    def tell_end(self) -> None:
+        if self.finished == "cancelled":
             self.future.cancel()
         if not self.future.set_running_or_notify_cancel():
             return  # nobody waits
-        if reason == "failed":
-            self.future.set_exception(BillfishError(error))
+        if self.finished == "failed":
+            self.future.set_exception(BillfishError(self._error))
         else:
-            self.future.set_result(self._model.pool(np.concatenate(self._hidden)))
+            self.future.set_result(self._vector)
