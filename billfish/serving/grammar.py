@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DataError, complaint
+from billfish.errors import BillfishError, DataError, complaint
 from billfish.extras import require
 from billfish.tokenizer import CONTROL, Tokenizer
 
@@ -36,15 +37,23 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
     """What the schema describes. Raises DataError for a schema that is none, that nothing satisfies, or with keywords
     that llguidance does not keep to."""
     matcher = require("llguidance", EXTRA).LLMatcher
-    try:
-        source = matcher.grammar_from_json_schema(dict(schema), overrides=OPTIONS)
+    with _library_errors("serving.json_schema", "schema", "a JSON schema of keywords that llguidance has"):
+        source = matcher.grammar_from_json_schema(schema, overrides=OPTIONS)
         wrong = matcher.validate_grammar(source)
-    except (TypeError, ValueError) as error:
-        wrong = str(error)
-    if wrong:
-        takes = "a JSON schema that can be satisfied, of keywords that llguidance has"
-        raise DataError(complaint("serving.json_schema", "schema", f"one that cannot be used: {wrong}", takes))
+        if wrong:
+            raise ValueError(wrong)
     return Grammar(source)
+
+
+@contextmanager
+def _library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
+    """What llguidance raises becomes a DataError. A panic inside it is not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, BillfishError):
+        raise
+    except BaseException as error:
+        raise DataError(complaint(call, argument, f"one that fails ({error})", takes)) from None
 
 
 class Vocabulary:
@@ -58,11 +67,8 @@ class Vocabulary:
         """One for one answer. Raises DataError if the grammar is too large for this vocabulary."""
         library = require("llguidance", EXTRA)
         limits = library.LLParserLimits(verbose_errors=False)
-        state = library.LLMatcher(self._native, grammar.source, log_level=0, limits=limits)
-        if state.is_error():
-            takes = "a smaller schema"
-            raise DataError(complaint("serving.Engine", "grammar", f"one that fails: {state.get_error()}", takes))
-        return Matcher(state, self._size)
+        with _library_errors("serving.Engine", "grammar", "a smaller one"):
+            return Matcher(library.LLMatcher(self._native, grammar.source, log_level=0, limits=limits), self._size)
 
     @cached_property
     def _native(self) -> Any:
@@ -108,28 +114,33 @@ class _Bytes:
 
 
 class Matcher:
-    """How far an answer has come along its grammar."""
+    """How far an answer has come along its grammar. Raises DataError where llguidance gives up."""
 
     def __init__(self, state: Any, size: int) -> None:
         self._state, self._size = state, size
+        self._check()
 
     def allowed(self) -> NDArray[np.bool_]:
         """Which tokens may come next [vocabulary]; the model's ends where the answer may be over."""
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        self._check()
+        with self._errors():
+            bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+            self._check()
         return np.unpackbits(bits, bitorder="little", count=self._size).astype(np.bool_)
 
     def take(self, token: int) -> None:
         """The token was chosen."""
-        self._state.consume_token(token)
-        self._check()
+        with self._errors():
+            self._state.consume_token(token)
+            self._check()
 
     @property
     def complete(self) -> bool:
         """Whether nothing but an end may come."""
         return bool(self._state.is_stopped())
 
+    def _errors(self) -> AbstractContextManager[None]:
+        return _library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
+
     def _check(self) -> None:
         if self._state.is_error():
-            got = f"an answer that cannot go on: {self._state.get_error()}"
-            raise DataError(complaint("serving.Engine", "grammar", got, "a simpler schema"))
+            raise ValueError(self._state.get_error())

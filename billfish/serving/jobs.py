@@ -15,7 +15,7 @@ from billfish.llm.model import Model
 from billfish.serving.choosing import RequestSampler, Scored
 from billfish.serving.grammar import Matcher
 from billfish.serving.requests import Alternative, Piece, Request, Ticket, Token
-from billfish.serving.schedule import body_length, part_length
+from billfish.serving.schedule import Cuts, cuts_for
 from billfish.serving.slots import Slot
 from billfish.serving.stops import HeldText
 from billfish.tokenizer import Tokenizer
@@ -28,11 +28,11 @@ class Job(ABC):
 
     slot: Slot
 
-    def __init__(self, prompt: list[int], chunk: int) -> None:
+    def __init__(self, prompt: list[int], cuts: Cuts) -> None:
         self.prompt = prompt
         self.turn = -1
         self.finished = ""
-        self._chunk, self._body = chunk, body_length(len(prompt), chunk)
+        self._cuts = cuts
 
     @property
     def left(self) -> int:
@@ -41,7 +41,7 @@ class Job(ABC):
 
     def part(self, share: int) -> int:
         """How many tokens are read next, if about `share` are this prompt's share."""
-        return part_length(len(self.slot.cache.tokens), len(self.prompt), share, self._chunk)
+        return self._cuts.part(len(self.slot.cache.tokens), len(self.prompt), share)
 
     def tokens(self, count: int) -> list[int]:
         """The tokens that are read next."""
@@ -50,7 +50,7 @@ class Job(ABC):
 
     def was_fed(self) -> None:
         """What the slot holds has been read as a prompt is, up to the answer."""
-        self.slot.read = min(len(self.slot.cache.tokens), self._body)
+        self.slot.read = min(len(self.slot.cache.tokens), self._cuts.body(len(self.prompt)))
 
     @property
     @abstractmethod
@@ -80,11 +80,11 @@ class Answer(Job):
         ticket: Ticket,
         tokenizer: Tokenizer,
         matcher: Matcher | None,
+        cuts: Cuts,
         *,
         context: int,
-        chunk: int,
     ) -> None:
-        super().__init__(list(request.prompt), chunk)
+        super().__init__(list(request.prompt), cuts)
         self.ticket, self.sampler = ticket, RequestSampler(request, matcher)
         self._on_piece, self._tokenizer = on_piece, tokenizer
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)
@@ -171,7 +171,7 @@ class Embedding(Job):
     """A text whose vector is asked for. Its slot holds the text only as long as that takes."""
 
     def __init__(self, tokens: list[int], model: Model) -> None:
-        super().__init__(tokens, model.decoder.chunk)
+        super().__init__(tokens, cuts_for(model.decoder, model.decoder.exact))
         self.future: Future[NDArray[np.float32]] = Future()
         self._model, self._hidden = model, list[NDArray[np.float32]]()
 
