@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llm_architectures import write_model as write_model_with_experts
 from serving_support import Collected, alone, ask, random_sampling, random_tokens, small_model, submit
 
 import billfish as bf
@@ -75,10 +76,25 @@ def test_smollm2():
     model = bf.llm.load(device="cpu")
     questions = ["What is the capital of France?", "Name a colour.", "Count to five."]
     with Engine(model, streams=2, context=256, activations="exact") as engine:
-        requests = [Request(model.encode(question), 12) for question in questions]
+        requests = [Request(model.encode(question), 6) for question in questions]
         answers = [submit(engine, request) for request in requests]
         texts = [answer.wait().text for answer in answers]
     assert texts == [alone(model, request, activations="exact")[0] for request in requests]
+
+
+def test_experts_get_the_rows_of_a_prompt_alone(tmp_path, monkeypatch):
+    """How many rows an expert gets decides on its kernels: parts are as large as those of a prompt alone."""
+    write_model_with_experts(tmp_path / "model", "mixtral")
+    model = bf.llm.load(tmp_path / "model", device="cpu", quantize="q8_0")
+    monkeypatch.setattr(model.decoder, "chunk", 16)
+    rng = random.Random(2)
+    start = [rng.randrange(model.config.vocabulary) for _ in range(40)]
+    requests = [Request([*start[: 6 * i], 3, i], 8, Sampling(1.0, seed=i)) for i in range(8)]
+    with Engine(model, streams=3, activations="exact") as engine:
+        answers = [submit(engine, request) for request in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            assert answer.wait().ids == alone(model, request, activations="exact")[1]
+        assert engine.counts().cached_tokens > 0
 
 
 def test_the_context_ends_an_answer(model):
