@@ -1,85 +1,95 @@
-"""A running server for tests, in a thread of this process or as a process of its own."""
+"""Requests to an engine and what comes back, for tests."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import dataclasses
+import random
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from billfish.llm import Model, load
+from llm_models import Small, write_model
+
+import billfish as bf
+from billfish.llm.sampling import Sampling
 from billfish.serving.engine import Engine
-from billfish.serving.keys import Keys
-from billfish.serving.server import Server, address, listen
-from billfish.serving.service import Service
+from billfish.serving.requests import Piece, Request, Ticket
 
-# As Qwen's: functions first, calls between marks.
-TOOLS_TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PATIENCE = 120  # seconds after which an answer that does not come fails its test
 
 
-@dataclass
-class Running:
-    """A server that answers."""
-
-    url: str
-    model: Model
-    service: Service
-
-    def client(self, **options: Any) -> Any:
-        """The real one of OpenAI. It does not try again, so that a test sees what came."""
-        import openai
-
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+def small_model(folder: Path, **sizes: Any) -> bf.llm.Model:
+    path = folder / "model.gguf"
+    write_model(path, Small(**{"context": 512, **sizes}))
+    return bf.llm.load(path, device="cpu")
 
 
-@contextmanager
-def serving(path: Path, *, keys: list[str] | None = None, **options: Any) -> Iterator[Running]:
-    """A server on a free port. options: the engine's."""
-    model = load(path, progress=False)
-    engine = Engine(model, **{"activations": "exact", **options})
-    service = Service(engine, model, path.stem)
-    server = Server(service, Keys(keys or []))
-    with listen("127.0.0.1", 0) as listening:
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        try:
-            yield Running(address(listening), model, service)
-        finally:
-            server.handle_exit(0, None)
-            thread.join()
-            engine.close(finish=False)
-            service.close()
+class Collected:
+    """The pieces of an answer; it is what `submit` takes."""
+
+    ticket: Ticket
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self._ended = Event()
+
+    def __call__(self, piece: Piece) -> None:
+        assert not self._ended.is_set(), "a piece after the last one"
+        self.pieces.append(piece)
+        if piece.finished:
+            self._ended.set()
+
+    def wait(self) -> Collected:
+        assert self._ended.wait(PATIENCE), "no end came"
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for piece in self.pieces for token in piece.tokens]
+
+    @property
+    def finished(self) -> str:
+        return self.pieces[-1].finished
 
 
-@contextmanager
-def process(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`billfish serve` on a free port: the process, and the server's address once it listens."""
-    command = [sys.executable, "-m", "billfish", "serve", *words, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
-        try:
-            assert started.stdout is not None
-            found = re.search(r"http://\S+:\d+", started.stdout.readline())
-            if found is None:
-                raise AssertionError(started.communicate())
-            yield started, found[0]
-        finally:
-            started.kill()
+def submit(engine: Engine, request: Request) -> Collected:
+    collected = Collected()
+    collected.ticket = engine.submit(request, collected)
+    return collected
 
 
-def until(condition: Any, seconds: float = 30.0) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
+def ask(engine: Engine, request: Request) -> Collected:
+    return submit(engine, request).wait()
+
+
+def alone(model: bf.llm.Model, request: Request, **more: Any) -> tuple[str, list[int], str]:
+    """Text, ids and end, as `generate` has them."""
+    how = {field.name: getattr(request.sampling, field.name) for field in dataclasses.fields(Sampling)}
+    answer = model.generate(request.prompt, max_tokens=request.max_tokens, **how, **more)
+    text = "".join(answer)
+    ids = [token for token in answer.tokens if token not in model.tokenizer.ends]
+    return text, ids, "stop" if answer.finished == "end" else "length"
+
+
+def random_sampling(rng: random.Random) -> Sampling:
+    """Each setting as it is by default, or another way."""
+    return Sampling(
+        temperature=rng.choice([0.0, 0.7, 1.2]),
+        top_k=rng.choice([0, 20]),
+        top_p=rng.choice([1.0, 0.9]),
+        seed=rng.randrange(1000),
+        min_p=rng.choice([0.0, 0.1]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, 0.3]),
+        repetition_penalty=rng.choice([1.0, 1.2]),
+        logit_bias=rng.choice([{}, {5: 2.5, 9: -100.0}]),
+    )
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    """Of small models' vocabulary, without control tokens."""
+    return [rng.randrange(4, 261) for _ in range(count)]

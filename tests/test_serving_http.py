@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from llm_models import Small, write_model
-from serving_support import TOOLS_TEMPLATE, Running, process, serving, until
+from serving_http import TOOLS_TEMPLATE, Running, process, serving, until
 
 from billfish.cli import main
 from billfish.errors import BackendUnavailable, DataError

@@ -9,7 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 from llm_models import Small, write_model
-from serving_support import TOOLS_TEMPLATE, Running, serving
+from serving_http import TOOLS_TEMPLATE, Running, serving
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 

@@ -252,9 +252,11 @@ class CpuDecoder(Decoder):
         """What is fed in one call: at most `chunk` rows, and of a text one part.
 
         More than FEW_ROWS rows take another kernel in exact mode. Few rows then are fed with few others, and many with
-        many, so that a text gets the numbers that it gets alone.
+        many, so that a text gets the numbers that it gets alone. So it is with the rows of an expert, whose number
+        depends on the text.
         """
         apart = activations == "exact"
+        most = 1 if apart and self.config.experts is not None else self.chunk
         for start in range(0, max((len(tokens) for _, tokens in passages), default=0), self.chunk):
             few, many = list[Part](), list[Part]()
             for i, (cache, tokens) in enumerate(passages):
@@ -262,7 +264,7 @@ class CpuDecoder(Decoder):
                 if part:
                     (few if apart and len(part) <= _cpu.FEW_ROWS else many).append((i, cache, part))
             yield from _filled(few, _cpu.FEW_ROWS)
-            yield from _filled(many, self.chunk)
+            yield from _filled(many, most)
 
 
 class CpuCache(Cache):
@@ -316,7 +318,7 @@ class CpuCache(Cache):
 
 
 def _filled(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
-    """The parts, as many together as have at most so many tokens."""
+    """The parts, as many together as have at most so many tokens; a longer one is alone."""
     group, rows = list[Part](), 0
     for part in parts:
         if group and rows + len(part[2]) > most:

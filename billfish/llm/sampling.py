@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from billfish.errors import DataError, complaint
 
+MOST_CHANGE = 1000  # of a score: far more than scores differ, and far from where float32 ends
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,17 +41,21 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        biases = self.logit_bias.values()
+        most = MOST_CHANGE
         for name, good, takes in (
             ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a number from 0 on"),
             ("top_k", self.top_k >= 0, "a whole number from 0 on"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
             ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("seed", self.seed >= 0, "a whole number from 0 on"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0"),
-            ("logit_bias", all(math.isfinite(bias) for bias in biases), "numbers"),
+            ("presence_penalty", abs(self.presence_penalty) <= most, f"a number from -{most} to {most}"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= most, f"a number from -{most} to {most}"),
+            ("repetition_penalty", 1 / most <= self.repetition_penalty <= most, f"a number from 1/{most} to {most}"),
+            (
+                "logit_bias",
+                all(abs(bias) <= most for bias in self.logit_bias.values()),
+                f"numbers from -{most} to {most}",
+            ),
         ):
             if not good:
                 raise DataError(complaint("llm.generate", name, getattr(self, name), takes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError
+from billfish.errors import explained
 from billfish.llm.sampling import Sampler
 from billfish.serving.grammar import Matcher
 from billfish.serving.requests import Request
@@ -43,8 +43,8 @@ class RequestSampler(Sampler):
             token = super().choose(scores)
             if self._matcher is not None:
                 self._matcher.take(token)
-        except BillfishError as error:
-            self.error = str(error)
+        except Exception as error:
+            self.error = explained(error)
             return 0  # nobody takes it
         if self._logprobs is not None:
             self.scored = with_best(scores, token, self._logprobs)

@@ -10,19 +10,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import count
 from threading import Condition, Thread, current_thread
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError, DataError, ModelError, complaint
+from billfish.errors import DataError, ModelError, complaint, explained
 from billfish.llm.cache import shared_length
 from billfish.llm.model import Model
 from billfish.serving.grammar import Vocabulary
 from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
 from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
-from billfish.serving.schedule import SMALLEST, reusable, share_out
+from billfish.serving.schedule import SMALLEST, cuts_for, share_out
 from billfish.serving.slots import Slots
 from billfish.typing import Activations
 
@@ -61,11 +62,13 @@ class Engine:
             if value < least or (most is not None and value > most):
                 takes = f"a whole number from {least} on" if most is None else f"a number from {least} to {most}"
                 raise DataError(complaint(CALL, name, value, takes))
-        self._slots = Slots(decoder, streams, self.context, exact=self._activations == "exact")
+        self._cuts = cuts_for(decoder, self._activations)
+        self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
         self._vocabulary = Vocabulary(model.tokenizer, decoder.config.vocabulary)
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
         self._running: list[Job] = []
+        self._turns = count()
         self._closing = False
         self._finished: Counter[str] = Counter()
         self._refused = self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
@@ -83,8 +86,8 @@ class Engine:
         self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
         matcher = None if request.grammar is None else self._vocabulary.matcher(request.grammar)
         ticket = Ticket(len(request.prompt), self._wake)
-        tokenizer, chunk = self.model.tokenizer, self._decoder.chunk
-        self._put(Answer(request, on_piece, ticket, tokenizer, matcher, context=self.context, chunk=chunk))
+        tokenizer, cuts = self.model.tokenizer, self._cuts
+        self._put(Answer(request, on_piece, ticket, tokenizer, matcher, cuts, context=self.context))
         return ticket
 
     def embed(self, tokens: Sequence[int]) -> Future[NDArray[np.float32]]:
@@ -168,17 +171,16 @@ class Engine:
         self._end_cancelled()
         self._start_waiting()
         jobs = list(self._running)
-        parts = share_out([job for job in jobs if job.left > 0], self._bound(jobs))
-        for job, _ in parts:
-            job.turn = self._steps
-        self._answer([job for job in jobs if isinstance(job, Answer)], dict(parts))
-        for job, count in parts:
+        parts = share_out([job for job in jobs if job.left > 0], self._bound(jobs), self._cuts.smallest)
+        for job in parts:
+            job.turn = next(self._turns)
+        self._answer([job for job in jobs if isinstance(job, Answer)], parts)
+        for job, length in parts.items():
             if isinstance(job, Embedding):
                 with _failing([job]):
-                    job.read(count)
-        with self._changed:
-            self._steps += 1
-            self._remove([job for job in jobs if job.finished])
+                    job.read(length)
+        self._steps += 1
+        self._remove([job for job in jobs if job.finished])
 
     def _bound(self, jobs: list[Job]) -> int:
         """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
@@ -205,26 +207,30 @@ class Engine:
             gone = [job for job in (*self._waiting, *self._running) if job.cancelled]
         for job in gone:
             job.end("cancelled")
-        with self._changed:
-            self._remove(gone)
+        self._remove(gone)
 
     def _remove(self, jobs: list[Job]) -> None:
+        with self._changed:
+            for job in jobs:
+                self._finished[job.finished] += 1
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                else:
+                    self._running.remove(job)
+                    keep = isinstance(job, Answer) and job.finished != "failed"
+                    self._slots.give_back(job.slot, keep=keep)
         for job in jobs:
-            self._finished[job.finished] += 1
-            if job in self._waiting:
-                self._waiting.remove(job)
-            else:
-                self._running.remove(job)
-                keep = isinstance(job, Answer) and job.finished != "failed"
-                self._slots.give_back(job.slot, keep=keep)
+            job.tell_end()
 
     def _start_waiting(self) -> None:
         """In order. A prompt that begins like one that is being read waits for that one, and its slot stays free."""
         with self._changed:
             first = self._waiting[: self._slots.free]
         for job in first:
-            if not self._is_being_read(job):
-                self._start(job)
+            with _failing([job]):
+                if not self._is_being_read(job):
+                    self._start(job)
+        self._remove([job for job in first if job.finished])
 
     def _is_being_read(self, job: Job) -> bool:
         """Whether a running answer will soon have read more of the prompt than any cache holds."""
@@ -232,8 +238,7 @@ class Engine:
             return False
         readers = [reader.prompt for reader in self._running if isinstance(reader, Answer) and reader.left]
         shared = max((shared_length(prompt, job.prompt) for prompt in readers), default=0)
-        soon = reusable(shared, len(job.prompt), self._decoder.chunk)
-        return soon > self._slots.reuse(job.prompt)
+        return self._cuts.reusable(shared, len(job.prompt)) > self._slots.reuse(job.prompt)
 
     def _start(self, job: Job) -> None:
         job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
@@ -252,6 +257,5 @@ def _failing(jobs: Sequence[Job]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what = str(error) if isinstance(error, BillfishError) else f"{type(error).__name__}: {error}"
         for job in jobs:
-            job.end("failed", what)
+            job.end("failed", explained(error))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DataError, complaint
+from billfish.errors import BillfishError, DataError, complaint
 from billfish.extras import require
 from billfish.tokenizer import CONTROL, Tokenizer
 
@@ -36,15 +37,23 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
     """What the schema describes. Raises DataError for a schema that is none, that nothing satisfies, or with keywords
     that llguidance does not keep to."""
     matcher = require("llguidance", EXTRA).LLMatcher
-    try:
-        source = matcher.grammar_from_json_schema(dict(schema), overrides=OPTIONS)
+    with _library_errors("serving.json_schema", "schema", "a JSON schema of keywords that llguidance has"):
+        source = matcher.grammar_from_json_schema(schema, overrides=OPTIONS)
         wrong = matcher.validate_grammar(source)
-    except (TypeError, ValueError) as error:
-        wrong = str(error)
-    if wrong:
-        takes = "a JSON schema that can be satisfied, of keywords that llguidance has"
-        raise DataError(complaint("serving.json_schema", "schema", f"one that cannot be used: {wrong}", takes))
+        if wrong:
+            raise ValueError(wrong)
     return Grammar(source)
+
+
+@contextmanager
+def _library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
+    """What llguidance raises becomes a DataError. A panic inside it is not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, BillfishError):
+        raise
+    except BaseException as error:
+        raise DataError(complaint(call, argument, f"one that fails ({error})", takes)) from None
 
 
 class Vocabulary:
@@ -56,11 +65,10 @@ class Vocabulary:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """One for one answer. Raises DataError if the grammar is too large for this vocabulary."""
-        state = require("llguidance", EXTRA).LLMatcher(self._native, grammar.source, log_level=0)
-        if state.is_error():
-            takes = "a smaller schema"
-            raise DataError(complaint("serving.Engine", "grammar", f"one that fails: {state.get_error()}", takes))
-        return Matcher(state, self._size)
+        library = require("llguidance", EXTRA)
+        limits = library.LLParserLimits(verbose_errors=False)
+        with _library_errors("serving.Engine", "grammar", "a smaller one"):
+            return Matcher(library.LLMatcher(self._native, grammar.source, log_level=0, limits=limits), self._size)
 
     @cached_property
     def _native(self) -> Any:
@@ -82,33 +90,57 @@ class _Bytes:
             for token, (piece, kind) in enumerate(zip(tokenizer.pieces, kinds, strict=True))
         ]
 
+        self._longest = max(map(len, self.tokens))
+
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, special=False, start=False)
+        """The tokens that a text which the grammar leaves no choice about should have."""
+        data, ids = text.encode(), self._tokenizer.encode(text, special=False, start=False)
+        if b"".join(self.tokens[token] for token in ids) == data:
+            return ids
+        return self._longest_first(data)  # SentencePiece begins a text with a space that is not there
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        ids, start = list[int](), 0
+        while start < len(data):
+            ends = range(min(len(data), start + self._longest), start, -1)
+            end = next(end for end in ends if data[start:end] in self._by_bytes)
+            ids.append(self._by_bytes[data[start:end]])
+            start = end
+        return ids
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {data: token for token, data in enumerate(self.tokens)}
 
 
 class Matcher:
-    """How far an answer has come along its grammar."""
+    """How far an answer has come along its grammar. Raises DataError where llguidance gives up."""
 
     def __init__(self, state: Any, size: int) -> None:
         self._state, self._size = state, size
+        self._check()
 
     def allowed(self) -> NDArray[np.bool_]:
         """Which tokens may come next [vocabulary]; the model's ends where the answer may be over."""
-        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
-        self._check()
+        with self._errors():
+            bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+            self._check()
         return np.unpackbits(bits, bitorder="little", count=self._size).astype(np.bool_)
 
     def take(self, token: int) -> None:
         """The token was chosen."""
-        self._state.consume_token(token)
-        self._check()
+        with self._errors():
+            self._state.consume_token(token)
+            self._check()
 
     @property
     def complete(self) -> bool:
         """Whether nothing but an end may come."""
         return bool(self._state.is_stopped())
 
+    def _errors(self) -> AbstractContextManager[None]:
+        return _library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
+
     def _check(self) -> None:
         if self._state.is_error():
-            got = f"an answer that cannot go on: {self._state.get_error()}"
-            raise DataError(complaint("serving.Engine", "grammar", got, "a simpler schema"))
+            raise ValueError(self._state.get_error())

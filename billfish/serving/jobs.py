@@ -15,7 +15,7 @@ from billfish.llm.model import Model
 from billfish.serving.choosing import RequestSampler, Scored
 from billfish.serving.grammar import Matcher
 from billfish.serving.requests import Alternative, Piece, Request, Ticket, Token
-from billfish.serving.schedule import body_length, part_length
+from billfish.serving.schedule import Cuts, cuts_for
 from billfish.serving.slots import Slot
 from billfish.serving.stops import HeldText
 from billfish.tokenizer import Tokenizer
@@ -28,11 +28,11 @@ class Job(ABC):
 
     slot: Slot
 
-    def __init__(self, prompt: list[int], chunk: int) -> None:
+    def __init__(self, prompt: list[int], cuts: Cuts) -> None:
         self.prompt = prompt
         self.turn = -1
         self.finished = ""
-        self._chunk, self._body = chunk, body_length(len(prompt), chunk)
+        self._cuts = cuts
 
     @property
     def left(self) -> int:
@@ -41,7 +41,7 @@ class Job(ABC):
 
     def part(self, share: int) -> int:
         """How many tokens are read next, if about `share` are this prompt's share."""
-        return part_length(len(self.slot.cache.tokens), len(self.prompt), share, self._chunk)
+        return self._cuts.part(len(self.slot.cache.tokens), len(self.prompt), share)
 
     def tokens(self, count: int) -> list[int]:
         """The tokens that are read next."""
@@ -50,7 +50,7 @@ class Job(ABC):
 
     def was_fed(self) -> None:
         """What the slot holds has been read as a prompt is, up to the answer."""
-        self.slot.read = min(len(self.slot.cache.tokens), self._body)
+        self.slot.read = min(len(self.slot.cache.tokens), self._cuts.body(len(self.prompt)))
 
     @property
     @abstractmethod
@@ -63,7 +63,11 @@ class Job(ABC):
 
     @abstractmethod
     def end(self, reason: str, error: str = "") -> None:
-        """It is over, for one of `requests.REASONS`, and whoever waits is told so."""
+        """It is over, for one of `requests.REASONS`. What is over stays as it is."""
+
+    @abstractmethod
+    def tell_end(self) -> None:
+        """Whoever waits gets the end. The slot was given back before, so that another request may come at once."""
 
 
 class Answer(Job):
@@ -76,11 +80,11 @@ class Answer(Job):
         ticket: Ticket,
         tokenizer: Tokenizer,
         matcher: Matcher | None,
+        cuts: Cuts,
         *,
         context: int,
-        chunk: int,
     ) -> None:
-        super().__init__(list(request.prompt), chunk)
+        super().__init__(list(request.prompt), cuts)
         self.ticket, self.sampler = ticket, RequestSampler(request, matcher)
         self._on_piece, self._tokenizer = on_piece, tokenizer
         self._most = min(request.max_tokens, context - len(request.prompt) + 1)
@@ -133,12 +137,22 @@ class Answer(Job):
         self._gone += len(rest)
         self._say(text + rest, "stop" if self._held.stopped else reason, error)
 
+    def tell_end(self) -> None:
+        self._give(self._end)
+
     def _say(self, text: str, finished: str = "", error: str = "") -> None:
-        self.finished = finished
+        """The last piece waits for `tell_end`."""
         ready = [token for token, end in self._waiting if end <= self._gone or (finished and token.offset < self._gone)]
         self._waiting = self._waiting[len(ready) :]
+        piece = Piece(text, tuple(ready), finished, error)
+        if finished:
+            self.finished, self._end = finished, piece
+        else:
+            self._give(piece)
+
+    def _give(self, piece: Piece) -> None:
         try:
-            self._on_piece(Piece(text, tuple(ready), finished, error))
+            self._on_piece(piece)
         except Exception:  # whoever does not take its answer has none
             self.ticket.cancelled = True
 
@@ -157,7 +171,7 @@ class Embedding(Job):
     """A text whose vector is asked for. Its slot holds the text only as long as that takes."""
 
     def __init__(self, tokens: list[int], model: Model) -> None:
-        super().__init__(tokens, model.decoder.chunk)
+        super().__init__(tokens, cuts_for(model.decoder, model.decoder.exact))
         self.future: Future[NDArray[np.float32]] = Future()
         self._model, self._hidden = model, list[NDArray[np.float32]]()
 
@@ -173,17 +187,18 @@ class Embedding(Job):
         decoder = self._model.decoder
         self._hidden.append(decoder.run([(self.slot.cache, self.tokens(count))], decoder.exact))
         if not self.left:
+            self._vector = self._model.pool(np.concatenate(self._hidden))
             self.end("stop")
 
     def end(self, reason: str, error: str = "") -> None:
-        if self.finished:
-            return
-        self.finished = reason
-        if reason == "cancelled":
+        self.finished, self._error = self.finished or reason, error
+
+    def tell_end(self) -> None:
+        if self.finished == "cancelled":
             self.future.cancel()
         if not self.future.set_running_or_notify_cancel():
             return  # nobody waits
-        if reason == "failed":
-            self.future.set_exception(BillfishError(error))
+        if self.finished == "failed":
+            self.future.set_exception(BillfishError(self._error))
         else:
-            self.future.set_result(self._model.pool(np.concatenate(self._hidden)))
+            self.future.set_result(self._vector)

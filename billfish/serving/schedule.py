@@ -1,21 +1,58 @@
-"""How much of each prompt is read in a step, so that a long one stops neither the answers nor the other prompts.
-
-A prompt is read in parts of at least SMALLEST tokens. Fewer rows may take other kernels than a whole prompt, and the
-numbers would differ in their last digits from those of the prompt alone.
-"""
+"""How much of each prompt is read in a step, so that a long one stops neither the answers nor the other prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from billfish.llm.decoder import Decoder
+from billfish.typing import Activations
+
 SMALLEST = 16
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where prompts are cut into parts.
+
+    chunk: what a decoder feeds at once of a prompt alone. smallest: of a part. Fewer rows may take other kernels than
+    many, and the numbers would differ in their last digits from those of the prompt alone.
+    """
+
+    chunk: int
+    smallest: int
+
+    def body(self, prompt: int) -> int:
+        """The tokens of a prompt without the few behind the last whole chunk, which are fed apart from them."""
+        tail = prompt % self.chunk
+        return prompt - tail if tail < self.smallest else prompt
+
+    def part(self, read: int, prompt: int, share: int) -> int:
+        """How many tokens of a prompt are read next: about `share`, and so many that no few are left."""
+        left, share = self.body(prompt) - read, max(share, self.smallest)
+        if left <= 0:
+            return prompt - read
+        return left if left < share + self.smallest else share
+
+    def reusable(self, shared: int, prompt: int) -> int:
+        """How many of the first tokens of a prompt need not be read if a cache holds `shared` of them. At least one
+        whole part is left."""
+        most = min(shared, self.body(prompt) - self.smallest)
+        return max(0, most // self.smallest * self.smallest)
+
+
+def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
+    """Which rows an expert gets depends on the part, and in exact mode its kernels on how many: parts are chunks then,
+    as of a prompt alone."""
+    whole = activations == "exact" and decoder.config.experts is not None
+    return Cuts(decoder.chunk, decoder.chunk if whole else SMALLEST)
 
 
 class Reader(Protocol):
     """Whoever reads a prompt."""
 
-    turn: int  # the step in which it read last
+    turn: int  # when it read last: numbers that grow
 
     @property
     def left(self) -> int:
@@ -28,33 +65,12 @@ class Reader(Protocol):
 SomeReader = TypeVar("SomeReader", bound=Reader)
 
 
-def body_length(prompt: int, chunk: int) -> int:
-    """The tokens of a prompt without the few behind the last whole chunk, which a decoder feeds apart from them."""
-    tail = prompt % chunk
-    return prompt - tail if tail < SMALLEST else prompt
-
-
-def part_length(read: int, prompt: int, share: int, chunk: int) -> int:
-    """How many tokens of a prompt are read next: `share`, or up to SMALLEST more, so that no few are left."""
-    body = body_length(prompt, chunk)
-    if read >= body:
-        return prompt - read
-    return body - read if body - read < share + SMALLEST else share
-
-
-def reusable(shared: int, prompt: int, chunk: int) -> int:
-    """How many of the `shared` first tokens of a prompt need not be read: what is left is at least one whole part."""
-    most = body_length(prompt, chunk) - SMALLEST
-    return min(shared, most) if min(shared, most) >= SMALLEST else 0
-
-
-def share_out(readers: Sequence[SomeReader], bound: int) -> list[tuple[SomeReader, int]]:
-    """Who reads how many tokens in this step, about `bound` together. Who has waited longest comes first; what a short
-    prompt does not need goes to the longer ones."""
-    served = sorted(readers, key=lambda reader: reader.turn)[: max(1, bound // SMALLEST)]
-    parts, left = [], bound
+def share_out(readers: Sequence[SomeReader], bound: int, smallest: int) -> dict[SomeReader, int]:
+    """Who reads how many tokens in this step: about `bound` together, about `smallest` each at least. Who has waited
+    longest comes first; what a short prompt does not need goes to the longer ones."""
+    served = sorted(readers, key=lambda reader: reader.turn)[: max(1, bound // smallest)]
+    parts, left = dict.fromkeys(served, 0), bound
     for i, reader in enumerate(sorted(served, key=lambda reader: reader.left)):
-        part = reader.part(max(SMALLEST, left // (len(served) - i)))
-        parts.append((reader, part))
-        left -= part
+        parts[reader] = reader.part(max(0, left) // (len(served) - i))
+        left -= parts[reader]
     return parts

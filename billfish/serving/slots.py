@@ -10,7 +10,7 @@ from itertools import count
 
 from billfish.llm.cache import Cache, shared_length
 from billfish.llm.decoder import Decoder
-from billfish.serving.schedule import reusable
+from billfish.serving.schedule import Cuts
 
 
 class Slot:
@@ -32,9 +32,9 @@ class Slots:
     """All caches, of `context` positions each. exact: a prompt gets only keys that it would have alone, to the bit:
     those of tokens that another prompt read, not those of an answer."""
 
-    def __init__(self, decoder: Decoder, streams: int, context: int, *, exact: bool) -> None:
+    def __init__(self, decoder: Decoder, streams: int, context: int, cuts: Cuts, *, exact: bool) -> None:
         self._slots = [Slot(decoder.cache(context)) for _ in range(streams)]
-        self._chunk, self._exact = decoder.chunk, exact
+        self._cuts, self._exact = cuts, exact
         self._time = count()
         self.bytes_bound = sum(slot.cache.nbytes for slot in self._slots)
 
@@ -81,7 +81,7 @@ class Slots:
 
         def length(slot: Slot) -> int:
             tokens = slot.cache.tokens[: slot.read] if self._exact else slot.cache.tokens
-            return reusable(shared_length(tokens, prompt), len(prompt), self._chunk)
+            return self._cuts.reusable(shared_length(tokens, prompt), len(prompt))
 
         best = max(self._slots, key=lambda slot: (length(slot), not slot.taken))
         return best, length(best)
