@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,20 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support import benchmark
 
 import billfish as bf
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-def benchmark(name):
-    """The module of that name in benchmarks/."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
 
 random_model, llm_peers, llm_cuda = map(benchmark, ("random_model", "llm_peers", "llm_cuda"))
 
