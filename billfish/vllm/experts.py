@@ -13,7 +13,7 @@ from billfish.errors import FormatError, complaint
 from billfish.nn.torch_experts import PROJECTIONS, MarlinExperts
 from billfish.typing import Activations, Gate
 from billfish.vllm.folder import CALL, Matrix, open_folder
-from billfish.vllm.shares import Span, read_stack, span_of
+from billfish.vllm.shares import Span, check_columns, read_stack, span_of
 from billfish.vllm.threads import start_threads
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu_tanh": "gelu"}  # vLLM's names, and ours
@@ -48,8 +48,9 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
     def create_weights(
         self, layer: Any, num_experts: int, hidden_size: int, intermediate_size_per_partition: int, **_: Any
     ) -> None:
-        whole = self.stacks[0].shape[1]
-        self.rows = span_of(self.moe.tp_rank, intermediate_size_per_partition, whole)
+        gate, down = self.stacks[0], self.stacks[2]
+        self.rows = span_of(self.moe.tp_rank, intermediate_size_per_partition, gate.shape[1])
+        check_columns(down, self.rows)
         self.device = torch.empty(0).device
 
     def process_weights_after_loading(self, layer: Any) -> None:
