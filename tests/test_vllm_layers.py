@@ -122,6 +122,13 @@ def test_vllm_loads_all_but_the_arrays_of_quantized_matrices(tmp_path):
     assert all("norm" in name or name in ("lm_head.weight", "model.embed_tokens.weight") for name in loaded)
 
 
+def test_layers_that_predict_further_tokens_may_be_left_out():
+    is_beyond = importlib.import_module("billfish.vllm.config").is_beyond
+    assert [is_beyond(f"model.layers.{i}.mlp.down_proj", 2) for i in range(4)] == [False, False, True, True]
+    assert is_beyond("mtp.layers.0.mlp.down_proj", 2)
+    assert not is_beyond("model.layers.5.mlp.down_proj", 0)  # of a model that does not say how many it has
+
+
 def test_a_layer_of_plain_numbers_is_left_to_vllm(tmp_path):
     write_folder(tmp_path, "gptq")
     config = config_of(tmp_path)

@@ -37,6 +37,7 @@ class BillfishConfig(QuantizationConfig):
         self.matrices: dict[str, Matrix] = {}  # by the path of vLLM's module, or of the part of a merged one
         self.placed: set[str] = set()  # of these, the ones that a layer has
         self.is_tied = False
+        self.layers = 0  # of the model; files may have more, which predict further tokens
 
     def get_name(self) -> str:
         return METHOD
@@ -67,6 +68,7 @@ class BillfishConfig(QuantizationConfig):
         self.folder = model_name
         self.matrices = matrices_of(open_folder(model_name))
         self.is_tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+        self.layers = getattr(hf_config, "num_hidden_layers", 0)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Modules under the names that vLLM's model has for them."""
@@ -83,7 +85,7 @@ class BillfishConfig(QuantizationConfig):
 
     def _refuse_others(self) -> None:
         """Raises if no layer has asked for some matrix: vLLM would go on with random numbers in its place."""
-        left = [path for path in self.matrices if path not in self.placed]
+        left = [path for path in self.matrices if path not in self.placed and not is_beyond(path, self.layers)]
         if left and get_pp_group().world_size == 1:  # else other processes have other layers
             more = f", as for {len(left) - 1} others" if left[1:] else ""
             got = f"a {self.matrices[left[0]].format} matrix that no layer of vLLM's model asks for{more}"
@@ -117,3 +119,9 @@ class BillfishConfig(QuantizationConfig):
         # Eight bits cost most before the head: billfish.llm multiplies it with q16, too.
         activations: Activations = "q16" if self.activations == "q8" else self.activations
         return BillfishVocabMethod(self.folder, prefix, [self.matrices[name]], activations)
+
+
+def is_beyond(path: str, layers: int) -> bool:
+    """Whether a module predicts further tokens: it is behind the model's own layers, and vLLM leaves it out."""
+    number = re.search(r"\blayers\.(\d+)\.", path)
+    return "mtp" in path.split(".") or (number is not None and 0 < layers <= int(number[1]))

@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
         return f"{self.model}, {self.format}{group}, {self.to or 'billfish'}"
 
     def write(self, folder: Path) -> None:
-        settings: dict[str, Any] = {"group_size": self.group_size, "to": self.to, "requantize": True}
+        settings: dict[str, Any] = {"group_size": self.group_size, "to": self.to, "requantize": True, "method": "rtn"}
         source = bf.llm.default_model() if self.model == "smollm2" else folder.with_name(self.model)
         if self.model != "smollm2" and not source.exists():
             write_random(source, self.model)
@@ -91,9 +91,12 @@ class Case(NamedTuple):
     refused: str = ""  # what vLLM must say, where it must not serve
 
     @property
+    def told(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.arguments.items())
+
+    @property
     def name(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
-        return f"{self.recipe.name}: {told}"
+        return f"{self.recipe.name}: {self.told}"
 
     @property
     def together(self) -> str:
@@ -165,7 +168,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases with this word in their names")
     options = parser.parse_args()
     chosen = [case for case in CASES if options.only in case.name]
-    found: dict[str, str] = {}
+    found: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as place:
         folders = {case.recipe.name: Path(place, case.recipe.name.replace(" ", "_")) for case in chosen}
         for recipe in {case.recipe.name: case.recipe for case in chosen}.values():
@@ -173,14 +176,14 @@ def main() -> int:
         for word in dict.fromkeys(case.together for case in chosen):
             cases = [case for case in chosen if case.together == word]
             for case, verdict in zip(cases, verdicts(options.python, cases, folders), strict=True):
-                found[case.name] = verdict
+                found.append({"folder": case.recipe.name, "arguments": case.told, "verdict": verdict})
                 print(f"{verdict:8} {case.name}", flush=True)
     if options.json is not None:
         about = "import json, vllm, torch; print(json.dumps([vllm.__version__, torch.__version__]))"
         versions = json.loads(subprocess.check_output([options.python, "-c", about], text=True).splitlines()[-1])
-        record = {"vllm": versions[0], "torch": versions[1], "tokens": COUNT * len(PROMPTS), "cases": found}
+        record = {"vllm": versions[0], "torch": versions[1], "tokens": COUNT * len(PROMPTS), "records": found}
         write_atomically(options.json, json.dumps(record, indent=2).encode() + b"\n")
-    return 0 if all(verdict in ("equal", "refused") for verdict in found.values()) else 1
+    return 0 if all(record["verdict"] in ("equal", "refused") for record in found) else 1
 
 
 if __name__ == "__main__":
