@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from billfish.errors import DataError
-from billfish.serving import logprobs
 from billfish.serving.calls import Call, Form
 from billfish.serving.fields import Fields
 from billfish.serving.grammar import Grammar, json_object, json_schema
+from billfish.serving.logprobs import Written
 from billfish.serving.messages import read_messages, uses_tools
 from billfish.serving.options import read_options
 from billfish.serving.refusals import Described
@@ -46,7 +46,7 @@ def read_chat(service: Service, fields: Fields) -> Asked:
     requests = options.requests(CALL, prompt, service.limits, alternatives, grammar)
     return Asked(
         requests=requests,
-        choices=[ChatChoice(None if tools is None else form, opening, alternatives is not None) for _ in requests],
+        choices=[ChatChoice(None if tools is None else form, opening, service.written(alternatives)) for _ in requests],
         prompts=1,
         stream=options.stream,
         include_usage=options.include_usage,
@@ -102,15 +102,15 @@ def _form(service: Service, fields: Fields, name: str) -> Form:
 
 class ChatChoice(Choice):
     """The assistant's message. form: how it writes calls, where there is something to call. opening: what of a call is
-    in the prompt already."""
+    in the prompt already. written: how tokens are told, if they are."""
 
-    def __init__(self, form: Form | None, opening: str, with_logprobs: bool) -> None:
+    def __init__(self, form: Form | None, opening: str, written: Written | None) -> None:
         self._reader = None if form is None else form.reader()
         if self._reader is not None:
             list(self._reader.read(opening))
         self._texts: list[str] = []
         self._calls: list[Call] = []
-        self._tokens: list[Token] | None = [] if with_logprobs else None
+        self._written, self._tokens = written, list[Token]()
 
     def first(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""})
@@ -118,7 +118,7 @@ class ChatChoice(Choice):
     def parts(self, piece: Piece) -> Iterator[dict[str, Any]]:
         found = [piece.text] if self._reader is None else self._reader.read(piece.text)
         deltas = list(self._deltas(found))
-        if self._tokens is None:
+        if self._written is None:
             yield from map(self._chunk, deltas)
             return
         self._tokens += piece.tokens
@@ -140,7 +140,7 @@ class ChatChoice(Choice):
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not self._calls else None}
         if self._calls:
             message["tool_calls"] = [call.record() for call in self._calls]
-        found = None if self._tokens is None else logprobs.of_chat(self._tokens)
+        found = None if self._written is None else self._written.of_chat(self._tokens)
         return {"message": message, "logprobs": found, "finish_reason": self.finish_reason}
 
     def _deltas(self, found: Iterable[str | Call]) -> Iterator[dict[str, Any]]:
@@ -153,5 +153,5 @@ class ChatChoice(Choice):
                 self._texts.append(part)
 
     def _chunk(self, delta: dict[str, Any], tokens: tuple[Token, ...] = ()) -> dict[str, Any]:
-        found = logprobs.of_chat(tokens) if tokens else None
+        found = self._written.of_chat(tokens) if tokens and self._written is not None else None
         return {"delta": delta, "logprobs": found, "finish_reason": self.finish_reason}

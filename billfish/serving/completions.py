@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from billfish.serving import logprobs
 from billfish.serving.fields import Fields
+from billfish.serving.logprobs import Written
 from billfish.serving.options import read_options
 from billfish.serving.refusals import Described
 from billfish.serving.requests import Piece, Token
@@ -35,7 +35,7 @@ def read_completions(service: Service, fields: Fields) -> Asked:
     for prompt in prompts:
         new = options.requests(CALL, prompt.tokens, service.limits, alternatives)
         requests += new
-        choices += [Completion(prompt.text if echo else "", alternatives is not None) for _ in new]
+        choices += [Completion(prompt.text if echo else "", service.written(alternatives)) for _ in new]
     return Asked(
         requests=requests,
         choices=choices,
@@ -49,21 +49,20 @@ def read_completions(service: Service, fields: Fields) -> Asked:
 
 
 class Completion(Choice):
-    """A text. echo: the prompt, if it comes first."""
+    """A text. echo: the prompt, if it comes first. written: how tokens are told, if they are."""
 
-    def __init__(self, echo: str, with_logprobs: bool) -> None:
+    def __init__(self, echo: str, written: Written | None) -> None:
         self._echo, self._texts = echo, [echo]
-        self._tokens: list[Token] | None = [] if with_logprobs else None
+        self._written, self._tokens = written, list[Token]()
 
     def first(self) -> dict[str, Any] | None:
         return self._choice(self._echo) if self._echo else None
 
     def parts(self, piece: Piece) -> Iterator[dict[str, Any]]:
         self._texts.append(piece.text)
-        if self._tokens is not None:
-            self._tokens += piece.tokens
-        if piece.text or (self._tokens is not None and piece.tokens):
-            yield self._choice(piece.text, None if self._tokens is None else piece.tokens)
+        self._tokens += piece.tokens
+        if piece.text or (self._written is not None and piece.tokens):
+            yield self._choice(piece.text, piece.tokens)
 
     def last(self) -> dict[str, Any]:
         return self._choice("")
@@ -71,6 +70,6 @@ class Completion(Choice):
     def whole(self) -> dict[str, Any]:
         return self._choice("".join(self._texts), self._tokens)
 
-    def _choice(self, text: str, tokens: list[Token] | tuple[Token, ...] | None = None) -> dict[str, Any]:
-        found = None if tokens is None else logprobs.of_completion(tokens)
+    def _choice(self, text: str, tokens: Sequence[Token] | None = None) -> dict[str, Any]:
+        found = None if tokens is None or self._written is None else self._written.of_completion(tokens)
         return {"text": text, "logprobs": found, "finish_reason": self.finish_reason}

@@ -48,11 +48,10 @@ class Fields:
         self.known.append(name)
         return self._left.pop(name, None)
 
-    def done(self, others: Sequence[str] = ()) -> None:
+    def done(self) -> None:
         """Refuses what was not taken: nothing that a client asks for is ignored."""
         for name in self._left:
-            known = [*self.known, *others]
-            takes = f"{', '.join(known)}{did_you_mean(name, known)}" if known else "no fields"
+            takes = f"{', '.join(self.known)}{did_you_mean(name, self.known)}"
             raise wrong(self.call, self.at(name), Described("a field that is not served"), takes, "unsupported_field")
 
     def at(self, name: str) -> str:
@@ -70,12 +69,14 @@ class Fields:
             raise self.wrong(name, value, " or ".join(json.dumps(each) for each in values))
 
     def boolean(self, name: str) -> bool:
+        """true or false; false where there is none."""
         value = self.take(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return bool(value)
 
     def integer(self, name: str, least: int, most: int) -> int | None:
+        """A whole number, both limits included."""
         value = self.take(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise self.wrong(name, value, f"a whole number from {least} to {most}")
@@ -92,6 +93,7 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str | None:
+        """Any text."""
         value = self.take(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, value, "a text")

@@ -15,6 +15,7 @@ from billfish.serving.answers import Mailbox
 from billfish.serving.calls import Form, form_of
 from billfish.serving.engine import Engine
 from billfish.serving.fields import Fields
+from billfish.serving.logprobs import Written
 from billfish.serving.metrics import Watch
 from billfish.serving.options import Limits
 from billfish.serving.refusals import Described, Refusal, shown, wrong
@@ -106,6 +107,10 @@ class Service:
         if not prompt.tokens:
             raise fields.wrong(place, item, takes)
         return prompt
+
+    def written(self, alternatives: int | None) -> Written | None:
+        """How tokens are told, where their probabilities are asked for."""
+        return None if alternatives is None else Written(self.model.tokenizer.pieces)
 
     def check_name(self, call: str, name: str | None) -> None:
         """Raises 404 for the name of another model. Without one, this one is meant."""
