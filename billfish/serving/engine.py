@@ -52,7 +52,7 @@ class Engine:
         decoder = model.decoder
         self.model, self._decoder = model, decoder
         self.streams, self.context = streams, min(USUAL_CONTEXT, decoder.config.context) if context is None else context
-        self._queue_limit = queue
+        self.queue_limit = queue
         self._activations = decoder.check_activations(CALL, activations, decoder.usual)
         for name, value, least, most in (
             ("streams", streams, 1, None),
@@ -146,9 +146,9 @@ class Engine:
             if self._closing:
                 self._refused += 1
                 raise ServerClosing(complaint(CALL, "request", "one while the engine closes", "none any more"))
-            if len(self._waiting) + len(self._running) >= self.streams + self._queue_limit:
+            if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._refused += 1
-                takes = f"at most {self._queue_limit} that wait: try again later"
+                takes = f"at most {self.queue_limit} that wait: try again later"
                 raise QueueFull(complaint(CALL, "request", "one more than can wait", takes))
             self._waiting.append(job)
             self._changed.notify()
@@ -192,15 +192,16 @@ class Engine:
         reading = [job for job in answers if parts.get(job, 0) < job.left]
         going_on = [job for job in answers if job not in reading]
         feeding = [job for job in (*going_on, *reading) if job.left <= 0 or job in parts]
+        passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
+        chosen = list[int]()
         with _failing(feeding):
-            passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
-            for job, token in zip(going_on, chosen, strict=True):
+        self._generated_tokens += len(chosen)
+        for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
+            with _failing([job]):
                 job.take(token)
-            with self._changed:
-                self._generated_tokens += len(chosen)
 
     def _end_cancelled(self) -> None:
         with self._changed:
