@@ -283,6 +283,15 @@ def test_a_step_that_fails_ends_its_requests_alone(engine, model, monkeypatch):
     assert engine.counts().finished["failed"] == 1
 
 
+def test_an_answer_that_fails_stops_nobody(engine, model, monkeypatch):
+    other = submit(engine, Request([5] * 20, 50, ENDLESS))
+    data = model.tokenizer.piece_bytes
+    monkeypatch.setattr(model.tokenizer, "piece_bytes", lambda token: data(token) if token != 66 else 1 / 0)
+    failed = ask(engine, Request([6, 7], 10, Sampling(logit_bias={66: 100.0})))
+    assert (failed.finished, failed.pieces[-1].error) == ("failed", "ZeroDivisionError: division by zero")
+    assert other.wait().finished == "length"
+
+
 def test_an_embedding_that_fails_stops_nobody(engine, model, monkeypatch):
     answer = submit(engine, Request([5] * 20, 50, ENDLESS))
     monkeypatch.setattr(model, "pool", lambda hidden: 1 / 0)

@@ -16,6 +16,7 @@ from billfish.llm.sampling import Sampling
 from billfish.serving.engine import Engine
 from billfish.serving.grammar import Grammar, Vocabulary, json_object, json_schema
 from billfish.serving.requests import Request
+from billfish.tokenizer import UNUSED
 
 PERSON = {
     "type": "object",
@@ -123,6 +124,28 @@ def test_a_grammar_that_fails_ends_its_own_request(model, monkeypatch):
         assert failed.finished == "failed"
         assert "the answer cannot go on" in failed.pieces[-1].error
         assert other.wait().text == alone(model, plain, activations="exact")[0]
+
+
+def test_tokens_without_a_text_are_in_no_answer(model, monkeypatch):
+    """Neither control tokens nor those that only fill up the vocabulary, whatever their names look like."""
+    kinds = list(model.tokenizer.kinds)
+    kinds[50] = UNUSED
+    monkeypatch.setattr(model.tokenizer, "kinds", kinds)
+    matcher = Vocabulary(model.tokenizer, model.config.vocabulary).matcher(json_schema({"type": "string"}))
+    quote = next(token for token in range(261) if model.tokenizer.piece_bytes(token) == b'"')
+    matcher.take(quote)
+    allowed = matcher.allowed()
+    assert len(allowed) == model.config.vocabulary
+    assert not allowed[[0, 1, 2, 3, 50]].any()
+    assert allowed[[51, 60, quote]].all()
+    matcher.take(quote)
+    assert matcher.complete
+
+
+def test_a_model_without_an_end_takes_no_grammar(model, monkeypatch):
+    monkeypatch.setattr(model.tokenizer, "ends", set())
+    with pytest.raises(bf.DataError, match="without a token that ends answers"):
+        Vocabulary(model.tokenizer, model.config.vocabulary).matcher(json_object())
 
 
 def test_smollm2_fills_in_a_schema():

@@ -192,15 +192,16 @@ class Engine:
         reading = [job for job in answers if parts.get(job, 0) < job.left]
         going_on = [job for job in answers if job not in reading]
         feeding = [job for job in (*going_on, *reading) if job.left <= 0 or job in parts]
+        passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
+        chosen = list[int]()
         with _failing(feeding):
-            passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
-            for job, token in zip(going_on, chosen, strict=True):
+        self._generated_tokens += len(chosen)
+        for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
+            with _failing([job]):
                 job.take(token)
-            with self._changed:
-                self._generated_tokens += len(chosen)
 
     def _end_cancelled(self) -> None:
         with self._changed:

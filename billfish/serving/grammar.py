@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from billfish.errors import BillfishError, DataError, complaint
 from billfish.extras import require
-from billfish.tokenizer import CONTROL, Tokenizer
+from billfish.tokenizer import CONTROL, UNUSED, Tokenizer
 
 EXTRA = "serve"
 # Some white space between the parts of an answer, and an end of it: small models would else go on with it for ever.
@@ -73,29 +73,33 @@ class Vocabulary:
     @cached_property
     def _native(self) -> Any:
         library = require("llguidance", EXTRA)
-        ends = sorted(self._tokenizer.ends)
-        return library.LLTokenizer(library.TokenizerWrapper(_Bytes(self._tokenizer)), self._size, ends)
+        ends = sorted(token for token in self._tokenizer.ends if token < self._size)
+        if not ends:
+            got = "one for a model without a token that ends answers"
+            raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
+        return library.LLTokenizer(
+            library.TokenizerWrapper(_Bytes(self._tokenizer, self._size, ends)), self._size, ends
+        )
 
 
 class _Bytes:
-    """What llguidance asks a tokenizer for."""
+    """What llguidance asks a tokenizer for. No text has control tokens, nor those that only fill up the vocabulary."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        kinds = tokenizer.kinds
+    def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]) -> None:
+        no_text = [kind in (CONTROL, UNUSED) for kind in tokenizer.kinds[:size]]
         self._tokenizer = tokenizer
-        self.bos_token_id, self.eos_token_id = tokenizer.bos, min(tokenizer.ends)
-        self.special_token_ids = [token for token, kind in enumerate(kinds) if kind == CONTROL]
+        self.bos_token_id, self.eos_token_id = tokenizer.bos, ends[0]
+        self.special_token_ids = [token for token, special in enumerate(no_text) if special]
         self.tokens = [
-            b"\xff" + piece.encode() if kind == CONTROL else tokenizer.piece_bytes(token)
-            for token, (piece, kind) in enumerate(zip(tokenizer.pieces, kinds, strict=True))
+            b"\xff" + tokenizer.pieces[token].encode() if special else tokenizer.piece_bytes(token)
+            for token, special in enumerate(no_text)
         ]
-
         self._longest = max(map(len, self.tokens))
 
     def __call__(self, text: str) -> list[int]:
         """The tokens that a text which the grammar leaves no choice about should have."""
         data, ids = text.encode(), self._tokenizer.encode(text, special=False, start=False)
-        if b"".join(self.tokens[token] for token in ids) == data:
+        if b"".join(self._tokenizer.piece_bytes(token) for token in ids) == data:
             return ids
         return self._longest_first(data)  # SentencePiece begins a text with a space that is not there
 
