@@ -130,6 +130,7 @@ def test_llama_cpp_is_run_on_the_gpu_with_flash_attention(tmp_path):
 
 
 def test_transformers_step_goes_on_with_the_best_token():
+    torch.manual_seed(0)
     peer = llm_peers.Transformers(tiny(), "cpu", torch.float32)
     for weights in peer.model.parameters():
         if weights.ndim == 2:
