@@ -103,17 +103,8 @@ class Model:
         """
         checked = self.decoder.check_activations("llm.generate", activations, self.decoder.usual)
         _check_count(max_tokens)
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            min_p,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            logit_bias or {},
-        )
+        penalties = presence_penalty, frequency_penalty, repetition_penalty
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
         tokens = self.encode(prompt, raw)
         return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked, cache)
 
@@ -139,17 +130,8 @@ class Model:
         GPU it is so with `bf.BACKENDS["cuda"].batch_invariant = True`."""
         checked = self.decoder.check_activations("llm.generate_batch", activations, self.decoder.usual)
         _check_count(max_tokens)
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            min_p,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            logit_bias or {},
-        )
+        penalties = presence_penalty, frequency_penalty, repetition_penalty
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 

@@ -119,8 +119,10 @@ class Sampler:
             seen = np.fromiter(self._seen, np.intp)
             factors = np.where(scores[seen] > 0, 1 / how.repetition_penalty, how.repetition_penalty)
             scores[seen] *= factors.astype(np.float32)
-        for token, count in self._counts.items():
-            scores[token] -= count * how.frequency_penalty + how.presence_penalty
+        if self._counts:
+            there = np.fromiter(self._counts, np.intp)
+            counts = np.fromiter(self._counts.values(), np.float64)
+            scores[there] -= (counts * how.frequency_penalty + how.presence_penalty).astype(np.float32)
         for token, bias in how.logit_bias.items():
             scores[token] += bias
         return scores

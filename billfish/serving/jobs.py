@@ -115,9 +115,11 @@ class Answer(Job):
         if token in self._tokenizer.ends:
             self.end("stop")
             return
-        text = self._characters.decode(self._tokenizer.piece_bytes(token))
-        start, self._came = self._came, self._came + len(text)
-        self._waiting.append((self._described(token, start), self._came))
+        data = self._tokenizer.piece_bytes(token)
+        text = self._characters.decode(data)
+        described = self._described(token, data)
+        self._came += len(text)
+        self._waiting.append((described, self._came))
         out = self._held.push(text)
         self._gone += len(out)
         if self._held.stopped:
@@ -156,12 +158,11 @@ class Answer(Job):
         except Exception:  # whoever does not take its answer has none
             self.ticket.cancelled = True
 
-    def _described(self, token: int, offset: int) -> Token:
-        data = self._tokenizer.piece_bytes(token)
+    def _described(self, token: int, data: bytes) -> Token:
         if not self.sampler.scored:
-            return Token(token, data, offset)
+            return Token(token, data, self._came)
         (_, logprob), *best = self.sampler.scored
-        return Token(token, data, offset, logprob, tuple(self._alternative(scored) for scored in best))
+        return Token(token, data, self._came, logprob, tuple(self._alternative(scored) for scored in best))
 
     def _alternative(self, scored: Scored) -> Alternative:
         return Alternative(scored[0], self._tokenizer.piece_bytes(scored[0]), scored[1])
