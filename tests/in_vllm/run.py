@@ -128,9 +128,10 @@ CASES = [
 def in_transformers(folder: Path) -> list[list[int]]:
     """What transformers adds to each prompt with our layers, greedily."""
     model = load_model(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # a token like any other, as vLLM is told
     answers = []
     for prompt in PROMPTS:
-        told: dict[str, Any] = {"max_new_tokens": COUNT, "min_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
+        told: dict[str, Any] = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
         answers.append(model.generate(torch.tensor([prompt]), **told)[0, len(prompt) :].tolist())
     return answers
 
