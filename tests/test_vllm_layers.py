@@ -235,5 +235,5 @@ def test_experts_that_are_refused(tmp_path):
     with pytest.raises(ShapeError, match=r"columns 0 to 16 of 64 for a rank; takes multiples of 32"):
         method.create_weights(layer, 4, 32, 16)
     del config.matrices[f"{path}.up_proj"]
-    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized experts"):
+    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized parts of the same layer"):
         config.get_quant_method(vllm_fake.RoutedExperts(4), path)
