@@ -159,6 +159,17 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert not logits[:, 32:].any()
 
 
+def test_a_head_of_its_own_stays_whatever_the_configuration_says(tmp_path):
+    rng = np.random.default_rng(0)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    matrices = {name: bf.quantize(rng.standard_normal((96, 64)).astype(np.float32), "q8_0") for name in names}
+    bf.save(matrices, tmp_path / "folder", progress=False)
+    config = config_of(tmp_path / "folder", tied=True)
+    embedding, head = vllm_fake.VocabParallelEmbedding(0, 96, 128, 64), vllm_fake.ParallelLMHead(0, 96, 128, 64)
+    embedding.quant_method = config.get_quant_method(embedding, "model.embed_tokens")
+    assert config.get_quant_method(head, "lm_head").tie_weights(head, embedding) is head
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -224,5 +235,5 @@ def test_experts_that_are_refused(tmp_path):
     with pytest.raises(ShapeError, match=r"columns 0 to 16 of 64 for a rank; takes multiples of 32"):
         method.create_weights(layer, 4, 32, 16)
     del config.matrices[f"{path}.up_proj"]
-    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized experts"):
+    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized parts of the same layer"):
         config.get_quant_method(vllm_fake.RoutedExperts(4), path)

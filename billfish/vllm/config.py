@@ -18,10 +18,10 @@ from billfish.activations import check_activations
 from billfish.errors import CheckpointError, complaint
 from billfish.typing import Activations
 from billfish.vllm import METHOD
-from billfish.vllm.experts import BillfishExpertsMethod, stacks_of
+from billfish.vllm.experts import BillfishExpertsMethod
 from billfish.vllm.folder import CALL, Matrix, matrices_of, open_folder, patterns_of_arrays
 from billfish.vllm.linear import BillfishLinearMethod, BillfishVocabMethod
-from billfish.vllm.shares import names_of_parts
+from billfish.vllm.shares import names_of_experts, names_of_parts
 
 VARIABLE = "BILLFISH_ACTIVATIONS"  # says what config.json does not: how x is multiplied
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
@@ -96,17 +96,19 @@ class BillfishConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return self._for_vocabulary(layer, prefix)
         if isinstance(layer, RoutedExperts):
-            stacks = stacks_of(prefix, self.matrices)
-            self.placed.update(stacks)
-            found = [self.matrices[path] for path in stacks]
-            return BillfishExpertsMethod(layer, self.folder, found, self.activations) if found else None
+            stacks = [self.matrices[name] for name in self._place(names_of_experts(prefix, self.matrices))]
+            return BillfishExpertsMethod(layer, self.folder, stacks, self.activations) if stacks else None
         if not isinstance(layer, LinearBase):
             return None
-        names = names_of_parts(prefix, self.packed_modules_mapping, self.matrices)
-        self.placed.update(names)
+        names = self._place(names_of_parts(prefix, self.packed_modules_mapping, self.matrices))
         if not names:
             return UnquantizedLinearMethod()
         return BillfishLinearMethod(self.folder, prefix, [self.matrices[name] for name in names], self.activations)
+
+    def _place(self, names: list[str]) -> list[str]:
+        """The same names; a layer has their matrices now."""
+        self.placed.update(names)
+        return names
 
     def _for_vocabulary(self, layer: VocabParallelEmbedding, prefix: str) -> Any:
         """For an embedding or a head. A tied head has no name in a folder, and is the embedding's matrix."""
@@ -115,7 +117,7 @@ class BillfishConfig(QuantizationConfig):
             name = next((path for path in self.matrices if path.rpartition(".")[2] in EMBEDDINGS), "")
         if name not in self.matrices:
             return None
-        self.placed.add(name)
+        self._place([name])
         # Eight bits cost most before the head: billfish.llm multiplies it with q16, too.
         activations: Activations = "q16" if self.activations == "q8" else self.activations
         return BillfishVocabMethod(self.folder, prefix, [self.matrices[name]], activations)

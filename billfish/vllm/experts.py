@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,24 +10,13 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from billfish.errors import FormatError, complaint
-from billfish.nn.torch_experts import PROJECTIONS, MarlinExperts
+from billfish.nn.torch_experts import MarlinExperts
 from billfish.typing import Activations, Gate
 from billfish.vllm.folder import CALL, Matrix, open_folder
 from billfish.vllm.shares import Span, check_columns, read_stack, span_of
 from billfish.vllm.threads import start_threads
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu_tanh": "gelu"}  # vLLM's names, and ours
-
-
-def stacks_of(path: str, matrices: Mapping[str, Matrix]) -> list[str]:
-    """The modules of a folder that hold gate, up and down of all experts; none where these are not quantized."""
-    block = path.removesuffix(".routed_experts")
-    names = [f"{block}.{part}" for part in PROJECTIONS]
-    missing = [name for name in names if name not in matrices]
-    if missing and missing != names:
-        got = f"{missing[0]} as numbers beside quantized experts"
-        raise FormatError(complaint(CALL, block, got, f"{', '.join(names)} all quantized, or none of them"))
-    return [] if missing else names
 
 
 class BillfishExpertsMethod(FusedMoEMethodBase):
@@ -79,18 +68,13 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
 
 def gate_of(layer: Any) -> Gate:
     """Our name of the activation that opens a layer's gates; raises for a mixture that we do not compute."""
-    got = next(
-        (
-            words
-            for is_so, words in (
-                (layer.activation.value not in GATES, f"the activation {layer.activation.value!r}"),
-                (layer.apply_router_weight_on_input, "routing weights that x is multiplied with"),
-                (layer.moe_config.has_bias, "experts with biases"),
-            )
-            if is_so
-        ),
-        "",
-    )
+    got = ""
+    if layer.activation.value not in GATES:
+        got = f"the activation {layer.activation.value!r}"
+    elif layer.apply_router_weight_on_input:
+        got = "routing weights that x is multiplied with"
+    elif layer.moe_config.has_bias:
+        got = "experts with biases"
     if got:
         takes = f"{' or '.join(GATES)}, without biases, and routing weights that y is multiplied with"
         raise FormatError(complaint(CALL, layer.layer_name, got, takes))

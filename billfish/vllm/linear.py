@@ -74,11 +74,15 @@ class BillfishVocabMethod(BillfishLinearMethod):
         rows = indices.org_vocab_start_index, indices.org_vocab_end_index
         self.shares = [Share(matrix, rows) for matrix in self.matrices]
         self.device = torch.empty(0).device
-        self.is_head, self.is_looked_up = isinstance(layer, ParallelLMHead), not isinstance(layer, ParallelLMHead)
+        self.is_head = isinstance(layer, ParallelLMHead)
+        self.is_looked_up = not self.is_head
 
     def tie_weights(self, layer: Module, embed_tokens: Any) -> Module:
-        """The embedding in the place of the head."""
-        embed_tokens.quant_method.is_head = True
+        """The embedding in the place of the head, unless the folder has another matrix for the head."""
+        method = embed_tokens.quant_method
+        if not isinstance(method, BillfishVocabMethod) or method.matrices != self.matrices:
+            return layer
+        method.is_head = True
         return embed_tokens
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -95,7 +99,8 @@ class BillfishVocabMethod(BillfishLinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits; columns that the vocabulary was padded with are zeros."""
         y = super().apply(layer, x)
-        y = torch.nn.functional.pad(y, (0, layer.num_embeddings_per_partition - y.shape[-1]))
+        if y.shape[-1] < layer.num_embeddings_per_partition:
+            y = torch.nn.functional.pad(y, (0, layer.num_embeddings_per_partition - y.shape[-1]))
         return y if bias is None else y + bias
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:

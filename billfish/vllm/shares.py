@@ -51,7 +51,17 @@ def names_of_parts(path: str, merged: dict[str, list[str]], matrices: dict[str, 
     if path in matrices:
         return [path]
     parent, dot, last = path.rpartition(".")
-    names = [f"{parent}{dot}{part}" for part in merged.get(last, [last])]
+    return all_or_none(path, [f"{parent}{dot}{part}" for part in merged.get(last, [last])], matrices)
+
+
+def names_of_experts(path: str, matrices: dict[str, Matrix]) -> list[str]:
+    """The modules of a folder that hold gate, up and down of all experts; none where these are not quantized."""
+    block = path.removesuffix(".routed_experts")  # vLLM's own module in a mixture
+    return all_or_none(block, [f"{block}.{part}_proj" for part in ("gate", "up", "down")], matrices)
+
+
+def all_or_none(path: str, names: list[str], matrices: dict[str, Matrix]) -> list[str]:
+    """The names if all of them are quantized; raises if only some are, which vLLM has in one layer."""
     missing = [name for name in names if name not in matrices]
     if missing and missing != names:
         got = f"{missing[0]} as numbers beside quantized parts of the same layer"
