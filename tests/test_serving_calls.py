@@ -38,6 +38,8 @@ def test_templates_with_marks_and_without_tools():
     assert form_of(ChatTemplate(TOOLS_TEMPLATE, bos_token="")) == HERMES
     assert form_of(ChatTemplate(NO_TOOLS)) is None
     assert form_of(ChatTemplate("{{ tools[0].nothing.there }}")) is None
+    for own in ("<function_call>", "<tool_call><function=probe></tool_call>", '[TOOL_CALLS]probe[ARGS]{"a": 1}'):
+        assert form_of(ChatTemplate("{% if tools %}{{ tools }}{% endif %}" + own)) is None
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,12 @@ def _read(form: Form, pieces: list[str]) -> list[str | Call]:
         else:
             joined.append(part)
     return [part.strip() if form == HERMES and isinstance(part, str) else part for part in joined]
+
+
+def test_ids_are_what_every_template_takes():
+    ids = {Call("f", "{}").id for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 def test_the_schema_of_a_call_is_in_the_form_of_the_model():

@@ -39,27 +39,28 @@ LLAMA = Form("", "", "parameters")
 
 
 def form_of(template: ChatTemplate) -> Form | None:
-    """How a template writes calls; None if it does not tell the model what may be called."""
+    """How a template writes calls; None if it does not tell the model what may be called, or has another form."""
     user = {"role": "user", "content": "probe"}
-    call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {"a": 1}}}
+    call = {"id": "123456789", "type": "function", "function": {"name": "probe", "arguments": {"a": 1}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result = {"role": "tool", "content": "1", "tool_call_id": "call00000", "name": "probe"}
+    result = {"role": "tool", "content": "1", "tool_call_id": "123456789", "name": "probe"}
     try:
         if template.render([user], tools=[PROBE]) == template.render([user]):
             return None
         written = template.render([user, called, result], tools=[PROBE])
     except ModelError:
         return None
-    return next((form for form in (HERMES, MISTRAL) if form.opening in written), LLAMA)
+    forms = (form for form in (HERMES, MISTRAL, LLAMA) if form.opening in written)
+    return next((form for form in forms if f'"{form.arguments}": {{"a": 1}}' in written), None)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments, which are JSON."""
+    """A function with its arguments, which are JSON. Mistral's templates want an id of nine letters and digits."""
 
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
 
     def record(self) -> dict[str, Any]:
         """As OpenAI has it."""

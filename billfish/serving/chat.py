@@ -96,7 +96,7 @@ def _compiled(fields: Fields, name: str, schema: Mapping[str, Any]) -> Grammar:
 
 def _form(service: Service, fields: Fields, name: str) -> Form:
     if service.form is None:
-        raise fields.wrong(name, Described("functions"), "none: the model's chat template has no tools")
+        raise fields.wrong(name, Described("functions"), "none: the model's chat template has no tools that we read")
     return service.form
 
 
