@@ -202,6 +202,15 @@ def test_memory_is_set_aside_at_the_start(model):
             assert engine.counts().cache_bytes <= engine.counts().cache_bytes_bound
 
 
+def test_streams_that_memory_has_no_room_for(model, monkeypatch):
+    def full(capacity: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model.decoder, "cache", full)
+    with pytest.raises(bf.DataError, match="streams: got 3 with 128 positions each, more than memory has room for"):
+        Engine(model, streams=3, context=128)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
