@@ -63,7 +63,11 @@ class Engine:
                 takes = f"a whole number from {least} on" if most is None else f"a number from {least} to {most}"
                 raise DataError(complaint(CALL, name, value, takes))
         self._cuts = cuts_for(decoder, self._activations)
-        self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
+        try:
+            self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
+        except MemoryError:
+            got = f"{streams} with {self.context} positions each, more than memory has room for"
+            raise DataError(complaint(CALL, "streams", got, "fewer, or a shorter context")) from None
         self._vocabulary = Vocabulary(model.tokenizer, decoder.config.vocabulary)
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
