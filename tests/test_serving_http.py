@@ -6,6 +6,7 @@ import http.client
 import json
 import signal
 import socket
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, Running, process, serving, until
 
 from billfish.cli import main
-from billfish.errors import BackendUnavailable, DataError
+from billfish.errors import DataError
 from billfish.serving import app, command, keys
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -410,10 +411,10 @@ def test_words_of_the_command_that_are_wrong(folder, capsys):
             assert got in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch, capsys):
-    def missing(module: str, extra: str) -> None:
-        raise BackendUnavailable(f"{module} is missing: pip install 'billfish[{extra}]'")
-
-    monkeypatch.setattr(command, "require", missing)
+@pytest.mark.parametrize("package", command.PACKAGES)
+def test_a_missing_package_is_named_with_the_command_that_brings_it(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
     assert main(["serve"]) == 2
-    assert "pip install 'billfish[serve]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"the package {package}: got none" in error
+    assert "pip install 'billfish[serve]'" in error

@@ -37,8 +37,9 @@ class Service:
 
     def __init__(self, engine: Engine, model: Model, name: str) -> None:
         self.engine, self.model, self.name = engine, model, name
+        vocabulary = min(model.config.vocabulary, len(model.tokenizer.pieces))  # matrices may have more rows
         answers = min(engine.streams + engine.queue_limit, MOST_ANSWERS)
-        self.limits = Limits(engine.context, model.config.vocabulary, answers)
+        self.limits = Limits(engine.context, vocabulary, answers)
         self.watch = Watch()
         self.closing = False
         self._since = int(time.time())
