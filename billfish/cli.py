@@ -18,6 +18,7 @@ from billfish.errors import BillfishError, complaint, did_you_mean
 GROUPS = {
     "Models": {
         "run": 'billfish run model.gguf -p "What is the capital of France?"',
+        "serve": "billfish serve model.gguf --port 8080",
         "eval": "billfish eval model.gguf --text FILE --against other.gguf",
     },
     "Checkpoints": {
@@ -107,10 +108,26 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the best token each time (0)")
     run.add_argument("--top-p", type=float, default=1.0, metavar="P", help="among the best that add up to P (1)")
+    run.add_argument("--min-p", type=float, default=0.0, metavar="P", help="among those with P of the best one's (0)")
+    run.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="of tokens that were there before (1: none)"
+    )
     run.add_argument("--top-k", type=int, default=0, metavar="K", help="among the K best; 0 is all (0)")
     run.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (0)")
     run.add_argument("--json", action="store_true", help="print one line of JSON instead: the answer and all about it")
     run.set_defaults(run=_run)
+
+    serve = commands.add_parser("serve", help="a language model answers many users, by OpenAI's API and on a page")
+    _add_model(serve)
+    serve.add_argument("--host", default="127.0.0.1", metavar="A", help="the address to listen on (127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8080, metavar="P", help="the port; 0 takes a free one (8080)")
+    serve.add_argument("--streams", type=int, default=8, metavar="N", help="answers that are generated together (8)")
+    serve.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its answer (4096, or the model's)"
+    )
+    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that wait; more get 429 (64)")
+    serve.add_argument("--api-key-file", metavar="FILE", help="keys of those who may use it, one a line (everybody)")
+    serve.set_defaults(run=_serve)
 
     score = commands.add_parser("eval", help="how well models predict a text, and what a format costs")
     _add_model(score, several=True)
@@ -266,6 +283,12 @@ def _run(arguments: argparse.Namespace) -> None:
     from billfish.llm import commands
 
     commands.run(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from billfish.serving import command
+
+    command.serve(arguments)
 
 
 def _eval(arguments: argparse.Namespace) -> None:

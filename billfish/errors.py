@@ -38,6 +38,11 @@ class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 
 
+def explained(error: BaseException) -> str:
+    """An error in a sentence: our messages say all, others' need the name of their class."""
+    return str(error) if isinstance(error, BillfishError) else f"{type(error).__name__}: {error}"
+
+
 LONGEST = 400  # characters of each part of a message
 NEAR = 0.6  # the likeness of words that may be meant for each other
 

@@ -43,7 +43,14 @@ PACKAGES = {
     "onnxruntime": "bench",
     "llama-cpp-python": "bench",
 }
-VARIABLES = ("BILLFISH_DEVICE", "BILLFISH_ISA", "OMP_NUM_THREADS", "BILLFISH_CACHE", "BILLFISH_GGML_LIB")
+VARIABLES = (
+    "BILLFISH_DEVICE",
+    "BILLFISH_ISA",
+    "OMP_NUM_THREADS",
+    "BILLFISH_CACHE",
+    "BILLFISH_ACTIVATIONS",
+    "BILLFISH_GGML_LIB",
+)
 LABEL = 20  # columns of the names at the left
 
 

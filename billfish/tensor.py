@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -262,6 +262,34 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
+
+
+def why_not_joined(tensors: Sequence[QuantizedTensor]) -> str:
+    """Why the rows of several matrices cannot be those of one, in words for the user, or nothing."""
+    first = tensors[0]
+    if len(tensors) > 1 and any(tensor.permutation is not None for tensor in tensors):
+        return "they have columns in orders of their own (act-order)"
+    if any((t.format, t.group_size, t.shape[1]) != (first.format, first.group_size, first.shape[1]) for t in tensors):
+        return "they have different settings"
+    specs = first.format.storage_spec(*first.shape, first.group_size)
+    if len(tensors) > 1 and any(spec.n_axis is None for spec in specs.values()):
+        return f"each of them has a scale for all of its weights, as {first.format.name} has"
+    return ""
+
+
+def join_rows(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """One matrix with the rows of several, which `why_not_joined` has nothing against."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    specs = first.format.storage_spec(*first.shape, first.group_size)
+    storage = {
+        name: np.concatenate([tensor.storage[name] for tensor in tensors], spec.n_axis)
+        for name, spec in specs.items()
+        if spec.n_axis is not None
+    }
+    shape = sum(tensor.shape[0] for tensor in tensors), first.shape[1]
+    return QuantizedTensor.owning(first.format, shape, first.group_size, storage)
 
 
 def check_permutation(call: str, permutation: Any, k: int) -> NDArray[np.int32]:

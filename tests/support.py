@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from billfish.backends.base import Product
 from billfish.format import Format, Planes
 from billfish.storage import Storage
 
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 ALL_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 
@@ -96,3 +100,12 @@ def gaussian(shape: tuple[int, ...], seed: int = 0) -> Any:
 
 def student_t(shape: tuple[int, ...], seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_t(4, shape).astype(np.float32)
+
+
+def benchmark(name: str) -> Any:
+    """The module of that name in benchmarks/."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(BENCHMARKS))

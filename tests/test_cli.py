@@ -333,7 +333,7 @@ def test_an_unknown_command_gets_the_nearest(capsys):
     assert main(["quantise", "in", "out"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("billfish: [billfish] COMMAND: got 'quantise'; takes one of run, eval, ")
+    assert captured.err.startswith("billfish: [billfish] COMMAND: got 'quantise'; takes one of run, serve, eval, ")
     assert captured.err.endswith("; did you mean 'quantize'?\n")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,20 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from support import benchmark
 
 import billfish as bf
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
-
-def benchmark(name):
-    """The module of that name in benchmarks/."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-
 
 random_model, llm_peers, llm_cuda = map(benchmark, ("random_model", "llm_peers", "llm_cuda"))
 
@@ -142,6 +130,7 @@ def test_llama_cpp_is_run_on_the_gpu_with_flash_attention(tmp_path):
 
 
 def test_transformers_step_goes_on_with_the_best_token():
+    torch.manual_seed(0)
     peer = llm_peers.Transformers(tiny(), "cpu", torch.float32)
     for weights in peer.model.parameters():
         if weights.ndim == 2:

@@ -47,6 +47,14 @@ def test_json_is_alone_on_standard_output(path, capsys):
     assert capsys.readouterr().out == found["text"] + "\n"
 
 
+def test_settings_of_sampling_reach_the_model(path, capsys):
+    how = {"temperature": 1.5, "top_k": 100, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 4}
+    options = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    main(["run", str(path), "-p", "ab", "-n", "12", "--json", "--raw", *options])
+    expected = load(path).generate("ab", max_tokens=12, raw=True, **how)
+    assert json.loads(capsys.readouterr().out)["text"] == "".join(expected)
+
+
 def test_the_newline_of_echo_is_no_part_of_the_prompt(path, capsys, monkeypatch):
     counts = []
     for text in ("ab", "ab\n", "ab\n\n"):

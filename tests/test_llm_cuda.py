@@ -11,6 +11,7 @@ import pytest
 from llm_models import Small, write_model
 from llm_oracle import divergence
 from llm_text import samples
+from serving_support import submit
 
 import billfish as bf
 from billfish.backends.cuda.driver import device, free_bytes
@@ -18,6 +19,8 @@ from billfish.errors import BackendUnavailable
 from billfish.llm import Model, default_model, load
 from billfish.llm.cuda import CudaDecoder
 from billfish.llm.sampling import Sampling
+from billfish.serving.engine import Engine
+from billfish.serving.requests import Request
 
 try:
     device()
@@ -158,6 +161,28 @@ def test_many_texts_of_different_lengths(pair, monkeypatch):
     prompts = [TOKENS[: 1 + i % 100] for i in range(300)]
     answers = gpu.generate_batch(prompts, max_tokens=4)
     assert answers[:100] == answers[100:200] == answers[200:]
+
+
+def test_an_engine_reads_prompts_beside_answers(pair, monkeypatch):
+    """Plain requests, which the kernel chooses for, and others, whose scores come to the host. Chosen tokens are near
+    the CPU's best; prompts begin with each other's keys and values."""
+    cpu, gpu = pair("qwen3")
+    monkeypatch.setattr(gpu.decoder, "chunk", 64)
+    samplings = [Sampling(), Sampling(logit_bias={7: -100.0}, repetition_penalty=1.2)]
+    with Engine(gpu, streams=3, context=512) as engine:
+        prompts = [[*TOKENS[:start], 9 + start] for start in (120, 3, 150, 0, 199, 64)]
+        requests = [Request(prompt, 5, samplings[i % 2]) for i, prompt in enumerate(prompts)]
+        answers = [submit(engine, request).wait() for request in requests[:2]]
+        answers += [answer.wait() for answer in [submit(engine, request) for request in requests[2:]]]
+        assert engine.counts().cached_tokens >= 2 * 48
+    for request, answer in zip(requests, answers, strict=True):
+        text, sampler = list(request.prompt), request.sampling.sampler(request.prompt)
+        for token in answer.ids:
+            scores = cpu.logits(text, activations="exact")[-1]
+            best = sampler.adjusted(scores)
+            assert best[token] >= best.max() - 0.05 * best.std()
+            sampler.choose(np.eye(1, len(scores), token, np.float32)[0] * 1e6)  # it remembers the token
+            text.append(token)
 
 
 def test_a_copy_of_a_cache_goes_its_own_way(pair):

@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from cuda_fake import FakeDriver, Names
 from llm_models import Small, write_model
+from serving_support import submit
 
 import billfish as bf
 from billfish.backends.cuda import decoder, layers
 from billfish.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_cache, load
 from billfish.llm.sampling import Sampling
+from billfish.serving.engine import Engine
+from billfish.serving.requests import Request
 
 SMALL = Small(quantization="Q4_0", hidden=64, context=300)
 VOCABULARY = 261
@@ -244,6 +247,45 @@ def test_texts_of_a_batch_leave_it_one_by_one(gpu, model, monkeypatch):
         stop = next((i + 1 for i, token in enumerate(expected) if token in ends), 40)
         assert answer == model.tokenizer.decode(expected[:stop])
     assert max(len(step) for step in gpu.fed if len(step) < 10) == 5
+
+
+def test_texts_without_a_sampler_are_only_fed(gpu, model):
+    texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
+    caches = [model.cache() for _ in texts]
+    samplers = [Sampling().sampler() for _ in range(2)]
+    assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 180]
+    for cache, text in zip(caches, texts, strict=True):
+        assert cache.tokens == text
+        check_fed(gpu, text, cache.pages)
+
+
+def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
+    asked = []
+
+    def logits(hidden: np.ndarray, activations: None) -> np.ndarray:
+        asked.append(len(hidden))
+        return np.tile(np.eye(1, VOCABULARY, 7, np.float32), (len(hidden), 1))
+
+    model.decoder.logits = logits  # monkeypatch would keep the decoder
+    texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
+    caches, biased = [model.cache() for _ in texts], Sampling(logit_bias={9: 5.0})
+    samplers = [Sampling().sampler(), biased.sampler(), Sampling(min_p=0.5).sampler(), biased.sampler()]
+    assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 9, 7, 9]
+    assert asked == [3]
+    for cache, text in zip(caches, texts, strict=True):
+        assert cache.tokens == text
+        check_fed(gpu, text, cache.pages)
+
+
+def test_an_engine_on_a_gpu(gpu, model):
+    with Engine(model, streams=3, context=200) as engine:
+        prompts = [counting(first, length) for first, length in ((50, 1), (100, 80), (100, 90), (10, 120), (60, 33))]
+        answers = [submit(engine, Request(prompt, 40)) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = counting(prompt[-1] + 1, 40)
+            assert answer.wait().ids == (expected[: expected.index(1)] if 1 in expected else expected)
+        assert engine.counts().cached_tokens >= 64
+        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.page_bytes
 
 
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])

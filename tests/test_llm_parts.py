@@ -133,12 +133,39 @@ def test_draws_follow_the_probabilities():
         (Sampling(temperature=1, top_p=0.8), {1, 3}),
         (Sampling(temperature=1, top_k=3, top_p=0.99), {0, 1, 3}),
         (Sampling(temperature=9), {0, 1, 2, 3}),
+        (Sampling(temperature=1, min_p=0.3), {1, 3}),
+        (Sampling(temperature=1, min_p=1.0), {1}),
+        (Sampling(temperature=1, top_k=3, min_p=0.01), {0, 1, 3}),
+        (Sampling(temperature=0, logit_bias={2: 5.0}), {2}),
+        (Sampling(temperature=9, logit_bias={1: -100.0, 3: -100.0}), {0, 2}),
     ],
 )
 def test_only_the_best_are_drawn(how, allowed):
     logits = np.log(np.array([0.1, 0.6, 0.05, 0.25], np.float32))
     sampler = how.sampler()
     assert {sampler.choose(logits) for _ in range(600)} == allowed
+
+
+def test_penalties_of_tokens_that_were_there():
+    """By hand: divided or multiplied if in prompt or answer, less for each time in the answer, then the bias."""
+    how = Sampling(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, logit_bias={0: 0.125, 3: -1.0})
+    sampler, scores = how.sampler(prompt=[1, 1, 2]), np.array([1.0, 4.0, -1.0, 0.5], np.float32)
+    assert sampler.adjusted(scores).tolist() == [1.125, 2.0, -2.0, -0.5]
+    assert [sampler.choose(scores) for _ in range(3)] == [1, 1, 0]
+    assert sampler.adjusted(scores).tolist() == [0.5 - 0.75 + 0.125, 2.0 - 1.0, -2.0, -0.5]
+    assert scores.tolist() == [1.0, 4.0, -1.0, 0.5], "the caller's scores stay"
+
+
+def test_only_settings_that_a_gpu_does_not_know_need_scores():
+    assert not Sampling(temperature=1, top_k=5, top_p=0.5, seed=3).sampler([5]).needs_scores
+    for how in (
+        {"min_p": 0.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {5: 1.0}},
+    ):
+        assert Sampling(**how).sampler().needs_scores
 
 
 def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
@@ -152,11 +179,36 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"seed": -1}],
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"seed": -1},
+        {"min_p": 1.5},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"logit_bias": {5: 1e9}},
+    ],
 )
 def test_settings_out_of_range(model, bad):
     with pytest.raises(bf.DataError, match=rf"\[llm.generate\] {next(iter(bad))}: got"):
         model.generate("a", **bad)
+
+
+def test_settings_reach_answers_of_one_and_of_many(model):
+    how = {"max_tokens": 12, "activations": "exact", "repetition_penalty": 3.0, "logit_bias": {1: -100.0}}
+    tokens = [5, 6, 7]
+    answer = model.generate(tokens, **how)
+    text = "".join(answer)
+    assert len(set(answer.tokens)) == 12, "nothing comes twice"
+    assert text != "".join(model.generate(tokens, max_tokens=12, activations="exact"))
+    assert model.generate_batch([tokens, [9]], **how)[0] == text
+    for generate in (model.generate, lambda prompt, **more: model.generate_batch([prompt], **more)):
+        with pytest.raises(bf.ModelError, match="logit_bias: got token 999999; takes tokens from 0 to"):
+            generate(tokens, logit_bias={999999: 1.0})
 
 
 # ---- generating -----------------------------------------------------------------------------------------------------

@@ -46,8 +46,28 @@ class Cache(ABC):
         """Make room for so many positions."""
 
     @abstractmethod
+    def like(self, capacity: int) -> Cache:
+        """An empty one of the same model."""
+
+    @abstractmethod
+    def copy_positions(self, other: Cache, positions: int) -> None:
+        """Take keys and values of the first positions of another cache. There is room for them."""
+
+    def begin_as(self, other: Cache, positions: int) -> None:
+        """Hold the first `positions` tokens of another cache of this model, and nothing else."""
+        first, second = sorted((self, other), key=id)  # in one order in all threads
+        with first.lock, second.lock:
+            self.tokens.clear()
+            self.reserve(positions)
+            self.copy_positions(other, positions)
+            self.tokens += other.tokens[:positions]
+
     def copy(self) -> Cache:
         """Another one that holds the same: a conversation can go on in two ways."""
+        with self.lock:
+            other = self.like(self.capacity)
+            other.begin_as(self, len(self.tokens))
+        return other
 
     def __copy__(self) -> Cache:
         return self.copy()
@@ -58,6 +78,11 @@ class Cache(ABC):
 
 def shared_length(a: list[int], b: list[int]) -> int:
     """How many tokens two texts begin with alike."""
-    if a == b:  # at most steps of a generation, and much faster than the loop
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # lists are compared much faster than tokens in a loop
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -17,7 +17,7 @@ from billfish.errors import DataError, ModelError, complaint
 from billfish.extras import folder_of
 from billfish.llm import template_process
 
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the model's template reads
 # What an interpreter may need to start, and the time zone. All else, such as tokens and keys, is none of a template's.
 ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
@@ -42,12 +42,15 @@ class ChatTemplate:
         except TemplateFailed as error:
             raise ModelError(complaint("llm.load", "tokenizer.chat_template", error, "a jinja2 template")) from None
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation, up to where the model's next answer begins."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text of a conversation, up to where the model's next answer begins. tools: functions that the model may
+        call, as OpenAI describes them; templates that know none ignore them."""
         others = [type(message).__name__ for message in messages if not isinstance(message, Mapping)]
         if others:
             raise DataError(complaint("llm.chat", "messages", f"a {others[0]}", "a mapping for each message"))
         names = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **self._tokens}
+        if tools:
+            names["tools"] = [dict(tool) for tool in tools]
         try:
             while True:
                 process = self._running()

@@ -111,6 +111,8 @@ def _generate(
         temperature=a.temperature,
         top_k=a.top_k,
         top_p=a.top_p,
+        min_p=a.min_p,
+        repetition_penalty=a.repetition_penalty,
         seed=a.seed,
         activations=a.activations,
         raw=a.raw,

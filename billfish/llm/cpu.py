@@ -30,6 +30,7 @@ from billfish.typing import Activations, CacheType
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]
+Part = tuple[int, Cache, list[int]]  # of a passage, with its number: tokens that are fed at once
 BATCH_BYTES = 1 << 28  # of tensors that are packed in one native call
 
 
@@ -235,22 +236,36 @@ class CpuDecoder(Decoder):
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        # More rows than this take another kernel in exact mode, and a text would not get the numbers it gets alone.
-        most = _cpu.FEW_ROWS if activations == "exact" else len(passages)
         states: list[Floats] = [np.empty(0, np.float32)] * len(passages)
-        singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]
-        for start in range(0, len(singles), most):
-            group = singles[start : start + most]
-            for i, row in zip(group, self.run([passages[i] for i in group], activations), strict=True):
-                states[i] = row
-        for i, (cache, tokens) in enumerate(passages):
-            for start in range(0, len(tokens) if len(tokens) > 1 else 0, self.chunk):
-                states[i] = self.run([(cache, tokens[start : start + self.chunk])], activations)[-1]
-        chosen = []
-        for start in range(0, len(passages), most):
-            scores = self.logits(np.stack(states[start : start + most]), activations)
-            chosen += [sampler.choose(row) for sampler, row in zip(samplers[start:], scores, strict=False)]
+        for group in self._groups(passages, activations):
+            rows = self.run([(cache, tokens) for _, cache, tokens in group], activations)
+            ends = np.cumsum([len(tokens) for _, _, tokens in group])
+            for (i, _, _), end in zip(group, ends, strict=True):
+                states[i] = rows[end - 1]
+        most, chosen = _cpu.FEW_ROWS if activations == "exact" else max(1, len(samplers)), []
+        for start in range(0, len(samplers), most):
+            together = samplers[start : start + most]
+            scores = self.logits(np.stack(states[start : start + len(together)]), activations)
+            chosen += [sampler.choose(row) for sampler, row in zip(together, scores, strict=True)]
         return chosen
+
+    def _groups(self, passages: Sequence[Passage], activations: Activations | None) -> Iterator[list[Part]]:
+        """What is fed in one call: at most `chunk` rows, and of a text one part.
+
+        More than FEW_ROWS rows take another kernel in exact mode. Few rows then are fed with few others, and many with
+        many, so that a text gets the numbers that it gets alone. So it is with the rows of an expert, whose number
+        depends on the text.
+        """
+        apart = activations == "exact"
+        most = 1 if apart and self.config.experts is not None else self.chunk
+        for start in range(0, max((len(tokens) for _, tokens in passages), default=0), self.chunk):
+            few, many = list[Part](), list[Part]()
+            for i, (cache, tokens) in enumerate(passages):
+                part = tokens[start : start + self.chunk]
+                if part:
+                    (few if apart and len(part) <= _cpu.FEW_ROWS else many).append((i, cache, part))
+            yield from _filled(few, _cpu.FEW_ROWS)
+            yield from _filled(many, most)
 
 
 class CpuCache(Cache):
@@ -295,12 +310,26 @@ class CpuCache(Cache):
             keys[:, :, :blocks], values[:, :, :blocks] = self.keys, self.values
             self._keys_and_values = keys, values
 
-    def copy(self) -> CpuCache:
-        with self.lock:
-            other = CpuCache(self.config, 0, self.type)
-            other._keys_and_values = self.keys.copy(), self.values.copy()
-            other.tokens = list(self.tokens)
-        return other
+    def like(self, capacity: int) -> CpuCache:
+        return CpuCache(self.config, capacity, self.type)
+
+    def copy_positions(self, other: Cache, positions: int) -> None:
+        assert isinstance(other, CpuCache)
+        blocks = -(-positions // _cpu.CACHE_BLOCK)
+        self.keys[:, :, :blocks], self.values[:, :, :blocks] = other.keys[:, :, :blocks], other.values[:, :, :blocks]
+
+
+def _filled(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """The parts, as many together as have at most so many tokens; a longer one is alone."""
+    group, rows = list[Part](), 0
+    for part in parts:
+        if group and rows + len(part[2]) > most:
+            yield group
+            group, rows = [], 0
+        group.append(part)
+        rows += len(part[2])
+    if group:
+        yield group
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     cache: CudaCache
     tokens: list[int]
     of: int  # the number of its passage
-    last: bool  # of its passage
+    last: bool  # of its passage, whose next token is asked for
 
 
 class Ahead(NamedTuple):
@@ -137,7 +137,7 @@ class CudaDecoder(Decoder):
         starts = np.cumsum([0, *(len(tokens) for _, tokens in passages)])
         with self._working(passages):
             for group in self._groups(pieces):
-                step, rows = self._prompt_step(), self._launch(group, 0)
+                step, rows = self._prompt_step(), self._launch(group)
                 self._layers.normalize(self._stream, step, rows, self._layers.last_norm)  # adds the last product
                 hidden = np.empty((rows, self.config.hidden), np.float32)
                 copy_out(hidden, step.at("hidden"), self._stream)
@@ -166,23 +166,30 @@ class CudaDecoder(Decoder):
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        chosen = [0] * len(passages)
-        singles = [i for i, (_, tokens) in enumerate(passages) if len(tokens) == 1]
-        longer = [i for i, (_, tokens) in enumerate(passages) if len(tokens) > 1]
+        chosen = [0] * len(samplers)
+        on_host = [i for i, sampler in enumerate(samplers) if sampler.needs_scores]
+        here = [i for i in range(len(passages)) if i not in on_host]
+        singles = [i for i in here if len(passages[i][1]) == 1 and i < len(samplers)]
+        longer = [i for i in here if i not in singles]
         with self._working(passages):
             for start in range(0, len(singles), self._together):
                 group = singles[start : start + self._together]
                 tokens = self._go_on([passages[i] for i in group], [samplers[i] for i in group])
                 for i, token in zip(group, tokens, strict=True):
                     chosen[i] = token
-            pieces = self._pieces([passages[i] for i in longer])
+            pieces = self._pieces([passages[i] for i in longer], sum(i < len(samplers) for i in longer))
             for pieces_together in self._groups(pieces):
                 scored = [longer[piece.of] for piece in pieces_together if piece.last]
-                self._launch(pieces_together, len(scored), choices([samplers[i] for i in scored]))
+                self._launch(pieces_together, choices([samplers[i] for i in scored]))
                 for i, token in zip(scored, self._choose_prompts(len(scored)), strict=True):
                     chosen[i] = token
                     samplers[i].move_on()
                 self._taken(pieces_together)
+            if on_host:
+                ends = np.cumsum([len(passages[i][1]) for i in on_host])
+                scores = self.logits(self.run([passages[i] for i in on_host], activations)[ends - 1], activations)
+                for i, row in zip(on_host, scores, strict=True):
+                    chosen[i] = samplers[i].choose(row)
         return chosen
 
     @contextmanager
@@ -204,14 +211,15 @@ class CudaDecoder(Decoder):
 
     # ---- passages of several tokens -----------------------------------------------------------------------------
 
-    def _pieces(self, passages: Sequence[Passage]) -> list[Piece]:
-        """Where a text is cut does not depend on the texts beside it. The first pieces of all texts come first."""
+    def _pieces(self, passages: Sequence[Passage], scored: int = 0) -> list[Piece]:
+        """Where a text is cut does not depend on the texts beside it. The first pieces of all texts come first.
+        scored: so many passages, the first ones, end with a row that gets scores."""
         pieces = []
         for of, (cache, tokens) in enumerate(passages):
             assert isinstance(cache, CudaCache)
             for start in range(0, len(tokens), self.chunk):
                 part = tokens[start : start + self.chunk]
-                pieces.append((start, Piece(cache, part, of, start + len(part) == len(tokens))))
+                pieces.append((start, Piece(cache, part, of, of < scored and start + len(part) == len(tokens))))
         return [piece for _, piece in sorted(pieces, key=lambda each: each[0])]
 
     def _groups(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
@@ -232,8 +240,8 @@ class CudaDecoder(Decoder):
             self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
         return self._prompts
 
-    def _launch(self, pieces: Sequence[Piece], scored: int, how: np.ndarray[Any, Any] | None = None) -> int:
-        """All layers for pieces of texts, and scores for the last row of each text's last one: how many rows."""
+    def _launch(self, pieces: Sequence[Piece], how: np.ndarray[Any, Any] | None = None) -> int:
+        """All layers for pieces of texts, and scores for the last row of each that is the last one: how many rows."""
         self._ahead = None  # its text may be another one now
         step, stream, size = self._prompt_step(), self._stream, self._layers.query_block
         blocks, last, rows = list[tuple[int, int, int, int]](), [], 0
@@ -241,7 +249,7 @@ class CudaDecoder(Decoder):
             first, end = len(piece.cache.tokens), len(piece.cache.tokens) + len(piece.tokens)
             blocks += [(rows + p - first, min(size, end - p), text, p) for p in range(first, end, size)]
             rows += len(piece.tokens)
-            if piece.last and scored:
+            if piece.last:
                 last.append(rows - 1)
         lengths = [len(piece.tokens) for piece in pieces]
         starts = [len(piece.cache.tokens) for piece in pieces]

@@ -75,16 +75,17 @@ class CudaCache(Cache):
             if missing > 0:
                 self.pages += self._pool.take(missing)
 
-    def copy(self) -> CudaCache:
-        pool = self._pool
-        with self.lock, pool.steps, current(pool.ordinal):
-            other = CudaCache(self.config, pool, self.capacity)
-            for to, source in zip(other.pages, self.pages, strict=True):
+    def like(self, capacity: int) -> CudaCache:
+        return CudaCache(self.config, self._pool, capacity)
+
+    def copy_positions(self, other: Cache, positions: int) -> None:
+        assert isinstance(other, CudaCache)
+        pool, count = self._pool, -(-positions // PAGE)
+        with pool.steps, current(pool.ordinal):
+            for to, source in zip(self.pages[:count], other.pages[:count], strict=True):
                 copied = driver().cuMemcpyDtoDAsync(to, source, pool.page_bytes, pool.stream)
                 check(copied, "copying on the device")
             synchronize(pool.stream)
-            other.tokens = list(self.tokens)
-        return other
 
     def __del__(self) -> None:
         if hasattr(self, "pages"):

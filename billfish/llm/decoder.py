@@ -66,7 +66,8 @@ class Decoder(ABC):
     def choose(
         self, passages: Sequence[Passage], samplers: Sequence[Sampler], activations: Activations | None
     ) -> list[int]:
-        """Feed tokens, as `run` does, but any number: the token that comes next in each text."""
+        """Feed tokens, as `run` does, but any number: the token that comes next in each text that has a sampler. There
+        may be fewer samplers than passages; the last texts then are only fed."""
 
     @abstractmethod
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:

@@ -32,12 +32,13 @@ class Generation(Iterator[str]):
         cache: Cache | None = None,
     ) -> None:
         decoder.check_prompt(prompt)
+        decoder.check_tokens("llm.generate", "logit_bias", list(sampling.logit_bias))
         self.prompt_tokens = len(prompt)
         self.tokens: list[int] = []
         self.finished = ""
         self.prompt_seconds = self.generation_seconds = 0.0
         self.reused_tokens = 0
-        self._decoder, self._sampler, self._activations = decoder, sampling.sampler(), activations
+        self._decoder, self._sampler, self._activations = decoder, sampling.sampler(prompt), activations
         self._cache, self._ends = cache or decoder.cache(), tokenizer.ends
         decoder.check_cache("llm.generate", self._cache)
         self._most = min(max_tokens, decoder.config.context - len(prompt) + 1)
@@ -92,8 +93,9 @@ def generate_batch(
     """Answers to several prompts, a token of each at a time; weights are then read once for all of them."""
     for prompt in prompts:
         decoder.check_prompt(prompt, "llm.generate_batch")
+    decoder.check_tokens("llm.generate_batch", "logit_bias", list(sampling.logit_bias))
     caches = [decoder.cache(len(prompt)) for prompt in prompts]
-    samplers = [sampling.sampler() for _ in prompts]
+    samplers = [sampling.sampler(prompt) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
     going = [i for i in range(len(prompts)) if max_tokens > 0]
     while going:

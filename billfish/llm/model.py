@@ -82,6 +82,11 @@ class Model:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
         activations: Activations | None = None,
         raw: bool = False,
@@ -91,13 +96,15 @@ class Model:
 
         prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
         list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
+        Penalties, logit_bias, top_k, top_p and min_p are those of :class:`billfish.llm.sampling.Sampling`.
         activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. A GPU multiplies float16 numbers,
-        and takes None alone. cache: from :meth:`cache`, keeps what was computed, so that
-        the next prompt is only fed from where it differs from this one and its answer.
+        and takes None alone. cache: from :meth:`cache`, keeps what was computed, so that the next prompt is only fed
+        from where it differs from this one and its answer.
         """
         checked = self.decoder.check_activations("llm.generate", activations, self.decoder.usual)
         _check_count(max_tokens)
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        penalties = presence_penalty, frequency_penalty, repetition_penalty
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
         tokens = self.encode(prompt, raw)
         return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked, cache)
 
@@ -109,6 +116,11 @@ class Model:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int = 0,
         activations: Activations | None = None,
         raw: bool = False,
@@ -118,7 +130,8 @@ class Model:
         GPU it is so with `bf.BACKENDS["cuda"].batch_invariant = True`."""
         checked = self.decoder.check_activations("llm.generate_batch", activations, self.decoder.usual)
         _check_count(max_tokens)
-        sampling = Sampling(temperature, top_k, top_p, seed)
+        penalties = presence_penalty, frequency_penalty, repetition_penalty
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 
@@ -151,7 +164,11 @@ class Model:
     def embed_text(self, text: str, *, activations: Activations | None = None) -> NDArray[np.float32]:
         """A vector [hidden] of length 1 for a text: the mean of its tokens' last hidden states. None: the most exact
         ones."""
-        hidden = self.hidden(self.tokenizer.encode(text, special=False), activations, "llm.embed_text")
+        tokens = self.tokenizer.encode(text, special=False)
+        return self.pool(self.hidden(tokens, activations, "llm.embed_text"))
+
+    def pool(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The vector [hidden] of a text with these last hidden states [tokens, hidden]."""
         rms = np.sqrt(np.mean(hidden.astype(np.float64) ** 2, axis=1, keepdims=True) + self.config.norm_epsilon)
         mean = (hidden / rms).mean(axis=0) * self.decoder.last_norm
         return (mean / np.linalg.norm(mean)).astype(np.float32)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -25,7 +24,7 @@ from billfish.errors import DTypeError, complaint
 from billfish.format import get_format
 from billfish.nn.torch import MarlinLinear
 from billfish.nn.torch_weights import ORDER
-from billfish.tensor import QuantizedTensor
+from billfish.tensor import QuantizedTensor, join_rows
 
 JOINTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # Arguments of a forward that may bring keys and values of something else than the first one.
@@ -90,15 +89,7 @@ class Joint(NamedTuple):
         if not self.is_quantized:
             return MarlinLinear.from_linear(self._linear(), **(settings or {}))
         layers: list[MarlinLinear] = self.layers
-        tensors, first = [layer.quantized() for layer in layers], layers[0]
-        arrays = {name: axis for name, axis in axes(first).items() if name in first.storage_names}
-        storage = {
-            name: np.concatenate([tensor.storage[name] for tensor in tensors], axis)
-            for name, axis in arrays.items()
-            if axis is not None
-        }
-        shape = sum(layer.out_features for layer in layers), first.in_features
-        tensor = QuantizedTensor.owning(get_format(first.format), shape, first.group_size, storage)
+        tensor, first = join_rows([layer.quantized() for layer in layers]), layers[0]
         bias, device = self._bias(), first.device
         joint = MarlinLinear.from_quantized(tensor, bias, activations=first.activations, device=device)
         return joint.train(first.training)

@@ -8,6 +8,7 @@ that make known pieces, best score first, and what no piece covers is spelled in
 from __future__ import annotations
 
 import codecs
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,11 +69,13 @@ class Tokenizer:
         self.ends = {roles[role] for role in ("eos", "eot", "eom") if role in roles} | set(ends)
         self.ends |= {i for i, kind in enumerate(kinds) if kind == CONTROL and pieces[i] in ENDS}
         self._bytes = byte_characters() if byte_level else {}
+        self._turn = threading.Lock()  # the encoder has one setting for all threads
 
     def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
         """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
         token that models expect first, where this one does."""
-        with library_errors("text", "what its tokenizer cannot take", "a text in Unicode, and a whole tokenizer"):
+        takes = "a text in Unicode, and a whole tokenizer"
+        with self._turn, library_errors("text", "what its tokenizer cannot take", takes):
             self.encoder.encode_special_tokens = not special
             ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
         if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:

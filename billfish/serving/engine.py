@@ -1,0 +1,266 @@
+"""One model for many: in each step, all answers get a token, and all prompts are read a bit further.
+
+A thread of its own makes the steps. `submit` and `embed` put work into a queue, from any thread, and do not wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import count
+from threading import Condition, Thread, current_thread
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.errors import DataError, ModelError, complaint, explained
+from billfish.llm.cache import shared_length
+from billfish.llm.model import Model
+from billfish.serving.grammar import Vocabulary
+from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
+from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.schedule import SMALLEST, cuts_for, share_out
+from billfish.serving.slots import Slots
+from billfish.typing import Activations
+
+CALL = "serving.Engine"
+USUAL_CONTEXT = 4096
+
+
+class Engine:
+    """Answers requests of many users with one model.
+
+    streams: so many answers run at once. context: positions that each may have with its prompt; None: the model's, at
+    most 4096. The keys and values of all streams are set aside at once: `counts().cache_bytes_bound`. queue: so many
+    requests may wait for a stream. activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets
+    the tokens that `generate` gives it alone, whatever runs beside it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        streams: int = 8,
+        context: int | None = None,
+        queue: int = 64,
+        activations: Activations | None = None,
+    ) -> None:
+        decoder = model.decoder
+        self.model, self._decoder = model, decoder
+        self.streams, self.context = streams, min(USUAL_CONTEXT, decoder.config.context) if context is None else context
+        self.queue_limit = queue
+        self._activations = decoder.check_activations(CALL, activations, decoder.usual)
+        for name, value, least, most in (
+            ("streams", streams, 1, None),
+            ("context", self.context, 1, decoder.config.context),
+            ("queue", queue, 0, None),
+        ):
+            if value < least or (most is not None and value > most):
+                takes = f"a whole number from {least} on" if most is None else f"a number from {least} to {most}"
+                raise DataError(complaint(CALL, name, value, takes))
+        self._cuts = cuts_for(decoder, self._activations)
+        try:
+            self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
+        except MemoryError:
+            got = f"{streams} with {self.context} positions each, more than memory has room for"
+            raise DataError(complaint(CALL, "streams", got, "fewer, or a shorter context")) from None
+        self._vocabulary = Vocabulary(model.tokenizer, decoder.config.vocabulary)
+        self._changed = Condition()  # held for what follows
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._turns = count()
+        self._closing = False
+        self._finished: Counter[str] = Counter()
+        self._refused = self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._thread = Thread(target=self._work, name="billfish engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close, finish=False)
+
+    # ---- what any thread may call -------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_piece: OnPiece) -> Ticket:
+        """Begin an answer. `on_piece` gets its pieces in the engine's thread, and must not block; the answer of one
+        that raises is cancelled. Raises QueueFull or ServerClosing at once, and ModelError or DataError for a request
+        that cannot be answered."""
+        self._check(request.prompt)
+        self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
+        matcher = None if request.grammar is None else self._vocabulary.matcher(request.grammar)
+        ticket = Ticket(len(request.prompt), self._wake)
+        tokenizer, cuts = self.model.tokenizer, self._cuts
+        self._put(Answer(request, on_piece, ticket, tokenizer, matcher, cuts, context=self.context))
+        return ticket
+
+    def embed(self, tokens: Sequence[int]) -> Future[NDArray[np.float32]]:
+        """The vector [hidden] of a text, as :meth:`billfish.llm.Model.embed_text` gives it. It may be cancelled as long
+        as it is not there. Raises as `submit` does."""
+        self._check(list(tokens))
+        job = Embedding(list(tokens), self.model)
+        self._put(job)
+        return job.future
+
+    def counts(self) -> EngineCounts:
+        """What has been done, and what is."""
+        with self._changed:
+            return EngineCounts(
+                running=len(self._running),
+                waiting=len(self._waiting),
+                generated_tokens=self._generated_tokens,
+                prompt_tokens=self._prompt_tokens,
+                cached_tokens=self._cached_tokens,
+                steps=self._steps,
+                cache_bytes=self._slots.bytes_held,
+                cache_bytes_bound=self._slots.bytes_bound,
+                refused=self._refused,
+                finished={reason: self._finished[reason] for reason in REASONS},
+            )
+
+    def close(self, *, finish: bool = True) -> None:
+        """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
+        with self._changed:
+            self._closing = True
+            if not finish:
+                for job in (*self._waiting, *self._running):
+                    job.cancel()
+            self._changed.notify()
+        if self._thread is not current_thread():
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(finish=error is None)
+
+    def _check(self, prompt: list[int]) -> None:
+        """Raises unless there is room for a prompt of such tokens."""
+        self._decoder.check_prompt(prompt, CALL)
+        if len(prompt) > self.context:
+            got, takes = f"{len(prompt)} tokens", f"at most {self.context}, the context of a stream"
+            raise ModelError(complaint(CALL, "prompt", got, takes))
+
+    def _put(self, job: Job) -> None:
+        with self._changed:
+            if self._closing:
+                self._refused += 1
+                raise ServerClosing(complaint(CALL, "request", "one while the engine closes", "none any more"))
+            if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
+                self._refused += 1
+                takes = f"at most {self.queue_limit} that wait: try again later"
+                raise QueueFull(complaint(CALL, "request", "one more than can wait", takes))
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    # ---- the engine's thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+                if not (self._waiting or self._running):
+                    return
+            self._step()
+
+    def _step(self) -> None:
+        self._end_cancelled()
+        self._start_waiting()
+        jobs = list(self._running)
+        parts = share_out([job for job in jobs if job.left > 0], self._bound(jobs), self._cuts.smallest)
+        for job in parts:
+            job.turn = next(self._turns)
+        self._answer([job for job in jobs if isinstance(job, Answer)], parts)
+        for job, length in parts.items():
+            if isinstance(job, Embedding):
+                with _failing([job]):
+                    job.read(length)
+        self._steps += 1
+        self._remove([job for job in jobs if job.finished])
+
+    def _bound(self, jobs: list[Job]) -> int:
+        """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
+        chunk = self._decoder.chunk
+        return chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
+
+    def _answer(self, answers: list[Answer], parts: dict[Job, int]) -> None:
+        """Read parts of prompts, and choose a token for each answer whose prompt is read."""
+        reading = [job for job in answers if parts.get(job, 0) < job.left]
+        going_on = [job for job in answers if job not in reading]
+        feeding = [job for job in (*going_on, *reading) if job.left <= 0 or job in parts]
+        passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
+        chosen = list[int]()
+        with _failing(feeding):
+            chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
+            for job in feeding:
+                job.was_fed()
+        self._generated_tokens += len(chosen)
+        for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
+            with _failing([job]):
+                job.take(token)
+
+    def _end_cancelled(self) -> None:
+        with self._changed:
+            gone = [job for job in (*self._waiting, *self._running) if job.cancelled]
+        for job in gone:
+            job.end("cancelled")
+        self._remove(gone)
+
+    def _remove(self, jobs: list[Job]) -> None:
+        with self._changed:
+            for job in jobs:
+                self._finished[job.finished] += 1
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                else:
+                    self._running.remove(job)
+                    keep = isinstance(job, Answer) and job.finished != "failed"
+                    self._slots.give_back(job.slot, keep=keep)
+        for job in jobs:
+            job.tell_end()
+
+    def _start_waiting(self) -> None:
+        """In order. A prompt that begins like one that is being read waits for that one, and its slot stays free."""
+        with self._changed:
+            first = self._waiting[: self._slots.free]
+        for job in first:
+            with _failing([job]):
+                if not self._is_being_read(job):
+                    self._start(job)
+        self._remove([job for job in first if job.finished])
+
+    def _is_being_read(self, job: Job) -> bool:
+        """Whether a running answer will soon have read more of the prompt than any cache holds."""
+        if isinstance(job, Embedding):
+            return False
+        readers = [reader.prompt for reader in self._running if isinstance(reader, Answer) and reader.left]
+        shared = max((shared_length(prompt, job.prompt) for prompt in readers), default=0)
+        return self._cuts.reusable(shared, len(job.prompt)) > self._slots.reuse(job.prompt)
+
+    def _start(self, job: Job) -> None:
+        job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
+        with self._changed:
+            self._waiting.remove(job)
+            self._running.append(job)
+            self._prompt_tokens += len(job.prompt)
+            if isinstance(job, Answer):
+                job.ticket.cached_tokens = len(job.slot.cache.tokens)
+                self._cached_tokens += job.ticket.cached_tokens
+
+
+@contextmanager
+def _failing(jobs: Sequence[Job]) -> Iterator[None]:
+    """What is raised ends these jobs, and no others."""
+    try:
+        yield
+    except Exception as error:
+        for job in jobs:
+            job.end("failed", explained(error))

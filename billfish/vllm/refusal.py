@@ -1,0 +1,23 @@
+"""What a vLLM that is too old gets: an error for whoever asks for billfish, and nothing for anybody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from billfish.vllm import METHOD, check_version
+
+
+class Refusal(QuantizationConfig):
+    """A configuration that cannot be made."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Refusal:
+        check_version(vllm.__version__)
+        raise AssertionError("this vLLM is not too old")
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, *_: Any, **__: Any) -> str | None:
+        return METHOD if user_quant == METHOD else None

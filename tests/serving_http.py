@@ -1,0 +1,85 @@
+"""A running server for tests, in a thread of this process or as a process of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from billfish.llm import Model, load
+from billfish.serving.engine import Engine
+from billfish.serving.keys import Keys
+from billfish.serving.server import Server, address, listen
+from billfish.serving.service import Service
+
+# As Qwen's: functions first, calls between marks.
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass
+class Running:
+    """A server that answers."""
+
+    url: str
+    model: Model
+    service: Service
+
+    def client(self, **options: Any) -> Any:
+        """The real one of OpenAI. It does not try again, so that a test sees what came."""
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+
+@contextmanager
+def serving(path: Path, *, keys: list[str] | None = None, **options: Any) -> Iterator[Running]:
+    """A server on a free port. options: the engine's."""
+    model = load(path, progress=False)
+    engine = Engine(model, **{"activations": "exact", **options})
+    service = Service(engine, model, path.stem)
+    server = Server(service, Keys(keys or []))
+    with listen("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Running(address(listening), model, service)
+        finally:
+            server.handle_exit(0, None)
+            thread.join()
+            engine.close(finish=False)
+            service.close()
+
+
+@contextmanager
+def process(*words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`billfish serve` on a free port: the process, and the server's address once it listens."""
+    command = [sys.executable, "-m", "billfish", "serve", *words, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout is not None
+            found = re.search(r"http://\S+:\d+", started.stdout.readline())
+            if found is None:
+                raise AssertionError(started.communicate())
+            yield started, found[0]
+        finally:
+            started.kill()
+
+
+def until(condition: Any, seconds: float = 30.0) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,207 @@
+"""The chat at / in a real browser: send, stream, stop, begin anew, a key; and nothing that a model writes is HTML."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from llm_models import Small, write_model
+from serving_http import serving
+from site_support import browser
+
+from billfish.serving.page import FILE
+
+pytest.importorskip("selenium", reason="needs selenium")
+
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys as Pressed
+from selenium.webdriver.support.ui import WebDriverWait
+
+# What a model could do to a page that took its text for HTML.
+ATTACK = "<img src=x onerror=\"document.title='owned'\"><b>bold</b><script>document.title='owned'</script>"
+CONTEXT = 6000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    file = tmp_path_factory.mktemp("models") / "small.gguf"
+    write_model(file, Small(context=CONTEXT))
+    return file
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    made = browser(tmp_path_factory.mktemp("profile"), 390, 844)  # a phone
+    yield made
+    made.quit()
+
+
+@pytest.fixture
+def server(model):
+    with serving(model, streams=2, context=CONTEXT) as running:
+        yield running
+
+
+def find(driver: object, name: str) -> object:
+    return driver.find_element(By.ID, name)
+
+
+def wait(driver: object, condition: object) -> None:
+    WebDriverWait(driver, 30, 0.05).until(lambda _: condition())
+
+
+def say(driver: object, text: str) -> None:
+    find(driver, "prompt").send_keys(text + Pressed.ENTER)
+
+
+def articles(driver: object) -> list[tuple[str, str]]:
+    found = driver.find_elements(By.CSS_SELECTOR, "#log article")
+    return [(each.get_attribute("class"), each.find_element(By.TAG_NAME, "span").text) for each in found]
+
+
+def idle(driver: object) -> bool:
+    return find(driver, "send").is_displayed()
+
+
+def asked(server: object, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """The messages of the requests that come."""
+    rendered = server.model.template.render
+    seen: list[list[dict[str, str]]] = []
+    monkeypatch.setattr(
+        server.model.template, "render", lambda messages, tools=None: seen.append(messages) or rendered(messages, tools)
+    )
+    return seen
+
+
+def test_a_chat(driver, server, monkeypatch):
+    seen = asked(server, monkeypatch)
+    driver.get(server.url)
+    wait(driver, lambda: find(driver, "model").text == "small")
+    assert not find(driver, "key").is_displayed()
+    driver.find_element(By.TAG_NAME, "summary").click()
+    find(driver, "system").send_keys("Be brief.")
+    temperature = find(driver, "temperature")
+    temperature.clear()
+    temperature.send_keys("0")
+    say(driver, "ab")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    assert seen[0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ab"}]
+    expected = "".join(server.model.generate(seen[0], max_tokens=CONTEXT, activations="exact"))
+    shown = driver.execute_script("return document.querySelectorAll('#log article span')[1].textContent")
+    assert shown == expected
+    assert re.match(r"\d+ tokens", driver.find_element(By.CSS_SELECTOR, "article small").text)
+    # The conversation goes on, and begins anew.
+    say(driver, "b")
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 4)
+    assert [message["role"] for message in seen[-1]] == ["system", "user", "assistant", "user"]
+    assert seen[-1][2]["content"] == expected
+    find(driver, "new").click()
+    assert articles(driver) == []
+    say(driver, "a")
+    wait(driver, lambda: len(articles(driver)) == 2)
+    wait(driver, lambda: idle(driver))
+    assert [message["role"] for message in seen[-1]] == ["system", "user"]
+
+
+def test_stop_cancels_the_answer(driver, server, monkeypatch):
+    monkeypatch.setattr(server.model.tokenizer, "ends", set())  # it would go on for a while
+    driver.get(server.url)
+    say(driver, "ab")
+    wait(driver, lambda: len(articles(driver)) == 2 and articles(driver)[1][1] != "")
+    find(driver, "stop").click()
+    wait(driver, lambda: idle(driver))
+    wait(driver, lambda: server.service.engine.counts().running == 0)
+    assert server.service.engine.counts().finished["cancelled"] == 1
+    rate = driver.find_element(By.CSS_SELECTOR, "article small").text
+    assert re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s \(stopped\)", rate)
+
+
+def test_a_key_is_asked_for_where_the_server_wants_one(driver, model):
+    with serving(model, keys=["secret"], streams=1) as server:
+        driver.get(server.url)
+        wait(driver, lambda: find(driver, "key").is_displayed())
+        assert "the API key: got none" in find(driver, "problem").text
+        find(driver, "key").send_keys("secret" + Pressed.TAB)
+        wait(driver, lambda: find(driver, "model").text == "small")
+        assert not find(driver, "problem").is_displayed()
+        say(driver, "ab")
+        wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+
+
+def test_what_is_wrong_is_told_and_what_was_written_stays(driver, server):
+    driver.get(server.url)
+    wait(driver, lambda: find(driver, "model").text == "small")
+    text = "b" * (CONTEXT + 1)
+    driver.execute_script("document.getElementById('prompt').value = arguments[0]", text)
+    find(driver, "send").click()
+    wait(driver, lambda: "the context" in find(driver, "problem").text)
+    assert articles(driver) == []
+    assert find(driver, "prompt").get_attribute("value") == text
+
+
+def test_texts_are_never_html(driver, server):
+    driver.get(server.url)
+    wait(driver, lambda: find(driver, "model").text == "small")
+    event = json.dumps({"choices": [{"delta": {"content": ATTACK}}]})
+    driver.execute_script(
+        """const body = `data: ${arguments[0]}\\n\\ndata: [DONE]\\n\\n`;
+        window.fetch = async () => new Response(body);""",
+        event,
+    )
+    say(driver, ATTACK)
+    wait(driver, lambda: idle(driver) and len(articles(driver)) == 2)
+    assert articles(driver) == [("user", ATTACK), ("assistant", ATTACK)]
+    assert driver.title == "small"
+    # Where a text did become HTML, the policy would still not run it.
+    driver.execute_script("document.body.insertAdjacentHTML('beforeend', arguments[0])", ATTACK)
+    script = (
+        "const made = document.createElement('script'); made.text = 'document.title = 1'; document.body.append(made)"
+    )
+    driver.execute_script(script)
+    assert driver.title == "small"
+
+
+def test_it_fits_a_phone_in_light_and_dark(driver, server):
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        driver.get(server.url)
+        wait(driver, lambda: find(driver, "model").text == "small")
+        wide, seen = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        assert wide <= seen
+        ratio = driver.execute_script(CONTRAST)
+        assert ratio >= 7, scheme
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+CONTRAST = """
+const style = getComputedStyle(document.body);
+const light = (color) => {
+  const [r, g, b] = color.match(/[\\d.]+/g).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const [a, b] = [light(style.color), light(style.backgroundColor)].sort();
+return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+"""
+
+
+def test_nothing_comes_from_outside(driver, server):
+    driver.get(server.url)
+    wait(driver, lambda: find(driver, "model").text == "small")
+    events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    hosts = {urlsplit(url).hostname for url in urls if url.startswith("http")}  # the browser has pages of its own
+    assert hosts == {"127.0.0.1"}
+    assert not re.search(r"https?://", Path(FILE).read_text())
+
+
+def test_the_policy_names_the_page_s_own_script_alone(server):
+    with urllib.request.urlopen(server.url + "/") as answer:
+        policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
