@@ -67,7 +67,7 @@ def quantize(
 
 def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
     """What is known of the inputs of each expert: its own, or the same for all."""
-    if known is None or len(known.shape) == axes:
+    if known is None or len(getattr(known, "shape", ())) <= axes:  # what is no array is refused with each matrix
         return [known] * experts
     if known.shape[0] != experts:
         raise ShapeError(complaint("quantize", "w", f"{known.shape[0]} experts' inputs for {experts}", "one for each"))

@@ -150,6 +150,8 @@ def test_a_measurement_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch
     plan = damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
     assert len(passes) - 1 == 7 * 2 + 3  # two were known, one was begun twice
     assert not kept.exists()
+    kept.write_bytes(b'{"run": 1')  # damaged: all is measured anew
+    assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
     assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats)
 
 

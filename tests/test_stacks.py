@@ -315,6 +315,16 @@ def refused(folder: Path, match: str) -> None:
         by_stacks(bf.load(folder))[f"{BLOCK}.experts.gate_proj.weight"]
 
 
+def test_gates_and_ups_whose_order_nobody_tells_are_refused(tmp_path):
+    """Of gpt-oss they lie in turn, and a file without its config.json does not say that it is gpt-oss."""
+    models.gpt_oss_folder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    [file] = tmp_path.glob("*.safetensors")
+    takes = r"gate_up_proj_bias: got biases of gate and up together; takes config\.json beside them"
+    with pytest.raises(bf.CheckpointError, match=takes):
+        by_stacks(bf.load(file))
+
+
 def test_missing_experts_are_named(tmp_path):
     arrays = one_each(stacks())
     some = {name: array for name, array in arrays.items() if ".experts.3." not in name}

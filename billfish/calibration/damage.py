@@ -128,8 +128,11 @@ class Damage:
     def _read(self) -> dict[str, float]:
         if self._kept is None or not self._kept.exists():
             return {}
-        content = json.loads(self._kept.read_bytes())
-        return content["divergences"] if content["run"] == self._run else {}
+        try:
+            content = json.loads(self._kept.read_bytes())
+            return dict(content["divergences"]) if content["run"] == self._run else {}
+        except (ValueError, KeyError, TypeError):  # of another program, or damaged: passes are measured anew
+            return {}
 
     def _measure_pass(self, what: str, chosen: set[Matrix], candidate: Candidate, truth: Truth) -> None:
         if what not in self._known:

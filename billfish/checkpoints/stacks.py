@@ -182,6 +182,9 @@ def _stacks_of(name: str, checkpoint: Checkpoint) -> Iterator[tuple[str, Entry]]
         [new] = parts
         yield new, entry if new == name and not isinstance(entry, Turned) else Renamed(entry, new)
         return
+    if axes == 2 and "model_type" not in checkpoint.config:  # gpt-oss has such biases, in turn; nobody else has any yet
+        got, takes = "biases of gate and up together", "config.json beside them: its model_type says how their rows lie"
+        raise CheckpointError(complaint(CALL, name, got, takes))
     rows = entry.description.shape[1]
     if rows % 2:
         raise CheckpointError(complaint(CALL, name, f"{rows} rows", "as many of gate as of up"))
