@@ -317,9 +317,9 @@ def refused(folder: Path, match: str) -> None:
 
 def test_gates_and_ups_whose_order_nobody_tells_are_refused(tmp_path):
     """Of gpt-oss they lie in turn, and a file without its config.json does not say that it is gpt-oss."""
-    models.gpt_oss_folder(tmp_path)
-    (tmp_path / "config.json").unlink()
-    [file] = tmp_path.glob("*.safetensors")
+    models.gpt_oss_folder(tmp_path / "in")
+    (tmp_path / "in" / "config.json").unlink()
+    [file] = (tmp_path / "in").glob("*.safetensors")
     takes = r"gate_up_proj_bias: got biases of gate and up together; takes config\.json beside them"
     with pytest.raises(bf.CheckpointError, match=takes):
         by_stacks(bf.load(file))
