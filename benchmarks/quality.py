@@ -9,11 +9,11 @@ the file as it is. The text is news, the corpus `lee_background.cor` in gensim's
 the documentation. With --ggml FOLDER, the shared libraries of llama-cpp-python, its quantizer has the same statistics.
 Then come the embeddings of MiniLM (quality_embeddings.py), and the memory that calibration takes.
 
-A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not measured
-again. At the end, the page is written anew (quality_tables.py).
+A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
+measured again. At the end, the page is written anew (quality_tables.py).
 
-Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a format
-for each matrix (`--bits 4.6`); ggml.
+Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a
+format for each matrix (`--bits 4.6`); ggml.
 """
 
 from __future__ import annotations

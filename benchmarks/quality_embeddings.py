@@ -1,8 +1,8 @@
 """What calibration buys a model of sentence embeddings: the part of quality.py on all-MiniLM-L6-v2.
 
 All linear layers of the encoder are quantized by bf.quantize_model. An embedding is the mean of the last hidden states
-of a text (sentence_embeddings.py); the figure is 1 - cosine between it and that of the FP32 model, over the beginnings of
-pieces of news. Calibrated with the paragraphs of the text that billfish carries.
+of a text (sentence_embeddings.py); the figure is 1 - cosine between it and that of the FP32 model, over the beginnings
+of pieces of news. Calibrated with the paragraphs of the text that billfish carries.
 """
 
 from __future__ import annotations

@@ -74,7 +74,21 @@ def others(results: Any) -> str:
     return table(rows)
 
 
+def plan(results: Any) -> str:
+    """The plan of `--bits`, as an example of one."""
+    plans = [record["plan"] for record in results["records"] if record["method"] == "bits"]
+    return f"```\n{plans[0] if plans else NO_PLAN}```"
+
+
+NO_PLAN = r"""# ... bits per weight. KL divergence with one kind quantized, TEXT:
+#   attn_q: mxfp4 ..., iq4_nl ..., q5_0 ..., q8_0 ...
+^blk\.(0|1|29)\.ffn_down\.weight$=q8_0
+^blk\.(0|2|3)\.attn_v\.weight$=q5_0
+=iq4_nl
+"""
+
 PASSAGES = (
+    Passage("docs/calibration.md", NAME, r"```\n# [^`]* bits per weight\..*?```", plan),
     Passage("docs/quality.md", NAME, r"\| format, group size \| bits per weight \| `rtn`.*?\n\n", language),
     Passage("docs/quality.md", NAME, r"\| further \|.*?\n\n", others),
     Passage("docs/quality.md", NAME, r"\| format, group size \| bits per weight \| embeddings.*?\n\n", embeddings),
