@@ -122,6 +122,17 @@ def test_near_the_best_of_all_codes():
     assert after.sum() - best.sum() <= 0.5 * (before.sum() - best.sum())
 
 
+@pytest.mark.parametrize("name", ["u4", "mxfp4", "iq4_nl"])
+def test_sweeps_lessen_the_error(name, monkeypatch):
+    w, hessian = student_t((40, 256), 7), hessian_of(256, seed=8)
+    errors = []
+    for sweeps in (0, 1, SWEEPS):
+        monkeypatch.setattr("billfish.gptq.SWEEPS", sweeps)
+        found = bf.quantize(w, name, method="gptq", hessian=hessian)
+        errors.append(row_errors(w, bf.dequantize(found), hessian).sum())
+    assert errors[0] > errors[1] > errors[2]
+
+
 def test_sums_follow_the_codes():
     w, hessian = gaussian((6, 128)), hessian_of(128)
     planes = bf.quantize(w, "q8_1", method="gptq", hessian=hessian).planes
