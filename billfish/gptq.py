@@ -1,4 +1,5 @@
 """method="gptq": columns are rounded one after the other, and the error of each is carried on to those after it.
+Then each is rounded once more, and again, beside the errors of all others.
 
 The scales and offsets of all groups are fixed beforehand, by the search that is weighted with the Hessian's diagonal.
 What is left is to choose codes so that the error of the product is small: d H d^T for each row d = w - q of the error,
@@ -8,6 +9,11 @@ with H = X^T X of the inputs. With H = G^T G, G lower triangular, that error is 
 
 so each column rounds its target, which knows the errors of all columns before. This is GPTQ, written without an
 inverse of H. Columns go in the order of decreasing H_jj. Only codes change, so nothing about the order is stored.
+
+The last columns have the errors of all others to make up for, the first have none. SWEEPS even that out: with all other
+columns as they are, the error is least where column j has the value nearest to
+
+    target_j = q_j + (H d)_j / H_jj
 
 Same inputs give the same bits for any number of threads: rows go in slices that do not depend on it, and matrices are
 multiplied in patches of PATCH^3 products, which are too few for a BLAS to share them out among threads.
@@ -33,14 +39,15 @@ SLICE_ROWS = 10 * PATCH  # at most: so many that NumPy's overhead for each colum
 # Added to the diagonal of H: so much of its mean, as what calibration does not show is not nothing; and so much of
 # itself. Which inputs are large is much the same in all texts; which go together is less so, and counts for less.
 DAMPING, DOUBT = 0.1, 0.5
+SWEEPS = 2
 
 
 class Carry(NamedTuple):
     """How errors are carried on. K here is rounded up to whole patches."""
 
     order: NDArray[np.intp]  # [K of the matrix], the columns in which order they are rounded
+    damped: Doubles  # [K, K]: H in this order, with the damping
     factors: Doubles  # [K, K], strictly lower: G_ji / G_jj
-    weights: Doubles  # [K]: G_jj^2
     damping: Doubles  # [K]: what was added to the diagonal of H
 
 
@@ -84,15 +91,15 @@ def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
     g = np.eye(padded)
     g[:k, :k] = hessian[np.ix_(order, order)]
     g[np.arange(padded), np.arange(padded)] += damping
+    damped = g.copy()
     try:
         _factorize(g)
     except np.linalg.LinAlgError:
         got, takes = "a matrix that is not positive semidefinite", "X^T X of the inputs X [tokens, K]"
         raise DataError(complaint(call, "hessian", got, takes)) from None
-    roots = np.diagonal(g).copy()
-    g /= roots[:, None]
+    g /= np.diagonal(g).copy()[:, None]
     g[np.arange(padded), np.arange(padded)] = 0
-    return Carry(order, g, roots * roots, damping)
+    return Carry(order, damped, g, damping)
 
 
 def _factorize(a: Doubles) -> None:
@@ -111,63 +118,95 @@ def _factorize(a: Doubles) -> None:
             patches[row, : row + 1] -= np.matmul(patches[p, row].T, patches[p, : row + 1])
 
 
+class Rounding:
+    """Rounds columns of some rows to the values that their groups have. Columns go by their place in the order."""
+
+    def __init__(self, format: Format, planes: Planes, group_size: int, order: NDArray[np.intp]) -> None:
+        self._round, self._groups = format.element.round, order // group_size
+        scale, zero, minimum = (None if x is None else x.T.copy() for x in format.group_values(planes))
+        assert scale is not None
+        self._scale, self._zero, self._minimum, self._inverse = scale, zero, minimum, reciprocal(scale)
+
+    def __call__(self, j: int, target: Doubles) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Of targets [n] for column j: the numbers of the element, and the values that they mean."""
+        group, x = self._groups[j], target.astype(np.float32)
+        if self._minimum is not None:
+            x -= self._minimum[group]
+        x *= self._inverse[group]
+        if self._zero is not None:
+            x += self._zero[group]
+        level = self._round(x)
+        value = level * self._scale[group] if self._zero is None else (level - self._zero[group]) * self._scale[group]
+        if self._minimum is not None:
+            value += self._minimum[group]
+        return level, value
+
+
 @np.errstate(all="ignore")  # a scale that overflows is reported once the whole tensor is done
 def _round_rows(
     format: Format, w: NDArray[np.float32], planes: Planes, group_size: int, carry: Carry
 ) -> NDArray[np.uint8]:
     """The codes [n, K] of rows w [n, K]. Inside, columns are rows: each is contiguous, and they are in order."""
     n, k = w.shape
-    groups = carry.order // group_size
-    scale, zero, minimum = (None if x is None else x.T.copy() for x in format.group_values(planes))
-    assert scale is not None
-    inverse = reciprocal(scale)
-    element = format.element
-
     exact = np.zeros((len(carry.factors), _whole_patches(n)))
     exact[:k, :n] = w.T[carry.order]
     wrong = np.zeros_like(exact)
     wrong[:k, :n] = exact[:k, :n] - format.decode(planes, group_size).T[carry.order]
-    before = _errors(wrong, _carried(carry.factors, wrong), carry)[:n]
-
-    targets = exact.copy()
+    before = _errors(wrong, carry)[:n]
     levels = np.zeros((k, n), np.float32)
-    for start in range(0, len(targets), PATCH):
-        for j in range(start, min(start + PATCH, k)):
-            group = groups[j]
-            targets[j] += np.einsum("i,in->n", carry.factors[j, start:j], wrong[start:j])
-            x = targets[j, :n].astype(np.float32)
-            if minimum is not None:
-                x -= minimum[group]
-            x *= inverse[group]
-            if zero is not None:
-                x += zero[group]
-            value = levels[j] = element.round(x)
-            if zero is not None:
-                value = value - zero[group]
-            value = value * scale[group]
-            if minimum is not None:
-                value += minimum[group]
-            wrong[j, :n] = exact[j, :n] - value
-        _carry_on(carry.factors, wrong, start // PATCH, targets)
-    better = _errors(wrong, targets - exact + wrong, carry)[:n] < before
+    rounding = Rounding(format, planes, group_size, carry.order)
+    _round_in_order(exact, wrong, levels, rounding, carry)
+    for _ in range(SWEEPS):
+        _round_again(exact, wrong, levels, rounding, carry.damped)
+    better = _errors(wrong, carry)[:n] < before
     codes = np.empty((n, k), np.uint8)
-    codes[:, carry.order] = element.encode(levels).T
+    codes[:, carry.order] = format.element.encode(levels).T
     return np.where(better[:, None], codes, planes["codes"])
 
 
-def _errors(wrong: Doubles, residual: Doubles, carry: Carry) -> Doubles:
-    """d H d^T of each column d of `wrong` [K, n], where `residual` is target - q."""
-    damped = np.einsum("k,kn,kn->n", carry.weights, residual, residual)
-    return damped - np.einsum("k,kn,kn->n", carry.damping, wrong, wrong)
+def _round_in_order(
+    exact: Doubles, wrong: Doubles, levels: NDArray[np.float32], rounding: Rounding, carry: Carry
+) -> None:
+    """GPTQ's pass over columns `exact` [K, n]: fills in `levels`, and `wrong`, what they leave."""
+    k, n = levels.shape
+    targets = exact.copy()
+    for start in range(0, len(targets), PATCH):
+        for j in range(start, min(start + PATCH, k)):
+            targets[j] += np.einsum("i,in->n", carry.factors[j, start:j], wrong[start:j])
+            levels[j], value = rounding(j, targets[j, :n])
+            wrong[j, :n] = exact[j, :n] - value
+        _carry_on(carry.factors, wrong, start // PATCH, targets)
 
 
-def _carried(factors: Doubles, wrong: Doubles) -> Doubles:
-    """wrong + factors @ wrong."""
-    result = wrong.copy()
-    for p in range(len(wrong) // PATCH):
-        _patches(result)[p] += np.matmul(_patches(factors)[p, p], _patches(wrong)[p])
-        _carry_on(factors, wrong, p, result)
-    return result
+def _round_again(
+    exact: Doubles, wrong: Doubles, levels: NDArray[np.float32], rounding: Rounding, damped: Doubles
+) -> None:
+    """A sweep over columns that are rounded already: `levels` and `wrong` change."""
+    k, n = levels.shape
+    for p, start in enumerate(range(0, k, PATCH)):
+        slopes, earlier = _slopes(damped, wrong, p), wrong[start : start + PATCH].copy()
+        for j in range(start, min(start + PATCH, k)):
+            moved = wrong[start:j] - earlier[: j - start]
+            slope = slopes[j - start] + np.einsum("i,in->n", damped[j, start:j], moved)
+            target = exact[j] - wrong[j] + slope / damped[j, j]
+            levels[j], value = rounding(j, target[:n])
+            wrong[j, :n] = exact[j, :n] - value
+
+
+def _errors(wrong: Doubles, carry: Carry) -> Doubles:
+    """d H d^T of each column d of `wrong` [K, n], without the damping."""
+    errors = -np.einsum("k,kn,kn->n", carry.damping, wrong, wrong)
+    for p, start in enumerate(range(0, len(wrong), PATCH)):
+        errors += np.einsum("kn,kn->n", wrong[start : start + PATCH], _slopes(carry.damped, wrong, p))
+    return errors
+
+
+def _slopes(damped: Doubles, wrong: Doubles, p: int) -> Doubles:
+    """H d at the columns of patch p, for each column d of `wrong` [K, n]: [PATCH, n]."""
+    total = np.zeros((wrong.shape[1] // PATCH, PATCH, PATCH))
+    for square, part in zip(_patches(damped)[p], _patches(wrong), strict=True):
+        total += np.matmul(square, part)
+    return total.transpose(1, 0, 2).reshape(PATCH, -1)
 
 
 def _carry_on(factors: Doubles, wrong: Doubles, p: int, targets: Doubles) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import llm_formats
 import llm_tables
 import pytest
+import quality_tables
 import sentence_embeddings
 from pages import page, recorded
 
@@ -35,14 +35,11 @@ def test_embeddings_of_sentences():
         assert sentence_embeddings.row(each) in text
 
 
-@pytest.mark.parametrize("passage", llm_tables.PASSAGES, ids=lambda passage: f"{passage.page}:{passage.write.__name__}")
+@pytest.mark.parametrize(
+    "passage",
+    [*llm_tables.PASSAGES, *quality_tables.PASSAGES],
+    ids=lambda passage: f"{passage.page}:{passage.write.__name__}",
+)
 def test_passages_on_language_models(passage):
     text = page(passage.page)
-    assert passage.rewritten(text) == text, "python benchmarks/llm_tables.py writes it anew"
-
-
-def test_every_format_of_the_language_model_was_measured():
-    records = recorded("llm_formats.json")["records"]
-    measured = {(record["format"], record["method"]) for record in records}
-    assert measured == {(format, method) for format, _ in llm_formats.FORMATS for method in ("rtn", "mse")}
-    assert len(records) == 2 * len(llm_formats.FORMATS)
+    assert passage.rewritten(text) == text, "python benchmarks/llm_tables.py and quality_tables.py write it anew"
