@@ -15,37 +15,35 @@ from typing import Any
 
 import numpy as np
 
-from billfish.backends.metal.choose import choose, choose_experts, launch, launch_experts, up
+from billfish.backends.metal.choose import MOST_PARTS, choose, choose_experts, launch, launch_experts, up
 from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
 
 FOLDER = Path(__file__).parent
-WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor"]
+WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor", "size"]
 SAFE = {"math_mode": "safe"}  # fast mode may reorder what decode.metal does on purpose
 
-# Each kernel: the name it gets for a format, the file with its body, and what that calls besides decode and scales.
+# Each kernel: the name it gets for a format, the file with its body, what that calls besides decode and scales, and how many
+# buffers of x it has.
 KERNELS = {
-    "gemv": ("marlin_gemv_{}", "gemv.metal", ["matvec.metal"]),
-    "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"]),
-    "fused": ("marlin_gemm_fused_{}", "gemm_fused.metal", ["tiles.metal", "fused.metal"]),
-    "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"]),
-    "gemv_experts": ("marlin_gemv_experts_{}", "gemv_experts.metal", ["matvec.metal", "experts.metal"]),
-    "gemm_experts": ("marlin_gemm_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"]),
-    "fused_experts": (
-        "marlin_gemm_fused_experts_{}",
-        "gemm_fused_experts.metal",
-        ["tiles.metal", "fused.metal", "experts.metal"],
-    ),
-    "dequantize": ("dequant_{}", "dequantize.metal", ["tiles.metal"]),
+    "gemv": ("marlin_gemv_{}", "gemv.metal", ["matvec.metal"], 0),
+    "gemv_rows": ("marlin_gemv_rows_{}", "gemv_rows.metal", ["matvec.metal"], 0),
+    "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"], 2),
+    "fused": ("marlin_gemm_fused_{}", "gemm.metal", ["tiles.metal"], 1),
+    "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"], 2),
+    "gemv_experts": ("marlin_gemv_experts_{}", "gemv_experts.metal", ["matvec.metal", "experts.metal"], 0),
+    "gemm_experts": ("marlin_gemm_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"], 2),
+    "fused_experts": ("marlin_gemm_fused_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"], 1),
+    "dequantize": ("dequant_{}", "dequantize.metal", [], 0),
 }
-PRODUCTS = ("gemv", "gemm", "fused", "striped")
+PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
-# What kernels are given beside the weights.
+# What kernels are given: the weights, and what is beside them.
 INPUTS = {
-    **{kernel: ["x", *WEIGHT_INPUTS, "bias"] for kernel in PRODUCTS},
+    **{kernel: ["x", *WEIGHT_INPUTS, "bias"] for kernel in (*PRODUCTS, "gemv_rows")},
     "gemv_experts": ["x", *WEIGHT_INPUTS, "bias", "ids"],
-    "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
-    "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
-    "dequantize": [*WEIGHT_INPUTS, "size"],
+    "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
+    "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
+    "dequantize": WEIGHT_INPUTS,
 }
 
 
@@ -73,17 +71,22 @@ def source(file: str) -> str:
     return (FOLDER / file).read_text()
 
 
-def kernel_arguments(kernel: str, name: str, axes: Axes) -> dict[str, Any]:
-    """What `metal_kernel` is given to build one kernel for one format."""
-    pattern, body, headers = KERNELS[kernel]
-    named = {"ELEMENT": axes.element, "SCALE": axes.scale, "OFFSET": axes.offset}
-    axes_text = Template(source("format.metal")).substitute(named)
+def kernel_arguments(kernel: str, name: str, axes: Axes, flushed: bool = False) -> dict[str, Any]:
+    """What `metal_kernel` is given to build one kernel for one format. `flushed`: it meets no subnormal numbers."""
+    pattern, body, headers, buffers = KERNELS[kernel]
+    constants = f"""namespace billfish {{
+constexpr constant bool FLUSHED = {str(flushed).lower()};
+constexpr constant int BUFFERS = {buffers}, MOST_PARTS = {MOST_PARTS};
+}}  // namespace billfish
+"""
+    axes_text = Template(source("format.metal")).substitute(ELEMENT=axes.element, SCALE=axes.scale)
+    files = ["decode.metal", "scales.metal", *headers]
     return {
         "name": pattern.format(name),
         "input_names": INPUTS[kernel],
         "output_names": ["y"],
         "source": source(body),
-        "header": "".join(map(source, ["decode.metal", "scales.metal", *headers])) + axes_text,
+        "header": constants + "".join(map(source, files)) + axes_text,
         "compile_options": SAFE,
     }
 
@@ -105,10 +108,10 @@ ZERO = {
 
 
 class Kernels:
-    """The kernels of one `metal_kernel`, each built once."""
+    """The kernels of one `metal_kernel`, each built once. `flushed` is for GPUs that flush subnormal halves to zero."""
 
-    def __init__(self, metal_kernel: Callable[..., Any]) -> None:
-        self._metal_kernel = metal_kernel
+    def __init__(self, metal_kernel: Callable[..., Any], flushed: bool = False) -> None:
+        self._metal_kernel, self._flushed = metal_kernel, flushed
         self._built: dict[tuple[Any, ...], Any] = {}
 
     def _get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
@@ -117,7 +120,7 @@ class Kernels:
         return self._built[key]
 
     def product(self, kernel: str, w: MetalWeights) -> Any:
-        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes))
+        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes, self._flushed))
 
     def multiply(self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None) -> Any:
         """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given."""
@@ -127,7 +130,7 @@ class Kernels:
         chosen = launch(kernel or choose(m, n, k, x.itemsize), m, n, k)
         added = x if bias is None else more_numbers(bias)
         striped = chosen.kernel == "striped"
-        template = {"T": x.dtype, "GROUP": w.group, **chosen.template}
+        template = {"T": x.dtype, "GROUP": w.group}
         if not striped:
             template["HAS_BIAS"] = bias is not None
         (y,) = self.product(chosen.kernel, w)(
@@ -135,7 +138,7 @@ class Kernels:
             template=list(template.items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
-            output_shapes=[(chosen.template["SLICES"], m, n) if striped else (m, n)],
+            output_shapes=[(chosen.grid[2], m, n) if striped else (m, n)],
             output_dtypes=[library(x).float32 if striped else x.dtype],
         )
         return self._reduce(y, added, bias is not None, x.dtype) if striped else y
@@ -172,7 +175,7 @@ class Kernels:
                 more_numbers(keys),
                 *routing,
             ],
-            template=list((template | chosen.template).items()),
+            template=list(template.items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
             output_shapes=[(choices, n)],
@@ -181,8 +184,8 @@ class Kernels:
         return y
 
     def _reduce(self, partials: Any, bias: Any, has_bias: bool, dtype: Any) -> Any:
-        slices, m, n = partials.shape
-        template = {"T": dtype, "SLICES": slices, "HAS_BIAS": has_bias}
+        _, m, n = partials.shape
+        template = {"T": dtype, "HAS_BIAS": has_bias}
         (y,) = self._get(("reduce",), lambda: REDUCE)(
             inputs=[partials, bias],
             template=list(template.items()),
@@ -211,10 +214,10 @@ class Kernels:
             return xp.stack([self.dequantize(w.expert(e), dtype) for e in range(w.shape[0])])
         n, k = w.shape
         (y,) = self.product("dequantize", w)(
-            inputs=[*(w.arrays[name] for name in WEIGHT_INPUTS), xp.array([k], xp.int32)],
+            inputs=[w.arrays[name] for name in WEIGHT_INPUTS],
             template=[("T", dtype), ("GROUP", w.group)],
-            grid=(up(n, 32) * 32, up(k, 128) * 4, 1),
-            threadgroup=(32, 4, 1),
+            grid=(up(k, 32 * 8) * 8, up(n, 16) * 16, 1),
+            threadgroup=(8, 16, 1),
             output_shapes=[(n, k)],
             output_dtypes=[dtype],
         )

@@ -1,24 +1,22 @@
-// Tiles of y: slabs of x and of decoded weights in threadgroup memory, and their products in simdgroup matrices.
+// Tiles of y: a slab of x in threadgroup memory, weights decoded in registers, and their products in simdgroup matrices.
 //
-// A threadgroup of 128 threads computes TILE_M x TILE_N of y, TILE_K of K at a time. A slab holds TILE_K numbers of
-// each row, k side by side: TILE_M rows of x, or TILE_N rows of the weights.
+// A threadgroup of four simdgroups computes TILE_M x TILE_N of y, a run of K at a time. Each simdgroup has all rows and one panel of 16
+// columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two numbers of
+// an 8x8 matrix of W are then the pair of codes that one word has, and nothing passes from lane to lane.
 namespace billfish {
 
+constexpr constant int TILE_M = 64;
 constexpr constant int TILE_N = 64;
-constexpr constant int TILE_K = 32;
-constexpr constant int RUN_K = 16;  // k that one thread decodes in one column: they share a scale
 
-// A row of a slab, padded by 16 bytes so that eight rows begin in eight different banks.
+// A row of the slab, padded by 16 bytes so that eight rows begin in eight different banks.
 template <typename T>
 struct Slab {
-  static constexpr constant int stride = TILE_K + 16 / sizeof(T);
+  static constexpr constant int stride = RUN + 16 / sizeof(T);
 };
 
-// Four numbers at once, wherever they begin: x may be a slice at any offset.
-template <typename T>
-struct alignas(sizeof(T)) Four {
-  T v[4];
-};
+// Where a lane's two numbers are in an 8x8 matrix: (row, 2 * pair) and (row, 2 * pair + 1). MLX's own kernels rely on it.
+METAL_FUNC int matrix_row(int lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
+METAL_FUNC int matrix_pair(int lane) { return (lane >> 2 & 2) | (lane & 1); }
 
 // ---- which rows tiles are made of: there are kinds of it, and this is all rows of x, in their order
 
@@ -32,7 +30,7 @@ struct AllRows {
 
 // ---- x [.., k]: each thread moves TILE_M / 16 runs of four
 
-template <int TILE_M, typename T>
+template <typename T>
 struct InputRuns {
   vec<T, 4> runs[TILE_M / 16];
   int sources[TILE_M / 16];  // rows of x; -1 where there is none
@@ -64,123 +62,102 @@ struct InputRuns {
   }
 };
 
-// ---- weights: RUN_K of one column
+// ---- weights: a lane's part of a run, in two columns of a panel, 8 apart
 
 template <typename W>
-struct WeightRun {
-  static constexpr constant int word_count = RUN_K / W::word_k;
-  uint words[word_count];
-  uint high;
-  Group group;
+struct WeightParts {
+  Part parts[2];
+  Group groups[2 * W::halves];
 
-  // From `at` on, a multiple of RUN_K. The group's values stay while the group does; `first` says that there are none yet.
-  METAL_FUNC void fetch(W w, int column, int at, bool first) thread {
-    const bool inside = column < w.n && at < w.k;
+  METAL_FUNC void fetch(W w, int panel, int run, int lane) thread {
     #pragma unroll
-    for (int i = 0; i < word_count; i++) {
-      words[i] = inside && at + i * W::word_k < w.k ? w.word(column, at + i * W::word_k) : 0;
+    for (int j = 0; j < 2; j++) {
+      const int column = 8 * j + matrix_row(lane);
+      parts[j] = W::Element::part(w.words(panel, run, column), w.high_words(panel, run, column), matrix_pair(lane));
+      w.template groups<1>(panel, run, column, groups + j * W::halves);
     }
-    high = inside ? w.high_bits(column, at) : 0;
-    if (first) group = {0.0f, 0.0f, 0.0f};
-    if (inside && (first || W::group_of(at) != W::group_of(at - TILE_K))) group = w.group(column, at);
   }
 
-  // Decoded, side by side. Beyond K they are zeros, whatever the scale is.
+  // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run. `left` is how many k it has: beyond K are zeros, whatever the scale is.
   template <typename T>
-  METAL_FUNC void put(threadgroup T* row, int at, int k) const thread {
-    #pragma unroll
-    for (int i = 0; i < word_count; i++) {
-      half4 codes[W::word_k / 4];
-      W::Element::decode(words[i], high >> (i * W::word_k), codes);
-      #pragma unroll
-      for (int q = 0; q < W::word_k / 4; q++) {
-        float4 v = W::apply(float4(codes[q]), group);
-        if (at + i * W::word_k >= k) v = float4(0.0f);
-        *(threadgroup vec<T, 4>*)(row + i * W::word_k + 4 * q) = vec<T, 4>(v);
-      }
-    }
+  METAL_FUNC void matrix(int j, int t, int left, int lane, thread simdgroup_matrix<T, 8, 8>& out) const thread {
+    const float2 v = W::weights(W::Element::pair(parts[j], t), t, groups[j * W::halves + t / 2 % W::halves]);
+    const bool inside = left >= RUN || 8 * t + 2 * matrix_pair(lane) < left;
+    out.thread_elements() = vec<T, 2>(inside ? T(v.x) : T(0), inside ? T(v.y) : T(0));
   }
 };
 
 // ---- products
 
-// sums [ROW_MATRICES][COLUMN_MATRICES] of 8x8 += x rows [.., TILE_K] times weight rows [.., TILE_K] transposed.
-template <int ROW_MATRICES, int COLUMN_MATRICES, typename T>
-METAL_FUNC void multiply_slabs(const threadgroup T* x_rows, const threadgroup T* w_rows,
-                               thread simdgroup_matrix<float, 8, 8>* sums) {
+// sums [TILE_M / 8][2] of 8x8, columns by rows, += weights times the rows of a slab, of which [first, last) are wanted.
+template <bool ALL, typename T, typename W>
+METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int left, int first, int last, int lane,
+                              thread simdgroup_matrix<float, 8, 8>* sums) {
   constexpr int stride = Slab<T>::stride;
   #pragma unroll
-  for (int k = 0; k < TILE_K; k += 8) {
-    simdgroup_matrix<T, 8, 8> a[ROW_MATRICES], b[COLUMN_MATRICES];
+  for (int t = 0; t < 4; t++) {
+    simdgroup_matrix<T, 8, 8> a[2];
     #pragma unroll
-    for (int i = 0; i < ROW_MATRICES; i++) simdgroup_load(a[i], x_rows + 8 * i * stride + k, stride);
+    for (int j = 0; j < 2; j++) w.matrix(j, t, left, lane, a[j]);
     #pragma unroll
-    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_load(b[j], w_rows + 8 * j * stride + k, stride, ulong2(0), true);
-    #pragma unroll
-    for (int i = 0; i < ROW_MATRICES; i++) {
-      #pragma unroll
-      for (int j = 0; j < COLUMN_MATRICES; j++) {
-        simdgroup_multiply_accumulate(sums[i * COLUMN_MATRICES + j], a[i], b[j], sums[i * COLUMN_MATRICES + j]);
+    for (int i = 0; i < TILE_M / 8; i++) {
+      if (ALL || (8 * i < last && 8 * i + 8 > first)) {
+        simdgroup_matrix<T, 8, 8> b;
+        simdgroup_load(b, slab + 8 * i * stride + 8 * t, stride, ulong2(0), true);
+        simdgroup_multiply_accumulate(sums[2 * i], a[0], b, sums[2 * i]);
+        simdgroup_multiply_accumulate(sums[2 * i + 1], a[1], b, sums[2 * i + 1]);
       }
     }
   }
 }
 
-// Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_MATRICES floats for each simdgroup, because
-// which lane holds which number of a simdgroup matrix is nobody's promise.
-template <int ROW_MATRICES, int COLUMN_MATRICES, bool HAS_BIAS, typename T, typename B, typename Rows>
-METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
-                           const device B* bias, Rows rows, int n, int row0, int column0, int lane) {
-  constexpr int width = 8 * COLUMN_MATRICES;
-  #pragma unroll
-  for (int i = 0; i < ROW_MATRICES; i++) {
-    #pragma unroll
-    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_store(sums[i * COLUMN_MATRICES + j], scratch + 8 * j, width);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int e = lane; e < 8 * width; e += 32) {
-      const int row = row0 + 8 * i + e / width, column = column0 + e % width;
-      if (rows.has(row) && column < n) {
-        y[long(rows.target(row)) * n + column] = T(HAS_BIAS ? scratch[e] + float(bias[column]) : scratch[e]);
-      }
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
-}
-
-// ---- the double-buffered pipeline: four simdgroups, 2 x 2, of TILE_M / 16 x 4 matrices of 8x8
-
-// One tile of x @ W.T over k from k_begin to k_end. While one pair of buffers is multiplied, the next is on its way through
-// registers to the other: one barrier for each TILE_K.
-template <int TILE_M, typename T, typename Rows, typename W>
-METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int column0, int k_begin, int k_end,
-                         threadgroup T* x_slabs, threadgroup T* w_slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
-  constexpr int stride = Slab<T>::stride;
-  const int simdgroup_row = index / 64 * (TILE_M / 2), simdgroup_column = index / 32 % 2 * 32;
-  const int column = index % TILE_N, run = index / TILE_N * RUN_K;  // what this thread decodes
-  InputRuns<TILE_M, T> next_x;
-  WeightRun<W> next_w;
+// One tile of W @ x.T over the runs from `begin` to `end`; of its rows, [first, last) are wanted. With two buffers of x there is one barrier
+// for each run, with one there are two. What comes next is on its way through registers meanwhile.
+template <int BUFFERS, typename T, typename Rows, typename W>
+METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first, int last, int panel, int begin, int end,
+                         threadgroup T* slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
+  const int lane = index % 32;
+  const bool active = panel < w.panels(), all = first == 0 && last == TILE_M;
+  InputRuns<T> next_x;
+  WeightParts<W> next_w;
 
   #pragma unroll
-  for (int i = 0; i < TILE_M / 16 * 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   next_x.choose(rows, row0, index);
-  next_x.fetch(x, w.k, k_begin, index);
-  next_w.fetch(w, column0 + column, k_begin + run, true);
-  next_x.put(x_slabs, index);
-  next_w.put(w_slabs + column * stride + run, k_begin + run, w.k);
-  int buffer = 0;
-  for (int k0 = k_begin; k0 < k_end; k0 += TILE_K) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // this buffer is full, and nobody reads the other any more
-    const bool more = k0 + TILE_K < k_end;
-    if (more) {
-      next_x.fetch(x, w.k, k0 + TILE_K, index);
-      next_w.fetch(w, column0 + column, k0 + TILE_K + run, false);
+  if (begin < end) next_x.fetch(x, w.k, begin * RUN, index);
+  if (begin < end && active) next_w.fetch(w, panel, begin, lane);
+  for (int run = begin; run < end; run++) {
+    threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * TILE_M * Slab<T>::stride : 0);
+    if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
+    next_x.put(slab, index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // it is full; and nobody reads the other any more
+    const WeightParts<W> now = next_w;
+    if (run + 1 < end) {
+      next_x.fetch(x, w.k, (run + 1) * RUN, index);
+      if (active) next_w.fetch(w, panel, run + 1, lane);
     }
-    multiply_slabs<TILE_M / 16, 4>(x_slabs + (buffer * TILE_M + simdgroup_row) * stride,
-                                   w_slabs + (buffer * TILE_N + simdgroup_column) * stride, sums);
-    buffer = 1 - buffer;
-    if (more) {
-      next_x.put(x_slabs + buffer * TILE_M * stride, index);
-      next_w.put(w_slabs + (buffer * TILE_N + column) * stride + run, k0 + TILE_K + run, w.k);
+    if (active && all) multiply_slab<true>(slab, now, w.k - run * RUN, first, last, lane, sums);
+    if (active && !all) multiply_slab<false>(slab, now, w.k - run * RUN, first, last, lane, sums);
+  }
+}
+
+// Sums to y, with the bias, rounded once.
+template <bool HAS_BIAS, typename T, typename B, typename Rows>
+METAL_FUNC void store_tile(thread simdgroup_matrix<float, 8, 8>* sums, device T* y, const device B* bias, Rows rows, int n,
+                           int row0, int panel, int lane) {
+  #pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int column = panel * PANEL + 8 * j + matrix_row(lane);
+    if (column >= n) continue;
+    const float added = HAS_BIAS ? float(bias[column]) : 0.0f;
+    #pragma unroll
+    for (int i = 0; i < TILE_M / 8; i++) {
+      #pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int row = row0 + 8 * i + 2 * matrix_pair(lane) + e;
+        const float sum = sums[2 * i + j].thread_elements()[e];
+        if (rows.has(row)) y[long(rows.target(row)) * n + column] = T(HAS_BIAS ? sum + added : sum);
+      }
     }
   }
 }
