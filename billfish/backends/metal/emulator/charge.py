@@ -1,7 +1,7 @@
-"""What an Apple GPU charges for each instruction of LLVM's code: its class, issue slots, and cycles of the complex pipe.
+"""What an Apple GPU charges for each instruction of LLVM's code: its class, issue slots, cycles of the complex pipe.
 
-Figures: philipturner/metal-benchmarks (M1, M1 Max; M2 alike), for one lane at full occupancy. docs/metal.md has the table, the
-rules by which LLVM's instructions become a GPU's, and what is assumed.
+Figures: philipturner/metal-benchmarks (M1, M1 Max; M2 alike), for one lane at full occupancy. docs/metal.md has the
+table, the rules by which LLVM's instructions become a GPU's, and what is assumed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from billfish.backends.metal.emulator.accesses import in_registers, merged_accesses
 from billfish.backends.metal.emulator.code import Block, Function, Instruction, Type
 
 CLASSES = ("simple", "complex", "worse", "between lanes", "matrix", "memory")
@@ -47,7 +48,7 @@ _FREE = {
     "freeze",
     "unreachable",
 }
-_FREE |= {"insertelement", "extractelement", "shufflevector", "insertvalue", "extractvalue", "ptrtoint", "inttoptr"}
+_FREE |= {"shufflevector", "insertvalue", "extractvalue", "ptrtoint", "inttoptr"}
 _CONVERSIONS = {"uitofp", "sitofp", "fptoui", "fptosi"}
 _NARROWER = {"zext", "sext"}
 
@@ -73,8 +74,9 @@ _FREE_INTRINSICS = {"lifetime", "assume", "dbg", "fabs", "experimental", "return
 
 def charges(function: Function, block: Block) -> Iterator[Charge]:
     """Of every instruction of a block."""
+    merged = merged_accesses(function, block)
     for instruction in block.instructions:
-        charge = _charge(function, instruction)
+        charge = None if instruction in merged else _charge(function, instruction)
         if charge is not None:
             yield charge
 
@@ -87,18 +89,21 @@ def _charge(function: Function, instruction: Instruction) -> Charge | None:
     word, type_ = instruction.word, instruction.type
     if word in _FREE:
         return None
+    if word in ("insertelement", "extractelement"):  # with an index that is computed: a choice among the parts
+        return _times(SIMPLE, type_.parts) if "%" in instruction.operands[-1] else None
     if word == "getelementptr":
         return _address(function, instruction)
     if word == "load":
-        return None if _is_position(function, instruction) else MEMORY
+        free = _is_position(instruction) or in_registers(function, instruction.operands[1])
+        return None if free else MEMORY
     if word == "store":
-        return MEMORY
+        return None if in_registers(function, instruction.operands[1]) else MEMORY
     if word == "br":
         return SIMPLE if instruction.rest.startswith("i1") else None
     if word == "switch":
         return _times(SIMPLE, 2 * instruction.rest.count("label") - 2)
     if word == "call":
-        return _call(instruction)
+        return _call(function, instruction)
     found = _arithmetic(function, instruction, type_)
     if found is None:
         return None
@@ -218,7 +223,7 @@ def _multiply(function: Function, instruction: Instruction, wide: bool) -> Charg
 
 
 def _divide(instruction: Instruction) -> Charge:
-    """By a power of two a shift or a mask, by another constant a multiplication; else a sequence around a reciprocal."""
+    """By a power of two a shift or a mask, by another constant a product; else a sequence around a reciprocal."""
     by = instruction.constant(1)
     if by is None:
         return Charge("worse", 8, 24)
@@ -228,7 +233,7 @@ def _divide(instruction: Instruction) -> Charge:
 
 
 def _address(function: Function, instruction: Instruction) -> Charge | None:
-    """Loads and stores add to a 64-bit base either a constant or a register of 32 bits; all else is a 64-bit addition."""
+    """Loads and stores add a constant, or a register of 32 bits, to a 64-bit base; all else is a 64-bit addition."""
     indices = [operand for operand in instruction.operands[2:] if "%" in operand]
     takers = function.users(instruction)
     reached = all(taker.word in ("load", "store") or taker.word == "call" for taker in takers)
@@ -239,7 +244,7 @@ def _address(function: Function, instruction: Instruction) -> Charge | None:
     return None if reached and narrow else ADD64
 
 
-def _is_position(function: Function, load: Instruction) -> bool:
+def _is_position(load: Instruction) -> bool:
     """Whether a load asks the emulator where the thread is; a GPU has it in a register."""
     return "@_ZN8emulator" in load.rest
 
@@ -252,7 +257,7 @@ def is_charged_whole(name: str) -> bool:
     return re.match(r"_ZZ?N5metal\d+(?:simd|quad|threadgroup_barrier|atomic_)", name) is not None
 
 
-def _call(instruction: Instruction) -> Charge | None:
+def _call(function: Function, instruction: Instruction) -> Charge | None:
     name, type_ = (
         instruction.called,
         Type.read(re.sub(r"^(?:noundef |nofpclass\(\w+\) |range\(.*?\) )*", "", instruction.rest)),
@@ -262,7 +267,7 @@ def _call(instruction: Instruction) -> Charge | None:
     if name in _LIBRARY:
         return _LIBRARY[name]
     if found := re.match(r"llvm\.(\w+)", name):
-        return _intrinsic(found[1], instruction, type_)
+        return _intrinsic(found[1], function, instruction, type_)
     if found := re.match(r"_ZN5metal\d+((?:simd|quad)_[a-z_]+)", name):
         return _between_lanes(found[1], instruction, type_)
     if "simdgroup_multiply_accumulate" in name:
@@ -271,15 +276,18 @@ def _call(instruction: Instruction) -> Charge | None:
         # Two neighbours of a row in each lane; of a column they are two accesses.
         return _times(MEMORY, 1 if instruction.arguments[-1].endswith(("false", " 0")) else 2)
     if re.match(r"_ZN5metal\d+(?:threadgroup_barrier|simdgroup_barrier|atomic_)", name) or "device_fence" in name:
-        return MEMORY
+        return None if "simdgroup_barrier" in name and " 0" in instruction.arguments[0] else MEMORY
     return None  # a function of the kernel's own, whose blocks are counted, or a question for the thread's place
 
 
-def _intrinsic(name: str, instruction: Instruction, type_: Type) -> Charge | None:
+def _intrinsic(name: str, function: Function, instruction: Instruction, type_: Type) -> Charge | None:
     if name in _FREE_INTRINSICS:
         return None
     if name in ("memset", "memcpy", "memmove"):
         size = re.search(r"i64 (\d+)", instruction.rest)
+        pointers = instruction.arguments[: 1 if name == "memset" else 2]
+        if all(in_registers(function, pointer) for pointer in pointers):
+            return None
         return _times(MEMORY, -(-int(size[1]) // 16) if size else 1)
     if name == "vector":  # llvm.vector.reduce.add.v4i32
         operand = Type.read(instruction.arguments[-1])

@@ -43,11 +43,12 @@ _INSTRUMENTED_FLAGS = ["-DEMULATOR_INSTRUMENTED", "-fsanitize=thread", "-fno-vec
 for _option in ("func-entry-exit=0", "read-before-write=1"):
     _INSTRUMENTED_FLAGS += ["-mllvm", f"-tsan-instrument-{_option}"]
 _INSTRUMENTED_FLAGS += ["-mllvm", "-tsan-handle-cxx-exceptions=0"]
-# What is counted is the code of a GPU: indices stay 32 bits wide, and loops of known length are unrolled whole or not at all.
+# What is counted is as near to a GPU's code as this compiler can come: indices stay 32 bits wide, functions are
+# inlined, loops of known length are unrolled whole, others not at all.
 _COUNTED_FLAGS = [*_INSTRUMENTED_FLAGS, "-fno-signed-zeros"]
 for _option in ("indvars-widen-indvars=false", "unroll-runtime=false", "unroll-allow-partial=false"):
     _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
-for _option in ("unroll-threshold=2000", "disable-vector-combine"):
+for _option in ("inline-threshold=1000000", "unroll-threshold=2000", "disable-vector-combine"):
     _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
 _SAFE_MATH, _HOSTILE_MATH = ["-ffp-contract=off"], ["-ffast-math", "-ffp-contract=fast", "-fno-finite-math-only"]
 # Without the C library's own libraries, which the process has anyway: zig would build stubs of them for half a minute.

@@ -1,7 +1,7 @@
 """Counting what lanes execute: a counter for each block of LLVM's code, and what each block holds.
 
-The compiled kernel carries a table [32 lanes, blocks] of how often each lane entered each block, and the charges of every
-block. A simdgroup pays for a block if any of its lanes enters it, so what is issued is 32 times the busiest lane's count.
+The compiled kernel carries a table [32 lanes, blocks] of how often each lane entered each block, and the charges of
+every block. A simdgroup pays for a block if any of its lanes enters it: issued is 32 times the busiest lane's count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LANE_OFFSET = 28  # of `lane` in emulator::Position, see runtime/emulator.h
 class Instructions:
     """Of a launch. `executed` are instructions of lanes, one for each part of a vector, by class (`charge.CLASSES`).
 
-    `issue` and `pipe` are cycles of lanes, idle lanes of a simdgroup included: 1 is one of 128 lanes of a core for one clock.
+    `issue` and `pipe` are cycles of lanes, idle lanes of a simdgroup included; a core has 128 of them in a clock.
     """
 
     executed: dict[str, float]
@@ -51,7 +51,8 @@ class Instructions:
 
 def add_counters(code: str) -> str:
     """The same LLVM code, counting its blocks in @emulator_blocks; @emulator_contents says what is in each."""
-    lines, contents = code.splitlines(), []
+    lines = code.splitlines()
+    contents: list[list[tuple[str, int, float, float]]] = []
     for function in read_functions(code):
         if not function.seen or is_charged_whole(function.name):
             continue
