@@ -11,7 +11,7 @@ BUSY = 128
 PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 64, 32, 128
 MATVEC_ROWS = 8
 # Simdgroups of a matvec's threadgroup, which share K: at most so many, each with so many k at least.
-MOST_PARTS, PART_K = 8, 1024
+MOST_PARTS, PART_K = 8, 2048
 # Rows of each expert, on average, from which on tiles are better: matvec reads the weights of an expert for each row.
 TILED_ROWS = 4
 

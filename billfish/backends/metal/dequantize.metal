@@ -2,14 +2,14 @@
 using namespace billfish;
 const int n = size[0], k = size[1];
 const int run = thread_position_in_grid.x, column = thread_position_in_grid.y;
-const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
+const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k).from(column / PANEL);
 using W = decltype(weights<GROUP>(codes, high, scales, offsets, factor, n, k));
 if (run < w.runs() && column < n) {
-  const int panel = column / PANEL, within = column % PANEL;
+  const int within = column % PANEL;
   Group groups[W::halves];
-  w.template groups<1>(panel, run, within, groups);
+  w.template groups<1>(run, within, groups);
   for (int i = 0; i < 4; i++) {
-    const Part part = W::Element::part(w.words(panel, run, within), w.high_words(panel, run, within), i);
+    const Part part = W::Element::part(w.words(run, within), w.high_words(run, within), i);
     for (int t = 0; t < 4; t++) {
       const float2 v = W::weights(W::Element::pair(part, t), t, groups[t / 2 % W::halves]);
       const int at = run * RUN + 8 * t + 2 * i;

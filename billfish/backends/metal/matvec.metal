@@ -4,19 +4,19 @@
 // lanes, which have other k. The simdgroups of a threadgroup have the same panel and other k, and add up at the end.
 namespace billfish {
 
-// COUNT numbers of x from `at` on, zeros from K on. K is a multiple of 4.
+// COUNT numbers of x; from the `left`-th on they are zeros. K is a multiple of 4.
 template <int COUNT, typename T>
-METAL_FUNC void load_numbers(const device T* row, int at, int k, thread T* to) {
-  if (at + COUNT <= k) {
+METAL_FUNC void load_numbers(const device T* from, int left, thread T* to) {
+  if (left >= COUNT) {
     #pragma unroll
     for (int i = 0; i < COUNT; i += 4) {
-      const Four<T> four = *(const device Four<T>*)(row + at + i);
+      const Four<T> four = *(const device Four<T>*)(from + i);
       #pragma unroll
       for (int j = 0; j < 4; j++) to[i + j] = four.v[j];
     }
   } else {
     #pragma unroll
-    for (int i = 0; i < COUNT; i++) to[i] = at + i < k ? row[at + i] : T(0);
+    for (int i = 0; i < COUNT; i++) to[i] = i < left ? from[i] : T(0);
   }
 }
 
@@ -27,20 +27,20 @@ struct Runs {
   uint words[COLUMNS * run_words];
   uint high[COLUMNS * high_words + 1];
 
-  METAL_FUNC void fetch(W w, int panel, int run, int column) thread {
+  METAL_FUNC void fetch(W w, int run, int column) thread {
     constexpr int width = run_words < 4 ? run_words : 4;
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       #pragma unroll
       for (int i = 0; i < run_words; i += width) {
-        load_columns<width>(w.words(panel, run, column + c) + i, words + c * run_words + i);
+        load_columns<width>(w.words(run, column + c) + i, words + c * run_words + i);
       }
     }
     if (high_words != 0) {
       constexpr int all = COLUMNS * high_words, step = all < 4 ? all : 4;
       #pragma unroll
       for (int i = 0; i < all; i += step) {
-        load_columns<(step < 1 ? 1 : step)>(w.high_words(panel, run, column) + i, high + i);
+        load_columns<(step < 1 ? 1 : step)>(w.high_words(run, column) + i, high + i);
       }
     }
   }
@@ -59,7 +59,7 @@ METAL_FUNC void multiply_raw(const device T* x, int m, W w, thread const Runs<CO
   constexpr int places = W::Element::places, halves = W::halves;
   T xs[ROWS * RUN];
   #pragma unroll
-  for (int r = 0; r < ROWS; r++) load_numbers<RUN>(x + long(min(r, m - 1)) * w.k, k0, w.k, xs + r * RUN);
+  for (int r = 0; r < ROWS; r++) load_numbers<RUN>(x + (min(r, m - 1) * w.k + k0), w.k - k0, xs + r * RUN);
   if (W::subtracts || W::adds) {
     #pragma unroll
     for (int i = 0; i < ROWS * RUN; i++) x_sums[i % RUN / (RUN / halves) * ROWS + i / RUN] += float(xs[i]);
@@ -97,11 +97,14 @@ METAL_FUNC void multiply_raw(const device T* x, int m, W w, thread const Runs<CO
 template <int ROWS, int COLUMNS, typename T, typename W>
 METAL_FUNC void multiply_finished(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0,
                                   thread const Group* groups, thread float* products) {
+  const device T* rows[ROWS];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) rows[r] = x + (min(r, m - 1) * w.k + k0);
   #pragma unroll
   for (int t = 0; t < 4; t++) {
     T xs[ROWS * 8];
     #pragma unroll
-    for (int r = 0; r < ROWS; r++) load_numbers<8>(x + long(min(r, m - 1)) * w.k, k0 + 8 * t, w.k, xs + r * 8);
+    for (int r = 0; r < ROWS; r++) load_numbers<8>(rows[r] + 8 * t, w.k - k0 - 8 * t, xs + r * 8);
     const int h = t / 2 % W::halves;
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
@@ -127,16 +130,16 @@ METAL_FUNC void multiply_finished(const device T* x, int m, W w, thread const Ru
 
 // ---- all of them
 
-// sums [ROWS][COLUMNS] of x rows times weights, for the k of this lane and this simdgroup, which is `part` of `parts`.
+// sums [ROWS][COLUMNS] of x rows times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
 template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void sum_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane, thread float* sums) {
+METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, int lane, thread float* sums) {
   constexpr int lanes = 2 * COLUMNS, halves = W::halves;
   constexpr int group_runs = W::group_k > RUN ? W::group_k / RUN : 1;
   constexpr bool raw = ROWS <= 2, scaled = !raw && W::adds;
   const int column = lane / lanes * COLUMNS;
-  Group groups[halves * COLUMNS];
+  Group groups[halves * COLUMNS] = {};
   if (W::group_k == 0) {  // one lane reads what all of them need
-    if (lane % lanes == 0) w.template groups<COLUMNS>(panel, 0, column, groups);
+    if (lane % lanes == 0) w.template groups<COLUMNS>(0, column, groups);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       const ushort owner = lane / lanes * lanes;
@@ -145,11 +148,11 @@ METAL_FUNC void sum_panel(const device T* x, int m, W w, int panel, int part, in
     }
   }
   for (int group = part * lanes + lane % lanes; group * group_runs < w.runs(); group += parts * lanes) {
-    if (W::group_k != 0) w.template groups<COLUMNS>(panel, group * group_runs, column, groups);
+    if (W::group_k != 0) w.template groups<COLUMNS>(group * group_runs, column, groups);
     float products[halves * ROWS * COLUMNS] = {0}, x_sums[halves * ROWS] = {0};
     for (int run = group * group_runs; run < min((group + 1) * group_runs, w.runs()); run++) {
       Runs<COLUMNS, W> runs;
-      runs.fetch(w, panel, run, column);
+      runs.fetch(w, run, column);
       if (raw) {
         multiply_raw<ROWS, COLUMNS>(x, m, w, runs, run * RUN, products, x_sums);
       } else {
@@ -202,7 +205,7 @@ template <int ROWS, int COLUMNS, bool HAS_BIAS, typename T, typename W, typename
 METAL_FUNC void multiply_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane,
                                threadgroup float* scratch, device Y* y, const device B* bias) {
   float sums[ROWS * COLUMNS] = {0};
-  sum_panel<ROWS, COLUMNS>(x, m, w, panel, part, parts, lane, sums);
+  sum_panel<ROWS, COLUMNS>(x, m, w.from(panel), part, parts, lane, sums);
   store_panel<ROWS, COLUMNS, HAS_BIAS>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
 }
 

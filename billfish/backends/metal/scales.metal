@@ -78,15 +78,21 @@ template <typename Decode, Offset OFFSET>
 struct OneLevel {
   static constexpr constant Offset offset = OFFSET;
 
+  template <int GROUP>
+  static METAL_FUNC int scales_of_panel(int runs) {
+    constexpr int group_runs = GROUP > RUN ? GROUP / RUN : 1;
+    return PANEL * (GROUP == 0 ? 1 : GROUP == 16 ? 2 * runs : (runs + group_runs - 1) / group_runs);
+  }
+  template <int GROUP>
+  static METAL_FUNC int offsets_of_panel(int runs) { return scales_of_panel<GROUP>(runs); }
+
   template <int COLUMNS, int GROUP, typename S, typename O>
-  static METAL_FUNC void groups(const device S* scales, const device O* offsets, float factor, int panel, int runs, int run,
-                                int column, thread Group* out) {
-    constexpr int halves = GROUP == 16 ? 2 : 1;
-    const int count = GROUP == 0 ? 1 : GROUP == 16 ? 2 * runs : (RUN * runs + GROUP - 1) / (GROUP == 0 ? 1 : GROUP);
-    const int first = GROUP == 0 ? 0 : GROUP == 16 ? 2 * run : run / (GROUP < RUN ? 1 : GROUP / RUN);
+  static METAL_FUNC void groups(const device S* scales, const device O* offsets, float factor, int run, int column,
+                                thread Group* out) {
     #pragma unroll
-    for (int h = 0; h < halves; h++) {
-      const long at = (long(panel) * count + first + h) * PANEL + column;
+    for (int h = 0; h < (GROUP == 16 ? 2 : 1); h++) {
+      const int group = GROUP == 0 ? 0 : GROUP == 16 ? 2 * run + h : run / (GROUP < RUN ? 1 : GROUP / RUN);
+      const int at = group * PANEL + column;
       S scale[COLUMNS];
       O other[COLUMNS];
       load_columns<COLUMNS>(scales + at, scale);
@@ -104,9 +110,8 @@ struct OneLevel {
 // Two integers of six bits for each run, [panels][runs][24 bytes]: 16 bytes with the first integer and two bits of the second,
 // and 8 bytes with its other four bits, two columns in each.
 template <int COLUMNS>
-METAL_FUNC void six_bit_pairs(const device uchar* scales, int panel, int runs, int run, int column, thread int* first,
-                              thread int* second) {
-  const device uchar* record = scales + (long(panel) * runs + run) * 24;
+METAL_FUNC void six_bit_pairs(const device uchar* scales, int run, int column, thread int* first, thread int* second) {
+  const device uchar* record = scales + run * 24;
   uchar low[COLUMNS], rest[(COLUMNS + 1) / 2];
   load_columns<COLUMNS>(record + column, low);
   load_columns<(COLUMNS + 1) / 2>(record + PANEL + column / 2, rest);
@@ -120,8 +125,8 @@ METAL_FUNC void six_bit_pairs(const device uchar* scales, int panel, int runs, i
 
 // The numbers of blocks of 256, [panels][blocks][16]: d, or d and dmin side by side.
 template <int COLUMNS, int NUMBERS>
-METAL_FUNC void block_numbers(const device half* blocks, int panel, int runs, int run, int column, thread half* out) {
-  const device half* from = blocks + ((long(panel) * (runs / 8) + run / 8) * PANEL + column) * NUMBERS;
+METAL_FUNC void block_numbers(const device half* blocks, int run, int column, thread half* out) {
+  const device half* from = blocks + (run / 8 * PANEL + column) * NUMBERS;
   if (COLUMNS * NUMBERS <= 4) {
     load_columns<COLUMNS * NUMBERS <= 4 ? COLUMNS * NUMBERS : 1>(from, out);
   } else {
@@ -134,13 +139,18 @@ METAL_FUNC void block_numbers(const device half* blocks, int panel, int runs, in
 struct SixBitMinimum {
   static constexpr constant Offset offset = Offset::minimum;
 
+  template <int GROUP>
+  static METAL_FUNC int scales_of_panel(int runs) { return 24 * runs; }
+  template <int GROUP>
+  static METAL_FUNC int offsets_of_panel(int runs) { return runs / 8 * 2 * PANEL; }
+
   template <int COLUMNS, int GROUP>
-  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int panel, int runs, int run,
-                                int column, thread Group* out) {
+  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int run, int column,
+                                thread Group* out) {
     int scale[COLUMNS], minimum[COLUMNS];
     half both[2 * COLUMNS];
-    six_bit_pairs<COLUMNS>(scales, panel, runs, run, column, scale, minimum);
-    block_numbers<COLUMNS, 2>(blocks, panel, runs, run, column, both);
+    six_bit_pairs<COLUMNS>(scales, run, column, scale, minimum);
+    block_numbers<COLUMNS, 2>(blocks, run, column, both);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       out[c] = {float(both[2 * c]) * float(scale[c]), 0.0f, -(float(both[2 * c + 1]) * float(minimum[c]))};
@@ -152,13 +162,18 @@ struct SixBitMinimum {
 struct SixBitScale {
   static constexpr constant Offset offset = Offset::none;
 
+  template <int GROUP>
+  static METAL_FUNC int scales_of_panel(int runs) { return 24 * runs; }
+  template <int GROUP>
+  static METAL_FUNC int offsets_of_panel(int runs) { return runs / 8 * PANEL; }
+
   template <int COLUMNS, int GROUP>
-  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int panel, int runs, int run,
-                                int column, thread Group* out) {
+  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int run, int column,
+                                thread Group* out) {
     int first[COLUMNS], second[COLUMNS];
     half d[COLUMNS];
-    six_bit_pairs<COLUMNS>(scales, panel, runs, run, column, first, second);
-    block_numbers<COLUMNS, 1>(blocks, panel, runs, run, column, d);
+    six_bit_pairs<COLUMNS>(scales, run, column, first, second);
+    block_numbers<COLUMNS, 1>(blocks, run, column, d);
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       out[c] = {float(d[c]) * float(first[c] - 32), 0.0f, 0.0f};
@@ -172,16 +187,21 @@ template <bool MINIMUM>
 struct ByteOfBlock {
   static constexpr constant Offset offset = MINIMUM ? Offset::minimum : Offset::none;
 
+  template <int GROUP>
+  static METAL_FUNC int scales_of_panel(int runs) { return 2 * PANEL * runs; }
+  template <int GROUP>
+  static METAL_FUNC int offsets_of_panel(int runs) { return runs / 8 * (MINIMUM ? 2 : 1) * PANEL; }
+
   template <int COLUMNS, int GROUP>
-  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int panel, int runs, int run,
-                                int column, thread Group* out) {
+  static METAL_FUNC void groups(const device uchar* scales, const device half* blocks, float, int run, int column,
+                                thread Group* out) {
     constexpr int numbers = MINIMUM ? 2 : 1;
     half above[numbers * COLUMNS];
-    block_numbers<COLUMNS, numbers>(blocks, panel, runs, run, column, above);
+    block_numbers<COLUMNS, numbers>(blocks, run, column, above);
     #pragma unroll
     for (int h = 0; h < 2; h++) {
       uchar bytes[COLUMNS];
-      load_columns<COLUMNS>(scales + (long(panel) * 2 * runs + 2 * run + h) * PANEL + column, bytes);
+      load_columns<COLUMNS>(scales + (2 * run + h) * PANEL + column, bytes);
       #pragma unroll
       for (int c = 0; c < COLUMNS; c++) {
         const int scale = MINIMUM ? bytes[c] & 15 : int(as_type<char>(bytes[c]));
@@ -213,18 +233,26 @@ struct Weights {
   METAL_FUNC int panels() const thread { return (n + PANEL - 1) / PANEL; }
   METAL_FUNC int runs() const thread { return (k + RUN - 1) / RUN; }
 
-  // Of one column: the words of a run, and those of its further bits.
-  METAL_FUNC const device uint* words(int panel, int run, int column) const thread {
-    return codes + ((long(panel) * runs() + run) * PANEL + column % 4 * 4 + column / 4) * Codes::run_words;
+  // The same, from a panel on: what follows is found with 32 bits, which are cheaper to add than 64.
+  METAL_FUNC Weights from(int panel) const thread {
+    const long before = panel;
+    return {codes + before * runs() * (PANEL * Codes::run_words), high + before * runs() * (PANEL * Codes::high_words),
+            scales + before * Scale::template scales_of_panel<GROUP>(runs()),
+            offsets + before * Scale::template offsets_of_panel<GROUP>(runs()), factor, n, k};
   }
-  METAL_FUNC const device uint* high_words(int panel, int run, int column) const thread {
-    return high + ((long(panel) * runs() + run) * PANEL + column) * Codes::high_words;
+
+  // Of one column of the first panel: the words of a run, and those of its further bits.
+  METAL_FUNC const device uint* words(int run, int column) const thread {
+    return codes + (run * PANEL + column % 4 * 4 + column / 4) * Codes::run_words;
+  }
+  METAL_FUNC const device uint* high_words(int run, int column) const thread {
+    return high + (run * PANEL + column) * Codes::high_words;
   }
 
   // [halves][COLUMNS]; what is subtracted from codes is in `zero`.
   template <int COLUMNS>
-  METAL_FUNC void groups(int panel, int run, int column, thread Group* out) const thread {
-    Scale::template groups<COLUMNS, GROUP>(scales, offsets, factor, panel, runs(), run, column, out);
+  METAL_FUNC void groups(int run, int column, thread Group* out) const thread {
+    Scale::template groups<COLUMNS, GROUP>(scales, offsets, factor, run, column, out);
     if (Codes::bias != 0) {
       #pragma unroll
       for (int i = 0; i < halves * COLUMNS; i++) out[i].zero = Codes::bias;

@@ -69,12 +69,12 @@ struct WeightParts {
   Part parts[2];
   Group groups[2 * W::halves];
 
-  METAL_FUNC void fetch(W w, int panel, int run, int lane) thread {
+  METAL_FUNC void fetch(W w, int run, int lane) thread {
     #pragma unroll
     for (int j = 0; j < 2; j++) {
       const int column = 8 * j + matrix_row(lane);
-      parts[j] = W::Element::part(w.words(panel, run, column), w.high_words(panel, run, column), matrix_pair(lane));
-      w.template groups<1>(panel, run, column, groups + j * W::halves);
+      parts[j] = W::Element::part(w.words(run, column), w.high_words(run, column), matrix_pair(lane));
+      w.template groups<1>(run, column, groups + j * W::halves);
     }
   }
 
@@ -117,6 +117,7 @@ template <int BUFFERS, typename T, typename Rows, typename W>
 METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first, int last, int panel, int begin, int end,
                          threadgroup T* slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
   const int lane = index % 32;
+  const W own = w.from(panel);
   const bool active = panel < w.panels(), all = first == 0 && last == TILE_M;
   InputRuns<T> next_x;
   WeightParts<W> next_w;
@@ -125,7 +126,7 @@ METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first,
   for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   next_x.choose(rows, row0, index);
   if (begin < end) next_x.fetch(x, w.k, begin * RUN, index);
-  if (begin < end && active) next_w.fetch(w, panel, begin, lane);
+  if (begin < end && active) next_w.fetch(own, begin, lane);
   for (int run = begin; run < end; run++) {
     threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * TILE_M * Slab<T>::stride : 0);
     if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
@@ -134,7 +135,7 @@ METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first,
     const WeightParts<W> now = next_w;
     if (run + 1 < end) {
       next_x.fetch(x, w.k, (run + 1) * RUN, index);
-      if (active) next_w.fetch(w, panel, run + 1, lane);
+      if (active) next_w.fetch(own, run + 1, lane);
     }
     if (active && all) multiply_slab<true>(slab, now, w.k - run * RUN, first, last, lane, sums);
     if (active && !all) multiply_slab<false>(slab, now, w.k - run * RUN, first, last, lane, sums);
