@@ -173,8 +173,18 @@ class metal_kernel:
         if recording is not None:
             threadgroups = math.prod(-(-size // part) for size, part in zip(grid, threadgroup, strict=True))
             instructions = None if counters is None else counters.instructions()
-            threads = math.prod(threadgroup)
-            launch = Launch.of(self.name, text.name, outcome, memory, library, threadgroups, threads, instructions)
+            sizes = {b.name: b.nbytes for a, b in zip(text.arguments, buffers, strict=True) if not a.constant}
+            launch = Launch.of(
+                self.name,
+                text.name,
+                outcome,
+                memory,
+                library,
+                threadgroups,
+                math.prod(threadgroup),
+                sizes,
+                instructions,
+            )
             ran = min(recording.most or threadgroups, threadgroups)
             recording.log.append(launch if ran == threadgroups else launch.scaled(threadgroups / ran))
         outputs = buffers[-len(self.output_names) :]

@@ -43,6 +43,7 @@ class Launch:
     stores: dict[str, dict[int, int]]
     threadgroups: int
     threads: int  # of a threadgroup
+    sizes: dict[str, int]  # bytes of each buffer in device memory
     instructions: Instructions | None  # if asked for
 
     @classmethod
@@ -55,6 +56,7 @@ class Launch:
         library: ctypes.CDLL,
         threadgroups: int,
         threads: int,
+        sizes: dict[str, int],
         instructions: Instructions | None,
     ) -> Launch:
         counters = outcome.counters
@@ -75,6 +77,7 @@ class Launch:
             outcome.stores,
             threadgroups,
             threads,
+            sizes,
             instructions,
         )
 
