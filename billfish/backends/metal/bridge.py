@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,18 +22,32 @@ FOLDER = Path(__file__).parent
 WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor", "size"]
 SAFE = {"math_mode": "safe"}  # fast mode may reorder what decode.metal does on purpose
 
-# Each kernel: the name it gets for a format, the file with its body, what that calls besides decode and scales, and how many
-# buffers of x it has.
+
+
+class Kernel(NamedTuple):
+    """The name it gets for a format, the file with its body, what that calls besides decode and scales, and buffers of x."""
+
+    pattern: str
+    body: str
+    headers: tuple[str, ...] = ()
+    buffers: int = 0
+
+
+MATVEC, TILES, EXPERTS = "matvec.metal", "tiles.metal", "experts.metal"
 KERNELS = {
-    "gemv": ("marlin_gemv_{}", "gemv.metal", ["matvec.metal"], 0),
-    "gemv_rows": ("marlin_gemv_rows_{}", "gemv_rows.metal", ["matvec.metal"], 0),
-    "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"], 2),
-    "fused": ("marlin_gemm_fused_{}", "gemm.metal", ["tiles.metal"], 1),
-    "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"], 2),
-    "gemv_experts": ("marlin_gemv_experts_{}", "gemv_experts.metal", ["matvec.metal", "experts.metal"], 0),
-    "gemm_experts": ("marlin_gemm_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"], 2),
-    "fused_experts": ("marlin_gemm_fused_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"], 1),
-    "dequantize": ("dequant_{}", "dequantize.metal", [], 0),
+    "gemv": Kernel("marlin_gemv_{}", "gemv.metal", (MATVEC,)),
+    "gemv_rows": Kernel("marlin_gemv_rows_{}", "gemv_rows.metal", (MATVEC,)),
+    "gemm": Kernel("marlin_gemm_{}", "gemm.metal", (TILES,), 2),
+    "fused": Kernel("marlin_gemm_fused_{}", "gemm.metal", (TILES,), 1),
+    "striped": Kernel("marlin_gemm_{}_striped", "gemm_striped.metal", (TILES,), 2),
+    "gemv_experts": Kernel("marlin_gemv_experts_{}", "gemv_experts.metal", (MATVEC, EXPERTS)),
+    "gemm_experts": Kernel(
+        "marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2
+    ),
+    "fused_experts": Kernel(
+        "marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1
+    ),
+    "dequantize": Kernel("dequant_{}", "dequantize.metal"),
 }
 PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
@@ -73,19 +87,19 @@ def source(file: str) -> str:
 
 def kernel_arguments(kernel: str, name: str, axes: Axes, flushed: bool = False) -> dict[str, Any]:
     """What `metal_kernel` is given to build one kernel for one format. `flushed`: it meets no subnormal numbers."""
-    pattern, body, headers, buffers = KERNELS[kernel]
+    made = KERNELS[kernel]
     constants = f"""namespace billfish {{
 constexpr constant bool FLUSHED = {str(flushed).lower()};
-constexpr constant int BUFFERS = {buffers}, MOST_PARTS = {MOST_PARTS};
+constexpr constant int BUFFERS = {made.buffers}, MOST_PARTS = {MOST_PARTS};
 }}  // namespace billfish
 """
     axes_text = Template(source("format.metal")).substitute(ELEMENT=axes.element, SCALE=axes.scale)
-    files = ["decode.metal", "scales.metal", *headers]
+    files = ["decode.metal", "scales.metal", *made.headers]
     return {
-        "name": pattern.format(name),
+        "name": made.pattern.format(name),
         "input_names": INPUTS[kernel],
         "output_names": ["y"],
-        "source": source(body),
+        "source": source(made.body),
         "header": constants + "".join(map(source, files)) + axes_text,
         "compile_options": SAFE,
     }

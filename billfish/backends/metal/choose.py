@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Threadgroups that keep a GPU at work. Apple's GPUs have 8 to 80 cores, and a core hides the latency of memory by going
-# from one threadgroup to another: 128 are 16 for each of 8 cores, or 1.6 for each of 80. Estimated, not yet measured.
-BUSY = 128
+# from one threadgroup to another: 256 are 32 for each of 8 cores, or 3.2 for each of 80. Estimated, not yet measured.
+BUSY = 256
 
-PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 64, 32, 128
+# Tiles have two panels of 16 columns, one for each simdgroup of their threadgroups.
+PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 32, 32, 64
 MATVEC_ROWS = 8
 # Simdgroups of a matvec's threadgroup, which share K: at most so many, each with so many k at least.
 MOST_PARTS, PART_K = 8, 2048
@@ -66,8 +67,7 @@ def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
     """How to launch it. Matvec has two kernels, for one row and for more."""
     if kernel == "gemv":
         return _matvec("gemv" if m == 1 else "gemv_rows", n, k, 1)
-    deep = slices(m, n, k) if kernel == "striped" else 1
-    return Dispatch(kernel, (up(n, TILE_N) * THREADS, up(m, TILE_M), deep), (THREADS, 1, 1))
+    return _tiles(kernel, n, up(m, TILE_M), slices(m, n, k) if kernel == "striped" else 1)
 
 
 def launch_experts(kernel: str, choices: int, experts: int, n: int, k: int) -> Dispatch:
@@ -75,7 +75,11 @@ def launch_experts(kernel: str, choices: int, experts: int, n: int, k: int) -> D
     if kernel == "gemv_experts":
         return _matvec(kernel, n, k, choices)
     rows = next((rows for rows in (16, 32) if up(choices, experts) <= rows), TILE_M)
-    return Dispatch(kernel, (up(n, TILE_N) * THREADS, up(choices, rows), 1), (THREADS, 1, 1))
+    return _tiles(kernel, n, up(choices, rows), 1)
+
+
+def _tiles(kernel: str, n: int, down: int, deep: int) -> Dispatch:
+    return Dispatch(kernel, (up(n, TILE_N) * THREADS, down, deep), (THREADS, 1, 1))
 
 
 def _matvec(kernel: str, n: int, k: int, times: int) -> Dispatch:

@@ -33,14 +33,16 @@ struct Runs {
     for (int c = 0; c < COLUMNS; c++) {
       #pragma unroll
       for (int i = 0; i < run_words; i += width) {
-        load_columns<width>(w.words(run, column + c) + i, words + c * run_words + i);
+        const WordsAt from = w.words(run, column + c);
+        load_columns<width>(from.base + (from.at + i), words + c * run_words + i);
       }
     }
     if (high_words != 0) {
       constexpr int all = COLUMNS * high_words, step = all < 4 ? all : 4;
       #pragma unroll
       for (int i = 0; i < all; i += step) {
-        load_columns<(step < 1 ? 1 : step)>(w.high_words(run, column) + i, high + i);
+        const WordsAt from = w.high_words(run, column);
+        load_columns<(step < 1 ? 1 : step)>(from.base + (from.at + i), high + i);
       }
     }
   }

@@ -39,7 +39,7 @@ struct Plain {
 // A bare exponent: 2^(e - 127). 0 would be a zero instead of 2^-127, and 255 is NaN.
 struct E8M0 {
   static METAL_FUNC float decode(uchar e, float) {
-    return as_type<float>(e == 0 ? 0x00400000u : e == 255 ? 0x7FC00000u : uint(e) << 23);
+    return as_type<float>(e == 255 ? 0x7FC00000u : max(uint(e) << 23, 0x00400000u));
   }
 };
 
@@ -204,7 +204,7 @@ struct ByteOfBlock {
       load_columns<COLUMNS>(scales + (2 * run + h) * PANEL + column, bytes);
       #pragma unroll
       for (int c = 0; c < COLUMNS; c++) {
-        const int scale = MINIMUM ? bytes[c] & 15 : int(as_type<char>(bytes[c]));
+        const int scale = MINIMUM ? bytes[c] & 15 : (bytes[c] ^ 0x80) - 0x80;
         out[h * COLUMNS + c] = {float(above[numbers * c]) * float(scale), 0.0f, 0.0f};
         if (MINIMUM) out[h * COLUMNS + c].minimum = -(float(above[numbers * c + numbers - 1]) * float(bytes[c] >> 4));
       }
@@ -213,6 +213,14 @@ struct ByteOfBlock {
 };
 
 // ---- all planes of a weight [N, K]
+
+// Words from a place on, found with 32 bits, which are cheaper to add than 64.
+struct WordsAt {
+  const device uint* base;
+  int at;
+
+  METAL_FUNC uint operator[](int i) const thread { return base[at + i]; }
+};
 
 // codes [panels][runs][16][run_words], columns in the order 0, 4, 8, 12, 1, 5, ..; high [panels][runs][16][high_words]; scales and offsets
 // as above. What is beyond N or K is zero. GROUP is how many k share a scale; 0 means all of them.
@@ -233,7 +241,7 @@ struct Weights {
   METAL_FUNC int panels() const thread { return (n + PANEL - 1) / PANEL; }
   METAL_FUNC int runs() const thread { return (k + RUN - 1) / RUN; }
 
-  // The same, from a panel on: what follows is found with 32 bits, which are cheaper to add than 64.
+  // The same, from a panel on.
   METAL_FUNC Weights from(int panel) const thread {
     const long before = panel;
     return {codes + before * runs() * (PANEL * Codes::run_words), high + before * runs() * (PANEL * Codes::high_words),
@@ -242,11 +250,11 @@ struct Weights {
   }
 
   // Of one column of the first panel: the words of a run, and those of its further bits.
-  METAL_FUNC const device uint* words(int run, int column) const thread {
-    return codes + (run * PANEL + column % 4 * 4 + column / 4) * Codes::run_words;
+  METAL_FUNC WordsAt words(int run, int column) const thread {
+    return {codes, (run * PANEL + column % 4 * 4 + column / 4) * Codes::run_words};
   }
-  METAL_FUNC const device uint* high_words(int run, int column) const thread {
-    return high + (run * PANEL + column) * Codes::high_words;
+  METAL_FUNC WordsAt high_words(int run, int column) const thread {
+    return {high, (run * PANEL + column) * Codes::high_words};
   }
 
   // [halves][COLUMNS]; what is subtracted from codes is in `zero`.
@@ -266,6 +274,13 @@ struct Weights {
     v *= g.scale;
     if (adds) v += g.minimum;
     return v;
+  }
+
+  // The same in fewer steps, where a weight will be rounded to half anyway.
+  static METAL_FUNC float2 near_weights(half2 pair, int t, Group g) {
+    if (adds) return fma(float2(pair), float2(Codes::unit(t) * g.scale), float2(g.minimum));
+    if (subtracts) return fma(float2(pair), float2(Codes::unit(t)), float2(-g.zero)) * g.scale;
+    return float2(pair) * (Codes::unit(t) * g.scale);
   }
 };
 

@@ -1,17 +1,18 @@
 // Tiles of y: a slab of x in threadgroup memory, weights decoded in registers, and their products in simdgroup matrices.
 //
-// A threadgroup of four simdgroups computes TILE_M x TILE_N of y, a run of K at a time. Each simdgroup has all rows and one panel of 16
-// columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two numbers of
+// A threadgroup of two simdgroups computes 64 rows of two panels of y, a run of K at a time. Each simdgroup has one panel of
+// 16 columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two numbers of
 // an 8x8 matrix of W are then the pair of codes that one word has, and nothing passes from lane to lane.
 namespace billfish {
 
 constexpr constant int TILE_M = 64;
-constexpr constant int TILE_N = 64;
+constexpr constant int TILE_PANELS = 2;
 
-// A row of the slab, padded by 16 bytes so that eight rows begin in eight different banks.
+// The slab is x transposed, TILE_M numbers for each k, padded by 16 bytes so that eight k begin in eight different banks.
 template <typename T>
 struct Slab {
-  static constexpr constant int stride = RUN + 16 / sizeof(T);
+  static constexpr constant int stride = TILE_M + 16 / sizeof(T);
+  static constexpr constant int size = RUN * stride;
 };
 
 // Where a lane's two numbers are in an 8x8 matrix: (row, 2 * pair) and (row, 2 * pair + 1). MLX's own kernels rely on it.
@@ -24,40 +25,51 @@ struct AllRows {
   int m;
 
   METAL_FUNC bool has(int row) const thread { return row < m; }
-  METAL_FUNC int source(int row) const thread { return row; }  // the row of x
-  METAL_FUNC int target(int row) const thread { return row; }  // the row of y
+  METAL_FUNC int nearest(int row) const thread { return min(row, m - 1); }  // that it has
+  METAL_FUNC int source(int row) const thread { return row; }               // the row of x
+  METAL_FUNC int target(int row) const thread { return row; }               // the row of y
 };
 
-// ---- x [.., k]: each thread moves TILE_M / 16 runs of four
+// ---- x [.., k]: each thread moves eight k of a few rows. Where there is no row it moves another: nobody stores that.
 
 template <typename T>
 struct InputRuns {
-  vec<T, 4> runs[TILE_M / 16];
-  int sources[TILE_M / 16];  // rows of x; -1 where there is none
+  static constexpr constant int ROWS = 8 / TILE_PANELS;
+  Four<T> runs[2 * ROWS];
+  int sources[ROWS];  // rows of x
 
   template <typename Rows>
   METAL_FUNC void choose(Rows rows, int row0, int index) thread {
     #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      const int row = row0 + index / 8 + 16 * i;
-      sources[i] = rows.has(row) ? rows.source(row) : -1;
-    }
+    for (int r = 0; r < ROWS; r++) sources[r] = rows.source(rows.nearest(row0 + index / 4 * ROWS + r));
   }
 
   METAL_FUNC void fetch(const device T* x, int k, int k0, int index) thread {
-    const int at = k0 + index % 8 * 4;  // K is a multiple of 4: a run is inside or outside as a whole
+    const int at = k0 + index % 4 * 8, left = k - at;  // K is a multiple of 4: four are inside or outside as a whole
     #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      Four<T> four = {{T(0), T(0), T(0), T(0)}};
-      if (sources[i] >= 0 && at < k) four = *(const device Four<T>*)(x + long(sources[i]) * k + at);
-      runs[i] = vec<T, 4>(four.v[0], four.v[1], four.v[2], four.v[3]);
+    for (int i = 0; i < 2 * ROWS; i++) runs[i] = {{T(0), T(0), T(0), T(0)}};
+    if (left >= 8) {
+      #pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const device T* from = x + (long(sources[r]) * k + at);
+        runs[2 * r] = *(const device Four<T>*)from;
+        runs[2 * r + 1] = *(const device Four<T>*)(from + 4);
+      }
+    } else if (left > 0) {
+      #pragma unroll
+      for (int r = 0; r < ROWS; r++) runs[2 * r] = *(const device Four<T>*)(x + (long(sources[r]) * k + at));
     }
   }
 
   METAL_FUNC void put(threadgroup T* slab, int index) const thread {
+    constexpr int stride = Slab<T>::stride;
+    threadgroup T* to = slab + (index % 4 * 8 * stride + index / 4 * ROWS);
     #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      *(threadgroup vec<T, 4>*)(slab + (index / 8 + 16 * i) * Slab<T>::stride + index % 8 * 4) = runs[i];
+    for (int j = 0; j < 8; j++) {
+      vec<T, ROWS> side;
+      #pragma unroll
+      for (int r = 0; r < ROWS; r++) side[r] = runs[2 * r + j / 4].v[j % 4];
+      *(threadgroup vec<T, ROWS>*)(to + j * stride) = side;
     }
   }
 };
@@ -78,19 +90,18 @@ struct WeightParts {
     }
   }
 
-  // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run. `left` is how many k it has: beyond K are zeros, whatever the scale is.
+  // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run.
   template <typename T>
-  METAL_FUNC void matrix(int j, int t, int left, int lane, thread simdgroup_matrix<T, 8, 8>& out) const thread {
-    const float2 v = W::weights(W::Element::pair(parts[j], t), t, groups[j * W::halves + t / 2 % W::halves]);
-    const bool inside = left >= RUN || 8 * t + 2 * matrix_pair(lane) < left;
-    out.thread_elements() = vec<T, 2>(inside ? T(v.x) : T(0), inside ? T(v.y) : T(0));
+  METAL_FUNC void matrix(int j, int t, thread simdgroup_matrix<T, 8, 8>& out) const thread {
+    out.thread_elements() = vec<T, 2>(W::near_weights(W::Element::pair(parts[j], t), t, groups[j * W::halves + t / 2 % W::halves]));
   }
 };
 
 // ---- products
 
-// sums [TILE_M / 8][2] of 8x8, columns by rows, += weights times the rows of a slab, of which [first, last) are wanted.
-template <bool ALL, typename T, typename W>
+// sums [TILE_M / 8][2] of 8x8, columns by rows, += weights times the rows of a slab. WHOLE: all rows are wanted, and all k are
+// inside; else rows [first, last) are, and `left` k, whatever the scales beyond them may be.
+template <bool WHOLE, typename T, typename W>
 METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int left, int first, int last, int lane,
                               thread simdgroup_matrix<float, 8, 8>* sums) {
   constexpr int stride = Slab<T>::stride;
@@ -98,12 +109,15 @@ METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int l
   for (int t = 0; t < 4; t++) {
     simdgroup_matrix<T, 8, 8> a[2];
     #pragma unroll
-    for (int j = 0; j < 2; j++) w.matrix(j, t, left, lane, a[j]);
+    for (int j = 0; j < 2; j++) {
+      w.matrix(j, t, a[j]);
+      if (!WHOLE && 8 * t + 2 * matrix_pair(lane) >= left) a[j].thread_elements() = vec<T, 2>(T(0), T(0));
+    }
     #pragma unroll
     for (int i = 0; i < TILE_M / 8; i++) {
-      if (ALL || (8 * i < last && 8 * i + 8 > first)) {
+      if (WHOLE || (8 * i < last && 8 * i + 8 > first)) {
         simdgroup_matrix<T, 8, 8> b;
-        simdgroup_load(b, slab + 8 * i * stride + 8 * t, stride, ulong2(0), true);
+        simdgroup_load(b, slab + 8 * t * stride + 8 * i, stride);
         simdgroup_multiply_accumulate(sums[2 * i], a[0], b, sums[2 * i]);
         simdgroup_multiply_accumulate(sums[2 * i + 1], a[1], b, sums[2 * i + 1]);
       }
@@ -128,7 +142,7 @@ METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first,
   if (begin < end) next_x.fetch(x, w.k, begin * RUN, index);
   if (begin < end && active) next_w.fetch(own, begin, lane);
   for (int run = begin; run < end; run++) {
-    threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * TILE_M * Slab<T>::stride : 0);
+    threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * Slab<T>::size : 0);
     if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
     next_x.put(slab, index);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // it is full; and nobody reads the other any more
@@ -137,8 +151,12 @@ METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first,
       next_x.fetch(x, w.k, (run + 1) * RUN, index);
       if (active) next_w.fetch(own, run + 1, lane);
     }
-    if (active && all) multiply_slab<true>(slab, now, w.k - run * RUN, first, last, lane, sums);
-    if (active && !all) multiply_slab<false>(slab, now, w.k - run * RUN, first, last, lane, sums);
+    const int left = w.k - run * RUN;
+    if (active && all && left >= RUN) {
+      multiply_slab<true>(slab, now, left, first, last, lane, sums);
+    } else if (active) {
+      multiply_slab<false>(slab, now, left, first, last, lane, sums);
+    }
   }
 }
 
