@@ -23,6 +23,7 @@ from billfish.backends.metal.emulator.counting import Instructions
 from billfish.cli import main
 from billfish.profile.cost import CHIPS, Chip, device_bytes, estimate, estimate_all, threadgroups_on_a_core
 from billfish.profile.counts import count_mlx, count_ours
+from billfish.profile.mlx_experts import run_mlx_experts
 from billfish.profile.mlx_kernels import MLX_FORMATS, mlx_kernel, run_mlx
 from billfish.profile.operations import count_operations
 
@@ -89,6 +90,21 @@ def test_mlx_kernels_compute_the_same_product(name, m):
     expected = x.astype(np.float64) @ bf.dequantize(q).astype(np.float64).T
     y = run_mlx(q, x).astype(np.float64) * float(q.planes.get("global_scale", 1))
     assert np.abs(y - expected).max() <= 2.0**-9 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "affine4"])
+@pytest.mark.parametrize(("choices", "kernel"), [(4, "gather_qmv_fast"), (20, "gather_qmm_rhs")])
+def test_mlx_experts_are_counted(name, choices, kernel):
+    """What `mx.gather_qmm` runs, and that it computes what it should."""
+    stack, x = bf.quantize(gaussian((3, 32, 512)), name), half(choices, 512)
+    ids = np.arange(choices) % 3
+    with emulator.launches(instructions=True) as log:
+        y = run_mlx_experts(stack, x, ids).astype(np.float64)
+    w = bf.dequantize(stack).astype(np.float64)
+    expected = np.stack([w[expert] @ row for expert, row in zip(ids, x.astype(np.float64), strict=True)])
+    assert np.abs(y - expected).max() <= 2.0**-9 * np.abs(expected).max()
+    assert log[0].name.endswith(kernel)
+    assert log[0].instructions.cycles > 3 * choices * 32 * 512
 
 
 @pytest.mark.parametrize(
