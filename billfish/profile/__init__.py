@@ -183,9 +183,9 @@ def of_mlx(count: Count, theirs: Count | None) -> str:
 
 
 def print_operations(operations: list[Operations], out: TextIO) -> None:
-    """Operations for each decoded value."""
-    rows = [["element", "decoded by", "integer", "floating", "conversions", "memory"]]
+    """Issue slots for each decoded value, by class, and cycles."""
+    kinds = list(operations[0].issue)
+    rows = [["element", "decoded by", *kinds, "cycles"]]
     for each in operations:
-        numbers = (each.integer, each.floating, each.conversions, each.memory)
-        rows.append([each.element, each.way, *(f"{number:.2f}" for number in numbers)])
+        rows.append([each.element, each.way, *(f"{each.issue[kind]:.2f}" for kind in kinds), f"{each.cycles:.2f}"])
     print_table(rows, out, left=2, keys=2)

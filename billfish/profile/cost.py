@@ -30,8 +30,12 @@ class Chip:
     bandwidth: float
 
 
-CHIPS = (Chip("M1", 8, 1.278, 68), Chip("M1 Max", 32, 1.296, 400), Chip("M2", 10, 1.398, 100))
-CHIPS += (Chip("M2 Max", 38, 1.398, 400),)
+CHIPS = (
+    Chip("M1", 8, 1.278, 68),
+    Chip("M1 Max", 32, 1.296, 400),
+    Chip("M2", 10, 1.398, 100),
+    Chip("M2 Max", 38, 1.398, 400),
+)
 
 
 @dataclass(frozen=True)
