@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from billfish.backends.metal.bridge import source
+from billfish.backends.metal.bridge import constants, source
 from billfish.backends.metal.emulator.charge import CLASSES, charges
 from billfish.backends.metal.emulator.code import read_functions
 from billfish.backends.metal.emulator.compiler import SHIM, find_compiler
@@ -26,14 +26,15 @@ FLAGS = [
 
 # What each function of variants.metal is, in words.
 VARIANTS = {
-    "fp4_bitwise": ("e2m1", "moved bits and a minimum (ours)"),
-    "fp4_shift": ("e2m1", "moved bits, 2^14 in the scale; subnormal"),
+    "fp4_masked": ("e2m1", "masked where it stands, 2^14 in the scale (ours)"),
+    "fp4_shift": ("e2m1", "moved bits, 2^14 in the scale"),
     "fp4_fields": ("e2m1", "field by field"),
     "fp4_table": ("e2m1", "table of 16"),
-    "u4b8_magic": ("u4b8", "magic number 1024 (ours)"),
+    "u4b8_masked": ("u4b8", "masked where it stands (ours)"),
+    "u4b8_magic": ("u4b8", "magic number 1024"),
     "u4b8_convert": ("u4b8", "integer to float"),
     "u4b8_table": ("u4b8", "table of 16"),
-    "u5b16_magic": ("u5b16", "magic number 1024 (ours)"),
+    "u5b16_masked": ("u5b16", "masked where it stands (ours)"),
     "u5b16_convert": ("u5b16", "integer to float"),
     "iq4nl_table": ("iq4nl", "table of 16 (ours)"),
 }
@@ -58,7 +59,7 @@ def count_operations() -> list[Operations]:
 def intermediate_code() -> str:
     """variants.metal, compiled."""
     variants = (Path(__file__).parent / "variants.metal").read_text("utf-8")
-    text = rewrite(source("decode.metal") + variants)
+    text = rewrite(constants() + source("decode.metal") + variants)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "variants.cpp").write_text(f"#include <metal_stdlib>\nusing namespace metal;\n{text}", "utf-8")
         find_compiler().run([*FLAGS, "-I", SHIM, "variants.cpp", "-o", "variants.ll"], Path(folder))

@@ -23,9 +23,8 @@ WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor", "size"]
 SAFE = {"math_mode": "safe"}  # fast mode may reorder what decode.metal does on purpose
 
 
-
 class Kernel(NamedTuple):
-    """The name it gets for a format, the file with its body, what that calls besides decode and scales, and buffers of x."""
+    """The name it gets for a format, its body, what that calls besides decode and scales, and how many buffers of x."""
 
     pattern: str
     body: str
@@ -41,12 +40,8 @@ KERNELS = {
     "fused": Kernel("marlin_gemm_fused_{}", "gemm.metal", (TILES,), 1),
     "striped": Kernel("marlin_gemm_{}_striped", "gemm_striped.metal", (TILES,), 2),
     "gemv_experts": Kernel("marlin_gemv_experts_{}", "gemv_experts.metal", (MATVEC, EXPERTS)),
-    "gemm_experts": Kernel(
-        "marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2
-    ),
-    "fused_experts": Kernel(
-        "marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1
-    ),
+    "gemm_experts": Kernel("marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2),
+    "fused_experts": Kernel("marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1),
     "dequantize": Kernel("dequant_{}", "dequantize.metal"),
 }
 PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
@@ -85,14 +80,18 @@ def source(file: str) -> str:
     return (FOLDER / file).read_text()
 
 
+def constants(flushed: bool = False, buffers: int = 0) -> str:
+    """What the .metal files are told."""
+    return f"""namespace billfish {{
+constexpr constant bool FLUSHED = {str(flushed).lower()};
+constexpr constant int BUFFERS = {buffers}, MOST_PARTS = {MOST_PARTS};
+}}  // namespace billfish
+"""
+
+
 def kernel_arguments(kernel: str, name: str, axes: Axes, flushed: bool = False) -> dict[str, Any]:
     """What `metal_kernel` is given to build one kernel for one format. `flushed`: it meets no subnormal numbers."""
     made = KERNELS[kernel]
-    constants = f"""namespace billfish {{
-constexpr constant bool FLUSHED = {str(flushed).lower()};
-constexpr constant int BUFFERS = {made.buffers}, MOST_PARTS = {MOST_PARTS};
-}}  // namespace billfish
-"""
     axes_text = Template(source("format.metal")).substitute(ELEMENT=axes.element, SCALE=axes.scale)
     files = ["decode.metal", "scales.metal", *made.headers]
     return {
@@ -100,7 +99,7 @@ constexpr constant int BUFFERS = {made.buffers}, MOST_PARTS = {MOST_PARTS};
         "input_names": INPUTS[kernel],
         "output_names": ["y"],
         "source": source(made.body),
-        "header": constants + "".join(map(source, files)) + axes_text,
+        "header": constants(flushed, made.buffers) + "".join(map(source, files)) + axes_text,
         "compile_options": SAFE,
     }
 

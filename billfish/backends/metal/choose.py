@@ -59,7 +59,7 @@ def choose_experts(choices: int, experts: int, itemsize: int) -> str:
 
 
 def slices(m: int, n: int, k: int) -> int:
-    """In how many slices of K a product's tiles are enough: at least four runs each, as partial sums are traffic too."""
+    """In how many slices of K there are enough tiles: at least four runs each, as partial sums are traffic too."""
     return max(1, min(up(BUSY, up(m, TILE_M) * up(n, TILE_N)), k // (4 * RUN), 8))
 
 

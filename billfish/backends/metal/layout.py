@@ -148,7 +148,11 @@ def _group_planes(format: Format, planes: Planes, multiple: int) -> tuple[str, A
         if format.group_sizes == (32,):
             return "SixBitMinimum", six_bit_pairs(planes["sub_scale"], planes["sub_minimum"]), blocks
         return "ByteOfBlock<true>", panels(planes["sub_scale"] | planes["sub_minimum"] << 4), blocks
-    if isinstance(format, TwoLevelScaled) and meaning(format) is TwoLevelScaled.group_values and format.group_sizes == (16,):
+    if (
+        isinstance(format, TwoLevelScaled)
+        and meaning(format) is TwoLevelScaled.group_values
+        and format.group_sizes == (16,)
+    ):
         blocks, integers = panels(planes["scale"]), planes["sub_scale"]
         if format.sub_bias:
             return "SixBitScale", six_bit_pairs(integers[:, ::2], integers[:, 1::2]), blocks

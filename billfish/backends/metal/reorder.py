@@ -15,8 +15,8 @@ Words = NDArray[np.uint32]
 PANEL, RUN = 16, 32
 # Of the codes of a panel, column 0 is followed by 4, 8 and 12: the columns that four lanes read with one load.
 COLUMN_ORDER = [*range(0, 16, 4), *range(1, 16, 4), *range(2, 16, 4), *range(3, 16, 4)]
-# Bits of a code that are in the plane `high`, by the bits that a code has; and where pair t of part i has the lowest of them in
-# its half of the word.
+# Bits of a code that are in the plane `high`, by the bits that a code has; and where pair t of part i has the lowest of
+# them in its half of the word.
 HIGH_BITS = {3: 1, 5: 1, 6: 2}
 HIGH_PLACES = {
     3: [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]],
@@ -62,7 +62,9 @@ def code_words(codes: NDArray[np.uint8], element: Element) -> Words:
         codes = np.where(codes == 8, np.uint8(0), codes)  # it has one zero only
     each = pairs(codes)
     if element.bits == 8:  # part i has words 2i, of t = 0 and 1, and 2i + 1
-        words = np.stack([halves(in_places(each[..., :2, :, :], [0, 8])), halves(in_places(each[..., 2:, :, :], [0, 8]))], -1)
+        words = np.stack(
+            [halves(in_places(each[..., :2, :, :], [0, 8])), halves(in_places(each[..., 2:, :, :], [0, 8]))], -1
+        )
         words = words.reshape(*words.shape[:-2], 8)
     elif element.bits < 4:  # two parts share a word
         parts = in_places(each & np.uint32(3), [0, 2, 4, 6])
