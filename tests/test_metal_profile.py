@@ -128,15 +128,15 @@ def test_mlx_takes_the_kernel_that_it_takes_on_m1_and_m2(family, m, n, k, name):
 
 @pytest.mark.parametrize("kernel", ["gemm", "striped", "fused"])
 @pytest.mark.parametrize("name", ["fp4", "u4", "q8_0"])
-def test_three_threadgroups_fit_on_a_core(kernel, name):
+def test_seven_threadgroups_fit_on_a_core(kernel, name):
     (launch, *_) = ours(quantized(name, 64, 64), half(64, 64), kernel)
-    assert launch.threadgroup_memory <= 65536 // 3
+    assert launch.threadgroup_memory <= 65536 // 7
 
 
 def test_one_barrier_for_each_tile_of_k():
-    """And one before the tiles become scratch memory. Every MMA is needed: 8 x 8 x 8 of M, N and K each."""
+    """Of two tiles. Every MMA is needed: 8 x 8 x 8 of M, N and K each."""
     (launch,) = ours(quantized("fp4", 64, 256), half(64, 256), "gemm")
-    assert launch.threadgroup_barriers == 256 // 32 + 1
+    assert launch.threadgroup_barriers == 2 * 256 // 32
     assert launch.matrix_multiplies == 64 * 64 * 256 // 512
 
 
@@ -157,7 +157,7 @@ def test_a_count_adds_up(m):
 
 
 def test_mlx_converts_and_ours_does_not():
-    """Each affine code costs MLX a conversion, and ours a magic number."""
+    """Each affine code costs MLX a conversion, and ours a mask."""
     q, x = bf.quantize(gaussian((64, 2048)), "affine4"), half(1, 2048)
     theirs, mine = count_mlx(q, x), count_ours(KERNELS, q, x)
     assert theirs.issue["complex"] >= 1 > mine.issue["complex"]
@@ -281,7 +281,7 @@ def test_large_problems_are_counted_on_a_part_of_the_grid(monkeypatch):
         (["--shape", "64"], "--shape: got '64'; takes KxN, such as 4096x4096,4096x14336"),
         (["--shape", "0x64"], "--shape: got '0x64'; takes KxN, such as 4096x4096,4096x14336"),
         (["--m", "1,x"], "--m: got '1,x'; takes positive integers, such as 1,8,64"),
-        (["--formats", "q6_k"], "--formats: got 'q6_k'; takes formats with codes that the Metal kernels have"),
+        (["--formats", "nf4"], "--formats: got 'nf4'; takes formats with codes that the Metal kernels have"),
         (["--formats", "mxfp4", "--shape", "40x8"], "K: got 40; takes a positive multiple of 32 for mxfp4"),
         (["--json", "no/where.json"], "--json: got 'no/where.json'; takes a file in a folder that exists"),
     ],

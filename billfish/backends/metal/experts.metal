@@ -10,7 +10,6 @@ struct SortedChoices {
   int begin, end;
 
   METAL_FUNC bool has(int at) const thread { return at >= begin && at < end; }
-  METAL_FUNC int nearest(int at) const thread { return max(begin, min(at, end - 1)); }
   METAL_FUNC int source(int at) const thread { return order[at] / SHARE; }
   METAL_FUNC int target(int at) const thread { return order[at]; }
 };

@@ -21,5 +21,7 @@ for (int begin = row0, end; begin < last; begin = end) {
     for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(as_type<float>(NO_NUMBER));
   }
   store_tile<HAS_BIAS>(sums, y, bias + (HAS_BIAS && known ? long(expert) * n : 0), rows, n, row0, panel, index % 32);
-  if (BUFFERS == 2) threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the last slab
+  if (BUFFERS == 2) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the last slab
+  }
 }

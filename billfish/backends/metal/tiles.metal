@@ -25,39 +25,46 @@ struct AllRows {
   int m;
 
   METAL_FUNC bool has(int row) const thread { return row < m; }
-  METAL_FUNC int nearest(int row) const thread { return min(row, m - 1); }  // that it has
-  METAL_FUNC int source(int row) const thread { return row; }               // the row of x
-  METAL_FUNC int target(int row) const thread { return row; }               // the row of y
+  METAL_FUNC int source(int row) const thread { return row; }  // the row of x
+  METAL_FUNC int target(int row) const thread { return row; }  // the row of y
 };
 
-// ---- x [.., k]: each thread moves eight k of a few rows. Where there is no row it moves another: nobody stores that.
+// ---- x [.., k]: each thread moves eight k of a few rows
 
 template <typename T>
 struct InputRuns {
   static constexpr constant int ROWS = 8 / TILE_PANELS;
   Four<T> runs[2 * ROWS];
-  int sources[ROWS];  // rows of x
+  int sources[ROWS];  // rows of x; -1 where there is none
+  bool full;          // there are all
 
   template <typename Rows>
   METAL_FUNC void choose(Rows rows, int row0, int index) thread {
+    full = true;
     #pragma unroll
-    for (int r = 0; r < ROWS; r++) sources[r] = rows.source(rows.nearest(row0 + index / 4 * ROWS + r));
+    for (int r = 0; r < ROWS; r++) {
+      const int row = row0 + index / 4 * ROWS + r;
+      sources[r] = rows.has(row) ? rows.source(row) : -1;
+      full = full && sources[r] >= 0;
+    }
   }
 
   METAL_FUNC void fetch(const device T* x, int k, int k0, int index) thread {
     const int at = k0 + index % 4 * 8, left = k - at;  // K is a multiple of 4: four are inside or outside as a whole
-    #pragma unroll
-    for (int i = 0; i < 2 * ROWS; i++) runs[i] = {{T(0), T(0), T(0), T(0)}};
-    if (left >= 8) {
+    if (full && left >= 8) {
       #pragma unroll
       for (int r = 0; r < ROWS; r++) {
         const device T* from = x + (long(sources[r]) * k + at);
         runs[2 * r] = *(const device Four<T>*)from;
         runs[2 * r + 1] = *(const device Four<T>*)(from + 4);
       }
-    } else if (left > 0) {
+    } else {
       #pragma unroll
-      for (int r = 0; r < ROWS; r++) runs[2 * r] = *(const device Four<T>*)(x + (long(sources[r]) * k + at));
+      for (int i = 0; i < 2 * ROWS; i++) {
+        runs[i] = {{T(0), T(0), T(0), T(0)}};
+        const int source = sources[i / 2], skipped = i % 2 * 4;
+        if (source >= 0 && skipped < left) runs[i] = *(const device Four<T>*)(x + (long(source) * k + at + skipped));
+      }
     }
   }
 
@@ -143,7 +150,9 @@ METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first,
   if (begin < end && active) next_w.fetch(own, begin, lane);
   for (int run = begin; run < end; run++) {
     threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * Slab<T>::size : 0);
-    if (BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
+    if (BUFFERS == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
+    }
     next_x.put(slab, index);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // it is full; and nobody reads the other any more
     const WeightParts<W> now = next_w;
