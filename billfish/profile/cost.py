@@ -60,7 +60,10 @@ def device_bytes(launch: Launch) -> int:
 
 
 def threadgroups_on_a_core(launch: Launch, cores: int) -> int:
-    """How many run at once: as many as there are, as memory holds, and as simdgroups fit. Registers are not known."""
+    """How many run at once: as many as there are, as memory holds, and as simdgroups fit.
+
+    Registers are left out: whatever a kernel takes, they have room for 24 simdgroups, more than BUSY_SIMDGROUPS.
+    """
     by_memory = THREADGROUP_MEMORY // max(launch.threadgroup_memory, 1)
     by_simdgroups = MOST_SIMDGROUPS // _simdgroups(launch)
     return max(min(by_memory, by_simdgroups, _most_for_a_core(launch, cores)), 1)
