@@ -146,6 +146,16 @@ SIMPLE, COMPLEX, MEMORY = ("simple", 1, 0), ("complex", 1, 4), ("memory", 1, 0)
         pytest.param("  %1 = fadd contract <4 x float> %v, %v, !dbg !5", [("simple", 4, 0)], id="vector"),
         pytest.param("  %1 = shl i32 %a, 3\n  %2 = add i32 %1, %b", [SIMPLE], id="shift in an addition"),
         pytest.param("  %1 = shl i32 %a, 5\n  %2 = add i32 %1, %b", [COMPLEX, SIMPLE], id="shift too far"),
+        pytest.param(
+            "  %1 = shl i32 %a, 3\n  %2 = shl i32 %b, 2\n  %3 = add i32 %1, %2",
+            [COMPLEX, SIMPLE],
+            id="one of two shifts",
+        ),
+        pytest.param(
+            "  %1 = bitcast <4 x float> %v to <4 x i32>\n  %2 = lshr <4 x i32> %1, <i32 0, i32 4, i32 8, i32 12>",
+            [("complex", 4, 16)],
+            id="known shifts",
+        ),
         pytest.param("  %1 = mul i32 %a, %b\n  %2 = add i32 %1, %b", [COMPLEX], id="integer multiply-add"),
         pytest.param("  %1 = lshr i32 %a, 4\n  %2 = and i32 %1, 15", [COMPLEX], id="bit-field extract"),
         pytest.param("  %1 = lshr i32 %a, 4\n  %2 = and i32 %1, 240", [COMPLEX, SIMPLE], id="shift and mask"),

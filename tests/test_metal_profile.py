@@ -193,6 +193,7 @@ def launch_of(**given: Any) -> Launch:
 
 
 ONE = Chip("one", 1, 1.0, 100)  # a core of 128 lanes at 1 GHz: 128,000 cycles of lanes in a microsecond
+FAST = replace(ONE, cores=64)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +202,15 @@ ONE = Chip("one", 1, 1.0, 100)  # a core of 128 lanes at 1 GHz: 128,000 cycles o
         ({"issue": {"simple": 128e3}}, "instructions", 1),
         ({"issue": {"simple": 128e3, "complex": 128e3}, "pipe": 4 * 128e3}, "complex", 4),
         ({"issue": {"simple": 128e3, "matrix": 256e3}}, "instructions", 3),
-        ({"threadgroup_read": {"t": 64000}, "threadgroup_written": {"t": 64000}}, "threadgroup memory", 2),
-        ({"read": {"x": 500_000}}, "memory", 5),
-        ({"read": {"x": 10**9}, "written": {"y": 10**6}}, "memory", 20),  # each byte comes once
+        ({"threadgroup_read": {"t": 64000}, "threadgroup_written": {"t": 64000}}, "core data", 2),
+        ({"read": {"x": 10**6}, "sizes": {"x": 64}}, "core data", 15.625),  # from a cache
+        ({"read": {"x": 500_000}, "chip": FAST}, "memory", 5),
+        ({"read": {"x": 1_500_000}, "written": {"y": 10**6}, "chip": FAST}, "memory", 20),  # each byte comes once
     ],
 )
 def test_the_longest_bounds(given, bound, us):
-    found = estimate(launch_of(**given), ONE)
+    chip = given.get("chip", ONE)
+    found = estimate(launch_of(**{name: value for name, value in given.items() if name != "chip"}), chip)
     assert found.bound_by == bound
     assert found.us == pytest.approx(us)
     assert found.us == max(found.bounds.values())
@@ -231,8 +234,8 @@ def test_the_core_with_the_most_threadgroups_is_the_last():
 
 
 def test_launches_follow_each_other():
-    first, second = launch_of(issue={"simple": 128e3}), launch_of(read={"x": 500_000})
-    assert estimate_all([first, second], ONE) == (pytest.approx(6), "memory")
+    first, second = launch_of(issue={"simple": 64 * 128e3}), launch_of(read={"x": 500_000})
+    assert estimate_all([first, second], FAST) == (pytest.approx(12.8 / 4 + 5), "memory")
     assert device_bytes(second) == 500_000
 
 

@@ -15,7 +15,7 @@ LANES = 128  # of a core
 SIMD_WIDTH = 32
 THREADGROUP_MEMORY = 65536  # bytes of a core
 MOST_SIMDGROUPS = 96  # on a core at once
-THREADGROUP_RATE = 64  # bytes of threadgroup memory in a clock, of a core
+DATA_RATE = 64  # bytes in a clock, of a core: to and from threadgroup memory and the first cache
 # Simdgroups on a core that keep all lanes busy, each with four independent instructions: 8 take 1.6 cycles for one.
 BUSY_SIMDGROUPS = 12.8
 
@@ -60,7 +60,10 @@ def device_bytes(launch: Launch) -> int:
 
 
 def threadgroups_on_a_core(launch: Launch, cores: int) -> int:
-    """How many run at once: as many as there are, as memory holds, and as simdgroups fit. Registers are not known."""
+    """How many run at once: as many as there are, as memory holds, and as simdgroups fit.
+
+    Registers are left out: whatever a kernel takes, they have room for 24 simdgroups, more than BUSY_SIMDGROUPS.
+    """
     by_memory = THREADGROUP_MEMORY // max(launch.threadgroup_memory, 1)
     by_simdgroups = MOST_SIMDGROUPS // _simdgroups(launch)
     return max(min(by_memory, by_simdgroups, _most_for_a_core(launch, cores)), 1)
@@ -74,14 +77,15 @@ def estimate(launch: Launch, chip: Chip) -> Estimate:
     uneven = _most_for_a_core(launch, chip.cores) * chip.cores / launch.threadgroups
     there = threadgroups_on_a_core(launch, chip.cores) * _simdgroups(launch)
     busy = core_clocks * LANES * min(there / BUSY_SIMDGROUPS, 1.0) / uneven
-    shared = sum(launch.threadgroup_read.values()) + sum(launch.threadgroup_written.values())
+    asked = (launch.read, launch.written, launch.threadgroup_read, launch.threadgroup_written)
+    moved = sum(sum(by_name.values()) for by_name in asked)
     counted = launch.instructions
     return Estimate(
         {
             "instructions": counted.slots / busy,
             "complex": counted.pipe / busy,
             "matrices": counted.issue["matrix"] / busy,
-            "threadgroup memory": shared * uneven / (core_clocks * THREADGROUP_RATE),
+            "core data": moved * uneven / (core_clocks * DATA_RATE),
             "memory": device_bytes(launch) / (chip.bandwidth * 1e3),
         }
     )

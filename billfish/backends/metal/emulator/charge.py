@@ -120,7 +120,7 @@ def _arithmetic(function: Function, instruction: Instruction, type_: Type) -> Ch
     if word in ("add", "sub"):
         if wide:
             return ADD64
-        return None if _absorbs(function, instruction, "mul") else SIMPLE
+        return None if _absorbed(function, instruction, "mul") else SIMPLE
     if word == "shl":
         return _left(function, instruction, wide)
     if word in ("lshr", "ashr"):
@@ -131,8 +131,8 @@ def _arithmetic(function: Function, instruction: Instruction, type_: Type) -> Ch
         return _divide(instruction)
     if word == "fmul":
         taker = _only_taker(function, instruction)
-        fused = taker is not None and taker.word in ("fadd", "fsub") and _fused(function, taker) is instruction
-        return None if fused else SIMPLE
+        fused = taker is not None and taker.word in ("fadd", "fsub")
+        return None if fused and _absorbed(function, taker, "fmul") is instruction else SIMPLE
     if word in ("fadd", "fsub"):
         return SIMPLE
     if word == "fdiv":
@@ -155,19 +155,15 @@ def _only_taker(function: Function, instruction: Instruction) -> Instruction | N
     return takers[0] if len(takers) == 1 else None
 
 
-def _fused(function: Function, addition: Instruction) -> Instruction | None:
-    """The product that an addition takes in: a multiply-add has one."""
-    for operand in addition.operands[:2]:
-        product = function.maker(operand)
-        if product is not None and product.word == "fmul" and _only_taker(function, product) is addition:
-            return product
+def _absorbed(function: Function, addition: Instruction | None, word: str) -> Instruction | None:
+    """The product or shift that an addition takes in: one, made for it alone."""
+    for operand in addition.operands[:2] if addition is not None else ():
+        maker = function.maker(operand)
+        if maker is None or maker.word != word or _only_taker(function, maker) is not addition:
+            continue
+        if word != "shl" or maker.constant(1) in range(1, 5):
+            return maker
     return None
-
-
-def _absorbs(function: Function, instruction: Instruction, word: str) -> bool:
-    """Whether one operand is made by `word` for this instruction alone."""
-    makers = [function.maker(operand) for operand in instruction.operands[:2]]
-    return any(each is not None and each.word == word and _only_taker(function, each) is instruction for each in makers)
 
 
 def _extracts(function: Function, instruction: Instruction) -> bool:
@@ -187,18 +183,18 @@ def _extracts(function: Function, instruction: Instruction) -> bool:
 
 def _left(function: Function, instruction: Instruction, wide: bool) -> Charge | None:
     by, taker = instruction.constant(1), _only_taker(function, instruction)
-    if by is not None and 1 <= by <= 4 and taker is not None and taker.word == "add" and not wide:
-        return None  # an addition shifts one of its operands
+    if taker is not None and taker.word == "add" and not wide and _absorbed(function, taker, "shl") is instruction:
+        return None
     operand = function.maker(instruction.operands[0])
     if by == 16 and operand is not None and operand.word == "zext" and Type.read(operand.rest).bits == 16:
         return None  # names the upper half of a register
-    return _times(COMPLEX, 2) if wide else COMPLEX
+    return Charge("complex", 2, 8) if wide else COMPLEX
 
 
 def _right(function: Function, instruction: Instruction, type_: Type) -> Charge | None:
     if _moves_half(function, instruction):
         return None
-    known = instruction.constant(1) is not None
+    known = instruction.knows(1)
     if type_.element == "i64":
         return None if instruction.constant(1) == 32 else (COMPLEX if known else WORSE)
     return COMPLEX if known else WORSE

@@ -98,6 +98,10 @@ class Instruction:
         inside = self.rest[self.rest.index("(", self.rest.find("@")) + 1 : self.rest.rindex(")")]
         return Instruction(None, "", inside).operands
 
+    def knows(self, operand: int) -> bool:
+        """Whether an operand is a constant, be it another one in each part."""
+        return "%" not in self.operands[operand]
+
     def constant(self, operand: int) -> int | None:
         """The integer that an operand is, the same in all parts, or None if it is no constant."""
         if operand >= len(self.operands):
