@@ -20,6 +20,19 @@ METAL_FUNC void load_numbers(const device T* from, int left, thread T* to) {
   }
 }
 
+// COUNT words at once, a power of two, from the i-th on.
+template <int COUNT>
+METAL_FUNC void load_words(WordsAt from, int i, thread uint* to) {
+  if (COUNT == 1) {
+    to[0] = from[i];
+  } else {
+    using Vector = vec<uint, COUNT == 1 ? 2 : COUNT>;
+    const Vector all = ((const device Vector*)from.base)[uint(from.at + i) / COUNT];
+    #pragma unroll
+    for (int j = 0; j < COUNT; j++) to[j] = all[j];
+  }
+}
+
 // The words of a run in COLUMNS columns, and those of their further bits, 16 bytes at a time.
 template <int COLUMNS, typename W>
 struct Runs {
@@ -32,18 +45,12 @@ struct Runs {
     #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
       #pragma unroll
-      for (int i = 0; i < run_words; i += width) {
-        const WordsAt from = w.words(run, column + c);
-        load_columns<width>(from.base + (from.at + i), words + c * run_words + i);
-      }
+      for (int i = 0; i < run_words; i += width) load_words<width>(w.words(run, column + c), i, words + c * run_words + i);
     }
     if (high_words != 0) {
-      constexpr int all = COLUMNS * high_words, step = all < 4 ? all : 4;
+      constexpr int all = COLUMNS * high_words, most = all < 4 ? all : 4, step = most < 1 ? 1 : most;
       #pragma unroll
-      for (int i = 0; i < all; i += step) {
-        const WordsAt from = w.high_words(run, column);
-        load_columns<(step < 1 ? 1 : step)>(from.base + (from.at + i), high + i);
-      }
+      for (int i = 0; i < all; i += step) load_words<step>(w.high_words(run, column), i, high + i);
     }
   }
   METAL_FUNC Part part(int c, int i) const thread {
