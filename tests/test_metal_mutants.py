@@ -29,7 +29,7 @@ BOUNDS = [
     ("gemv", "matvec.metal", "if (column < n)", "if (true)"),
     ("gemv", "matvec.metal", "rows[r] = x + (min(r, m - 1) * w.k", "rows[r] = x + (r * w.k"),
     ("gemm", "tiles.metal", "return row < m;", "return true;"),
-    ("gemm", "tiles.metal", "full && left >= 8", "full"),
+    ("fused", "tiles.metal", "full && left >= 8", "full"),
     ("gemm", "tiles.metal", "source >= 0 && skipped < left", "skipped < left"),
     ("gemm", "tiles.metal", "source >= 0 && skipped < left", "source >= 0"),
     ("gemm", "tiles.metal", "panel < w.panels()", "true"),
@@ -59,7 +59,7 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(bridge.REDUCE, "source", text)
     kernels = Kernels(emulator.metal_kernel)
     w = lay_out(quantized("u4", 70, 520, 32))
-    x = gaussian((7 if kernel == "gemv" else 66, 520)).astype(np.float16)
+    x = gaussian(({"gemv": 7, "fused": 64}.get(kernel, 66), 520)).astype(np.float16)
     found = []
 
     def run() -> None:

@@ -99,9 +99,10 @@ struct Floating {
   static METAL_FUNC float unit(int) { return float(SCALE); }
 };
 
-// sign : 2 exponent : 1 mantissa, times FACTOR. A half has 14 more in the bias of its exponent. Its sign stands at bit 15 and the
-// other three at 9..11, where the mask takes them. Codes are stored so that t = 0 is there, t = 1 after one shift, and the sign and the
-// rest of t = 2 and 3 come there from two places by one multiplication: signs of t at bits 15, 12, 13, 14, the rest from 9 - 3t on.
+// sign : 2 exponent : 1 mantissa, times FACTOR. A half has 14 more in the bias of its exponent. Its sign stands at bit 15 and
+// the other three at 9..11, where the mask takes them. Codes are stored so that t = 0 is there, t = 1 after one shift, and
+// the sign and the rest of t = 2 and 3 come there from two places by one multiplication: signs of t at bits 15, 12, 13, 14,
+// the rest from 9 - 3t on.
 //
 // FLUSHED: adding 14 to the exponent is right but for exponent 0, which has no hidden one: magnitudes 0 and 1 come out as 0.5
 // and 0.75 instead of 0 and 0.5. 2v - 1 is right for those two, equal for the next, and larger for all others, so the

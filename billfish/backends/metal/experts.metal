@@ -1,4 +1,5 @@
-// Stacks of weights: the planes of one matrix behind those of the other, [E, numbers], and choices (a row of x, an expert it goes to).
+// Stacks of weights: the planes of one matrix behind those of the other, [E, numbers], and choices (a row of x, an expert it
+// goes to).
 //
 // Tiles take choices that are sorted by expert. A tile has choices of several experts: it goes along K once for each of them.
 namespace billfish {

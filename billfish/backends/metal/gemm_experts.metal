@@ -1,8 +1,10 @@
-// marlin_gemm_experts_*: y [choices, N], a choice's row of x times the weights of its expert, + that expert's bias, for choices that
-// are sorted by expert. A threadgroup for some choices, at most 64, and 32 columns; grid (N tiles, tiles of choices). See experts.metal.
+// marlin_gemm_experts_*: y [choices, N], a choice's row of x times the weights of its expert, + that expert's bias, for
+// choices that are sorted by expert. A threadgroup for some choices, at most 64, and 32 columns; grid (N tiles, tiles of
+// choices). See experts.metal. marlin_gemm_fused_experts_* has one buffer of x.
 using namespace billfish;
 alignas(16) threadgroup T slabs[BUFFERS * Slab<T>::size];
-const int n = size[0], k = size[1], index = thread_index_in_threadgroup, panel = threadgroup_position_in_grid.x * TILE_PANELS + index / 32;
+const int n = size[0], k = size[1], index = thread_index_in_threadgroup;
+const int panel = threadgroup_position_in_grid.x * TILE_PANELS + index / 32;
 const int share = tile_choices(choices[0], threadgroups_per_grid.y);
 const int row0 = threadgroup_position_in_grid.y * share, last = min(row0 + share, choices[0]);
 

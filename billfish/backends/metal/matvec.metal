@@ -60,8 +60,8 @@ struct Runs {
 
 // ---- one run, added to products [halves][ROWS][COLUMNS]
 
-// One or two rows: x stays in registers for all columns, and codes are multiplied as they are, those of each place by themselves. What is
-// to be subtracted or added for each weight is so for the sum of x, which `x_sums` [halves][ROWS] collects.
+// One or two rows: x stays in registers for all columns, and codes are multiplied as they are, those of each place by
+// themselves. What is to be subtracted or added for each weight is so for the sum of x, which `x_sums` [halves][ROWS] collects.
 template <int ROWS, int COLUMNS, typename T, typename W>
 METAL_FUNC void multiply_raw(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0, thread float* products,
                              thread float* x_sums) {

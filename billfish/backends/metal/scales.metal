@@ -222,8 +222,8 @@ struct WordsAt {
   METAL_FUNC uint operator[](int i) const thread { return base[at + i]; }
 };
 
-// codes [panels][runs][16][run_words], columns in the order 0, 4, 8, 12, 1, 5, ..; high [panels][runs][16][high_words]; scales and offsets
-// as above. What is beyond N or K is zero. GROUP is how many k share a scale; 0 means all of them.
+// codes [panels][runs][16][run_words], columns in the order 0, 4, 8, 12, 1, 5, ..; high [panels][runs][16][high_words];
+// scales and offsets as above. What is beyond N or K is zero. GROUP is how many k share a scale; 0 means all of them.
 template <typename Codes, typename Scale, int GROUP, typename S, typename O>
 struct Weights {
   using Element = Codes;

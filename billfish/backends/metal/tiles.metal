@@ -1,8 +1,8 @@
 // Tiles of y: a slab of x in threadgroup memory, weights decoded in registers, and their products in simdgroup matrices.
 //
 // A threadgroup of two simdgroups computes 64 rows of two panels of y, a run of K at a time. Each simdgroup has one panel of
-// 16 columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two numbers of
-// an 8x8 matrix of W are then the pair of codes that one word has, and nothing passes from lane to lane.
+// 16 columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two
+// numbers of an 8x8 matrix of W are then the pair of codes that one word has, and nothing passes from lane to lane.
 namespace billfish {
 
 constexpr constant int TILE_M = 64;
@@ -100,7 +100,10 @@ struct WeightParts {
   // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run.
   template <typename T>
   METAL_FUNC void matrix(int j, int t, thread simdgroup_matrix<T, 8, 8>& out) const thread {
-    out.thread_elements() = vec<T, 2>(W::near_weights(W::Element::pair(parts[j], t), t, groups[j * W::halves + t / 2 % W::halves]));
+    const Group group = groups[j * W::halves + t / 2 % W::halves];
+    const float2 v = W::near_weights(W::Element::pair(parts[j], t), t, group);
+    out.thread_elements()[0] = T(v.x);
+    out.thread_elements()[1] = T(v.y);
   }
 };
 
@@ -118,7 +121,7 @@ METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int l
     #pragma unroll
     for (int j = 0; j < 2; j++) {
       w.matrix(j, t, a[j]);
-      if (!WHOLE && 8 * t + 2 * matrix_pair(lane) >= left) a[j].thread_elements() = vec<T, 2>(T(0), T(0));
+      if (!WHOLE && 8 * t + 2 * matrix_pair(lane) >= left) a[j].thread_elements()[0] = a[j].thread_elements()[1] = T(0);
     }
     #pragma unroll
     for (int i = 0; i < TILE_M / 8; i++) {
@@ -132,8 +135,8 @@ METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int l
   }
 }
 
-// One tile of W @ x.T over the runs from `begin` to `end`; of its rows, [first, last) are wanted. With two buffers of x there is one barrier
-// for each run, with one there are two. What comes next is on its way through registers meanwhile.
+// One tile of W @ x.T over the runs from `begin` to `end`; of its rows, [first, last) are wanted. With two buffers of x there
+// is one barrier for each run, with one there are two. What comes next is on its way through registers meanwhile.
 template <int BUFFERS, typename T, typename Rows, typename W>
 METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first, int last, int panel, int begin, int end,
                          threadgroup T* slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
