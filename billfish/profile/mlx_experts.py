@@ -55,11 +55,8 @@ def _tiles(stack: QuantizedExperts, x: Array, ids: Array) -> Array:
     family, arrays = MLX_FORMATS[stack.format.name], mlx_arrays(stack, x.dtype)
     order = np.argsort(ids, kind="stable")
     starts = np.searchsorted(ids[order], np.arange(experts)).astype(np.int32)
-    inputs = {
-        "x": x[order],
-        **arrays,
-        "starts": np.resize(starts, max(experts, 8)),
-    }  # fewer would be in constant memory
+    behind = {name: np.concatenate([array, np.zeros_like(array[:1])]) for name, array in arrays.items()}
+    inputs = {"x": x[order], **behind, "starts": np.resize(starts, max(experts, 8))}  # fewer would be constant
     name = f"{family}_gather_qmm_rhs"
     source = (
         f"{name}<T, GROUP, 4, {ROWS}, {COLUMNS}, 32, 1, 2, true>(x, {PLANES[family]}, starts, y, M, N, K, E, "

@@ -20,7 +20,7 @@ CLASSES = {
 }
 HATCH = "///"
 COLUMNS, PANEL_INCHES = 2, 6.5
-ROOM = 1.9  # for what is written behind the longest bar
+ROOM = 2.2  # for what is written behind the longest bar
 THEIRS = "MLX's kernel (ours are plain)"
 
 
@@ -50,10 +50,10 @@ def _products(axes: Any, counts: list[Count]) -> None:
         style = {"hatch": HATCH, "edgecolor": "white"} if count.owner == MLX else {}
         end = _bar(axes, row, {kind: slots / count.m for kind, slots in count.issue.items()}, style)
         chips = [next(iter(count.estimated_us)), list(count.estimated_us)[-1]]
-        times = ", ".join(f"{chip} {count.estimated_us[chip]:,.0f} us ({count.bound_by[chip]})" for chip in chips)
+        times = ", ".join(f"{chip} {count.estimated_us[chip]:,.0f} us" for chip in chips)
         axes.text(end, row, f" {count.cycles_per_weight / count.m:.2f}  {times}", fontsize=6, va="center")
     _rows(axes, [f"M={count.m} {count.kernel}" for count in counts])
-    axes.set_xlabel("issue slots of a lane for each weight and row of x; cycles; estimated time")
+    axes.set_xlabel("issue slots of a lane for each weight and row of x; cycles; estimated time", fontsize=8)
 
 
 def _decoding(axes: Any, operations: list[Operations]) -> None:
@@ -62,7 +62,7 @@ def _decoding(axes: Any, operations: list[Operations]) -> None:
         end = _bar(axes, row, each.issue, {})
         axes.text(end, row, f" {each.cycles:.2f}", fontsize=6, va="center")
     _rows(axes, [f"{each.element}: {each.way}" for each in operations])
-    axes.set_xlabel("issue slots of a lane; cycles")
+    axes.set_xlabel("issue slots of a lane; cycles", fontsize=8)
 
 
 def _bar(axes: Any, row: int, slots: Mapping[str, float], style: Mapping[str, Any]) -> float:
