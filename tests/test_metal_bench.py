@@ -32,7 +32,8 @@ def like_a_mac(monkeypatch):
     def multiply(self, x, w, bias=None, kernel=None):
         return (x.astype(mx.float32) @ w.arrays["numbers"].T).astype(x.dtype)
 
-    monkeypatch.setattr("billfish.backends.metal.lay_out", with_numbers)
+    for module in ("billfish.backends.metal", "billfish.bench.engines"):
+        monkeypatch.setattr(f"{module}.lay_out", with_numbers)
     monkeypatch.setattr(bridge.Kernels, "multiply", multiply)
     monkeypatch.setattr(MetalBackend, "kernels", bridge.Kernels(lambda **arguments: None))
 

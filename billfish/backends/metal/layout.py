@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.metal.reorder import HIGH_BITS, code_words, high_words, panels, six_bit_pairs
+from billfish.backends.metal.reorder import HIGH_BITS, by_slices, code_words, high_words, panels, six_bit_pairs
 from billfish.elements import E2M1, E2M1X2, E4M3, IQ4NL, Element, Integer, Signed
 from billfish.format import Format, Planes
 from billfish.formats.fp4 import Mxfp4, Nvfp4
@@ -111,9 +111,12 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     codes, planes = format.unpack_codes(tensor.storage), tensor.scale_planes
     group = 0 if tensor.group_size >= k else tensor.group_size
     axis, scales, offsets = _group_planes(format, planes, 2 if group == 16 else 1)
-    arrays: dict[str, Array] = {"codes": code_words(codes, format.element), "scales": scales}
+    arrays: dict[str, Array] = {
+        "codes": by_slices(lambda some: code_words(some, format.element), codes),
+        "scales": scales,
+    }
     if format.element.bits in HIGH_BITS:
-        arrays["high"] = high_words(codes, format.element.bits)
+        arrays["high"] = by_slices(lambda some: high_words(some, format.element.bits), codes)
     if offsets is not None:
         arrays["offsets"] = offsets
     arrays = {name: np.ascontiguousarray(array).reshape(-1) for name, array in arrays.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ Array = NDArray[Any]
 Words = NDArray[np.uint32]
 
 PANEL, RUN = 16, 32
+SLICE = 64 * PANEL  # columns that are packed at a time
 # Of the codes of a panel, column 0 is followed by 4, 8 and 12: the columns that four lanes read with one load.
 COLUMN_ORDER = [*range(0, 16, 4), *range(1, 16, 4), *range(2, 16, 4), *range(3, 16, 4)]
 # Bits of a code that are in the plane `high`, by the bits that a code has; and where pair t of part i has the lowest of
@@ -29,6 +31,11 @@ def padded(array: Array, columns: int, multiple: int = 1) -> Array:
     """With zeros behind, so that the first axis is a multiple of `columns` and the second of `multiple`."""
     behind = [(0, -size % unit) for size, unit in zip(array.shape, (columns, multiple), strict=True)]
     return np.pad(array, behind)
+
+
+def by_slices(make: Callable[[NDArray[np.uint8]], Words], codes: NDArray[np.uint8]) -> Words:
+    """What `make` makes of codes [N, K], some columns at a time: on their way words are four times as large."""
+    return np.concatenate([make(codes[start : start + SLICE]) for start in range(0, len(codes), SLICE)])
 
 
 def panels(groups: Array, multiple: int = 1) -> Array:
