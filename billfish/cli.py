@@ -35,7 +35,7 @@ GROUPS = {
     "Machines": {
         "info": "billfish info",
         "bench": "billfish bench --formats q4_0,fp4:128 --m 1,16",
-        "profile": "billfish profile --formats mxfp4 --m 1,64",
+        "profile": "billfish profile --formats mxfp4 --shape 4096x4096 --m 1,64",
     },
 }
 EXAMPLES = {name: example for commands in GROUPS.values() for name, example in commands.items()}
@@ -229,10 +229,11 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
     bench.set_defaults(run=_bench)
 
-    profile = commands.add_parser("profile", help="count what the Metal kernels do, in the emulator, beside MLX's")
-    profile.add_argument("--formats", default="mxfp4,nvfp4,affine4", metavar="LIST", help="(mxfp4,nvfp4,affine4)")
-    profile.add_argument("--shape", default="512x256", metavar="KxN", help="of the weights (512x256)")
-    profile.add_argument("--m", default="1,8,16,64", metavar="LIST", help="rows of x (1,8,16,64)")
+    profile = commands.add_parser("profile", help="count what the Metal kernels do, beside MLX's, and estimate times")
+    formats, shapes, rows = "u4b8,q4_0,mxfp4,nvfp4,affine4", "4096x4096,4096x14336", "1,8,64,512"
+    profile.add_argument("--formats", default=formats, metavar="LIST", help=f"({formats})")
+    profile.add_argument("--shape", default=shapes, metavar="LIST", help=f"KxN of the weights ({shapes})")
+    profile.add_argument("--m", default=rows, metavar="LIST", help=f"rows of x ({rows})")
     profile.add_argument("--json", metavar="FILE", help="write the counts there")
     profile.add_argument("--plot", metavar="FILE.png", help="draw them there; needs billfish[bench]")
     profile.set_defaults(run=_profile)

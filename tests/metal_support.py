@@ -13,6 +13,8 @@ import billfish as bf
 from billfish.backends.metal import Kernels, emulator, lay_out
 
 KERNELS = Kernels(emulator.metal_kernel)
+# Hostile launches flush subnormal numbers: they are for the build that has none.
+FLUSHED = Kernels(emulator.metal_kernel, flushed=True)
 
 FLOAT16, FLOAT32, BFLOAT16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 # Formats with their options: u4 has two kinds of zero points.
@@ -41,13 +43,16 @@ MORE_FORMATS: dict[str, dict[str, str]] = {
     "nvfp4_gguf": {},
     "q4_k": {},
     "q5_k": {},
+    "q6_k": {},
+    "q2_k": {},
+    "q3_k": {},
     "iq4_xs": {},
     "fp8": {},
     "mxfp8": {},
 }
 ALL_M = (1, 2, 3, 8, 9, 16, 31, 33, 64, 65, 130)
 ALL_N = (8, 64, 70, 96, 200)
-# Two buffers of float32 tiles would not fit.
+# Two buffers of float32 tiles leave room for fewer threadgroups: choose.py takes one.
 PRODUCTS = [
     (kernel, dtype)
     for kernel in ("gemv", "gemm", "fused", "striped")
@@ -111,4 +116,9 @@ def multiply(
 ) -> np.ndarray:
     """One product in the emulator."""
     with emulator.options(**options):
-        return KERNELS.multiply(x, q.made("test", lambda: lay_out(q)), bias, kernel)
+        return kernels_for(**options).multiply(x, q.made("test", lambda: lay_out(q)), bias, kernel)
+
+
+def kernels_for(*, hostile: bool = False, **_: Any) -> Kernels:
+    """The build for a launch with these options."""
+    return FLUSHED if hostile else KERNELS

@@ -11,7 +11,7 @@ import pytest
 
 import billfish as bf
 from billfish import bench
-from billfish.backends.metal import MetalBackend, bridge
+from billfish.backends.metal import MetalBackend, bridge, lay_out
 from billfish.bench.engines import GpuLimits
 from billfish.cli import main
 
@@ -25,13 +25,15 @@ def like_a_mac(monkeypatch):
     monkeypatch.setattr(mx.metal, "device_info", lambda: {"device_name": "Apple M0"})
     monkeypatch.setattr(mx, "gpu", mx.cpu)
 
-    def multiply(self, x, w, bias=None, kernel=None):
-        shifts = mx.arange(0, 32, 4, dtype=mx.uint32)
-        codes = (w.arrays["codes"][:, None, :] >> shifts[:, None] & 15).reshape(-1, w.shape[0])
-        scales = mx.repeat(w.arrays["scales"].astype(mx.float32), 32, axis=0)
-        values = mx.array(bf.FORMATS[w.name].element.values)[codes] * scales
-        return (x.astype(mx.float32) @ values).astype(x.dtype)
+    def with_numbers(tensor):
+        weights = lay_out(tensor)
+        return replace(weights, arrays=weights.arrays | {"numbers": bf.dequantize(tensor)})
 
+    def multiply(self, x, w, bias=None, kernel=None):
+        return (x.astype(mx.float32) @ w.arrays["numbers"].T).astype(x.dtype)
+
+    for module in ("billfish.backends.metal", "billfish.bench.engines"):
+        monkeypatch.setattr(f"{module}.lay_out", with_numbers)
     monkeypatch.setattr(bridge.Kernels, "multiply", multiply)
     monkeypatch.setattr(MetalBackend, "kernels", bridge.Kernels(lambda **arguments: None))
 
@@ -65,7 +67,7 @@ def test_limits_are_measured(like_a_mac, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--formats", "q6_k", "--shapes", "256x8"], "metal: it has no kernels for the u6b32 codes of q6_k"),
+        (["--formats", "nf4", "--shapes", "256x8"], "metal: it has no kernels for the nf4 codes of nf4"),
         (["--activations", "q8"], "metal: it multiplies x as it is, and activations are 'q8'"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,48 +10,40 @@ from emulator_support import ORDERS
 from metal_support import quantized
 from support import gaussian
 
-from billfish.backends.metal import Kernels, bridge, choose, emulator, lay_out
+from billfish.backends.metal import Kernels, bridge, emulator, lay_out
 from billfish.backends.metal.layout import lay_out_experts
 
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^)]*\);")
 # Each file with barriers, and a kernel that comes to all of them.
 BARRIERS = {
     "matvec.metal": "gemv",
-    "tiles.metal": "gemm",
-    "gemm.metal": "gemm",
-    "fused.metal": "fused",
-    "gemm_fused.metal": "fused",
-    "gemm_striped.metal": "striped",
+    "tiles.metal": "fused",
     "gemm_experts.metal": "gemm_experts",
-    "gemm_fused_experts.metal": "fused_experts",
-    "dequantize.metal": "dequantize",
 }
 # Each test of a bound: what becomes of it.
 BOUNDS = [
-    ("gemv", "matvec.metal", "column < w.n", "true"),
-    ("gemv", "matvec.metal", "k0 + i * word_k < k_end", "true"),
-    ("gemv", "matvec.metal", "r < m && k0 + lane < k_end", "k0 + lane < k_end"),
-    ("gemv", "matvec.metal", "r < m && k0 + lane < k_end", "r < m"),
-    ("gemv", "matvec.metal", "r < m && column0 + i < n", "column0 + i < n"),
-    ("gemv", "matvec.metal", "r < m && column0 + i < n", "r < m"),
+    ("gemv", "matvec.metal", "if (left >= COUNT)", "if (true)"),
+    ("gemv", "matvec.metal", "i < left ? from[i] : T(0)", "from[i]"),
+    ("gemv", "matvec.metal", "group * group_runs < w.runs()", "group * group_runs < w.runs() + 64"),
+    ("gemv", "matvec.metal", "i < m * PANEL", "i < 8 * PANEL"),
+    ("gemv", "matvec.metal", "if (column < n)", "if (true)"),
+    ("gemv", "matvec.metal", "rows[r] = x + (min(r, m - 1) * w.k", "rows[r] = x + (r * w.k"),
     ("gemm", "tiles.metal", "return row < m;", "return true;"),
-    ("gemm", "tiles.metal", "sources[i] >= 0 && at < k", "at < k"),
-    ("gemm", "tiles.metal", "sources[i] >= 0 && at < k", "sources[i] >= 0"),
-    ("gemm", "tiles.metal", "column < w.n && at < w.k", "at < w.k"),
-    ("gemm", "tiles.metal", "inside && at + i * W::word_k < w.k", "inside"),
-    ("gemm", "tiles.metal", "rows.has(row) && column < n", "column < n"),
-    ("gemm", "tiles.metal", "rows.has(row) && column < n", "rows.has(row)"),
+    ("fused", "tiles.metal", "full && left >= 8", "full"),
+    ("gemm", "tiles.metal", "source >= 0 && skipped < left", "skipped < left"),
+    ("gemm", "tiles.metal", "source >= 0 && skipped < left", "source >= 0"),
+    ("gemm", "tiles.metal", "panel < w.panels()", "true"),
+    ("gemm", "tiles.metal", "if (column >= n) continue;", ""),
     ("striped", "reduce.metal", "if (i < count)", ""),
+    ("striped", "gemm_striped.metal", "min(begin + length, w.runs())", "begin + length"),
     ("gemv_experts", "gemv_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("gemv_experts", "gemv_experts.metal", "panel * PANEL + lane < n", "true"),
     ("gemm_experts", "gemm_experts.metal", "expert < uint(codes_shape[0])", "true"),
-    ("gemm_experts", "gemm_experts.metal", "min(row0 + TILE_M, size[0])", "row0 + TILE_M"),
+    ("gemm_experts", "gemm_experts.metal", "min(row0 + share, choices[0])", "row0 + share"),
     ("gemm_experts", "experts.metal", "at >= begin && at < end", "at >= begin"),
-    ("fused_experts", "gemm_fused_experts.metal", "expert < uint(codes_shape[0])", "true"),
-    ("fused_experts", "gemm_fused_experts.metal", "min(row0 + TILE_M, size[0])", "row0 + TILE_M"),
-    ("dequantize", "tiles.metal", "column < w.n && at < w.k", "at < w.k"),
-    ("dequantize", "tiles.metal", "column < w.n && at < w.k", "column < w.n"),
-    ("dequantize", "dequantize.metal", "k0 + lane < k", "true"),
-    ("dequantize", "dequantize.metal", "row < 32 && column0 + row < n", "row < 32"),
+    ("dequantize", "dequantize.metal", "run < w.runs() && column < n", "column < n"),
+    ("dequantize", "dequantize.metal", "run < w.runs() && column < n", "run < w.runs()"),
+    ("dequantize", "dequantize.metal", "if (at < k)", ""),
 ]
 
 
@@ -66,11 +57,9 @@ def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bridge, "source", lambda name: text if name == file else whole(name))
     if file == "reduce.metal":
         monkeypatch.setitem(bridge.REDUCE, "source", text)
-    if kernel == "striped":  # one threadgroup for the whole list
-        monkeypatch.setattr(bridge, "launch", lambda *problem: replace(choose.launch(*problem), grid=(128, 1, 1)))
     kernels = Kernels(emulator.metal_kernel)
     w = lay_out(quantized("u4", 70, 520, 32))
-    x = gaussian((7 if kernel == "gemv" else 66, 520)).astype(np.float16)
+    x = gaussian(({"gemv": 7, "fused": 64}.get(kernel, 66), 520)).astype(np.float16)
     found = []
 
     def run() -> None:

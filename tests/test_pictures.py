@@ -14,7 +14,7 @@ from billfish.bench import plot as bench_plot
 from billfish.bench.engines import GpuLimits
 from billfish.bench.limits import Limits
 from billfish.profile import plot as profile_plot
-from billfish.profile.counts import MLX, OURS, Count
+from billfish.profile.counts import MLX, Count
 from billfish.profile.operations import Operations
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def rooflines():
 
 def profiles():
     results = recorded("metal_profile.json")
-    counts = [Count(**launch) for launch in results["launches"]]
+    counts = [Count(**record) for record in results["records"]]
     operations = [Operations(**each) for each in results["decode"]]
     yield profile_plot.picture(counts, operations, MACHINE, VERSIONS), results
     yield profile_plot.picture(counts[:1], operations[:1], MACHINE, VERSIONS), results
@@ -110,14 +110,14 @@ def test_no_bar_and_no_point_is_cut_off(make):
 def test_the_caption_says_what_the_record_does(make):
     for figure, results in make():
         caption = words(figure.get_suptitle())
-        machine = results.get("machine") if make is not profiles else MACHINE
+        machine = results["machine"] if make is rooflines else MACHINE
         if make is tokens:
             about = results["about"]
             where = f"{about['cpu']}, {about['kernels']}, {about['threads']} threads, {about['date']}"
             versions = f"billfish {about['billfish']}, numpy {about['numpy']}, python {about['python']}"
             assert caption == f"SmolLM2-135M-Instruct · {where} · {versions}"
             continue
-        versions = results.get("versions", VERSIONS)
+        versions = results["versions"] if make is not profiles else VERSIONS
         assert caption.startswith(
             f"{machine['cpu']}, {machine['isa']}, {machine['threads']} threads, {machine['date']}"
         )
@@ -175,32 +175,24 @@ def test_colours_and_hatches_of_the_profile_have_one_meaning():
 
     figure, results = next(profiles())
     shown = entries(figure)
-    colours = [colour for colour, _ in (*profile_plot.BUFFERS.values(), *profile_plot.KINDS.values())]
+    colours = list(profile_plot.CLASSES.values())
     assert len(set(colours)) == len(colours)
     bars = [bar for axes in figure.axes for bar in axes.patches]
     drawn = {to_hex(bar.get_facecolor()).upper() for bar in bars if bar.get_width()}
     assert drawn == set(colours)
-    named = {
-        name: to_hex(handle.get_facecolor()).upper() for name, handle in shown.items() if hasattr(handle, "get_hatch")
-    }
-    hatched = {name for name, handle in shown.items() if getattr(handle, "get_hatch", lambda: None)()}
+    named = {name: to_hex(handle.get_facecolor()).upper() for name, handle in shown.items()}
+    hatched = {name for name, handle in shown.items() if handle.get_hatch()}
     assert hatched == {profile_plot.THEIRS}
     assert {colour for name, colour in named.items() if name not in hatched} == set(colours)
     assert {bar.get_hatch() for bar in bars} == {None, profile_plot.HATCH}
-    assert {profile_plot.LEAST, profile_plot.LONGER} <= set(shown)
-    assert any(launch["who"] == MLX for launch in results["launches"])
+    assert any(record["owner"] == MLX for record in results["records"])
 
 
-def test_a_long_bar_ends_in_an_arrow_inside_the_frame():
-    sizes = {"read": {"x": 900}, "least": {"x": 100}, "written": 0, "threadgroup_bytes": 0, "threadgroup_memory": 0}
-    rest = {"padding": 0, "threadgroup_barriers": 0, "simdgroup_barriers": 0, "matrix_multiplies": 0}
-    long = Count(OURS, "long", "fp4", 1, 32, 32, **sizes, **rest)
-    short = Count(OURS, "short", "fp4", 1, 32, 32, **{**sizes, "read": {"x": 200}}, **rest)
-    axes = profile_plot.picture([long, short], [Operations("e2m1", "way", 1, 1, 0, 0)], MACHINE, VERSIONS).axes[0]
-    assert [bar.get_width() for bar in axes.patches if bar.get_width()] == [profile_plot.WIDEST, 2]
-    assert [text.get_text() for text in axes.texts] == ["9.00", "2.00"]
-    arrows = [line for line in axes.lines if line.get_marker() == ">"]
-    assert [tuple(line.get_ydata()) for line in arrows] == [(0,)]
+def test_the_number_behind_a_bar_is_that_of_the_record():
+    figure, results = next(profiles())
+    first, axes = results["records"][0], figure.axes[0]
+    assert f" {first['cycles_per_weight'] / first['m']:.2f} " in axes.texts[0].get_text()
+    assert f"M1 {first['estimated_us']['M1']:,.0f} us" in axes.texts[0].get_text()
 
 
 def test_every_part_of_a_token_is_in_the_legend():

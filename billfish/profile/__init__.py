@@ -1,7 +1,7 @@
-"""`billfish profile`: what the Metal kernels do, counted where no Mac is at hand.
+"""`billfish profile`: what the Metal kernels do, counted where no Mac is at hand, and how long that should take.
 
-Each kernel runs in the emulator, beside MLX's kernel for the same problem; device bytes are held against the least
-possible, which is every buffer once. For the decode functions, operations are counted in compiled code.
+Each kernel runs in the emulator, beside MLX's kernel for the same problem: instructions, bytes, and the time that
+`cost` estimates of them for four chips. For the decode functions, operations are counted in compiled code.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from billfish.files import write_atomically
 from billfish.format import Format, get_format
 from billfish.info import cpu_name, version_of
 from billfish.machine import available_cores
-from billfish.profile.counts import Count, count_mlx, count_ours, kernels_for, mlx_counts
+from billfish.profile.cost import CHIPS
+from billfish.profile.counts import MLX, Count, count_mlx, count_ours, mlx_counts
 from billfish.profile.operations import Operations, count_operations
 from billfish.quantizing import quantize
 from billfish.tables import print_table
 from billfish.version import __version__
+
+# Rows of weights that are quantized; more are the same again. What a kernel executes does not depend on them.
+DIFFERENT_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,7 @@ class Settings:
     """What to count. :meth:`parse` makes it of the words of the command line."""
 
     formats: list[Format]
-    k: int
-    n: int
+    shapes: list[tuple[int, int]]  # K and N
     m: list[int]
     json: Path | None = None
     plot: Path | None = None
@@ -47,23 +50,23 @@ class Settings:
     def parse(
         cls,
         *,
-        formats: str = "mxfp4,nvfp4,affine4",
-        shape: str = "512x256",
-        m: str = "1,8,16,64",
+        formats: str = "u4b8,q4_0,mxfp4,nvfp4,affine4",
+        shape: str = "4096x4096,4096x14336",
+        m: str = "1,8,64,512",
         json: str | None = None,
         plot: str | None = None,
     ) -> Settings:
         """Comma-separated lists, checked."""
-        sizes = shape.split("x")
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
-            raise ShapeError(complaint("profile", "--shape", repr(shape), "KxN, such as 512x256"))
+        shapes = [each.split("x") for each in shape.split(",")]
+        if not all(len(each) == 2 and all(size.isdecimal() and int(size) for size in each) for each in shapes):
+            raise ShapeError(complaint("profile", "--shape", repr(shape), "KxN, such as 4096x4096,4096x14336"))
         rows = m.split(",")
         if not all(row.isdecimal() and int(row) for row in rows):
             raise ShapeError(complaint("profile", "--m", repr(m), "positive integers, such as 1,8,64"))
-        k, n = map(int, sizes)
         found = [get_format(name, "profile") for name in formats.split(",")]
         for format in found:
-            format.check_k("profile", k)
+            for k, _ in shapes:
+                format.check_k("profile", int(k))
             if element_axis(format.element) is None:
                 takes = "formats with codes that the Metal kernels have"
                 raise FormatError(complaint("profile", "--formats", repr(format.name), takes))
@@ -71,7 +74,7 @@ class Settings:
             if name is not None and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
                 raise DataError(complaint("profile", flag, repr(name), "a file in a folder that exists"))
         files = (None if name is None else Path(name) for name in (json, plot))
-        return cls(found, k, n, [int(row) for row in rows], *files)
+        return cls(found, [(int(k), int(n)) for k, n in shapes], [int(row) for row in rows], *files)
 
 
 def run(settings: Settings, out: TextIO | None = None) -> tuple[list[Count], list[Operations]]:
@@ -91,7 +94,7 @@ def run(settings: Settings, out: TextIO | None = None) -> tuple[list[Count], lis
         content = {
             **about,
             "compiler": counted_with(),
-            "launches": [count.as_json() for count in counts],
+            "records": [count.as_json() for count in counts],
             "decode": [asdict(each) for each in operations],
         }
         write_atomically(settings.json, (json.dumps(content, indent=1) + "\n").encode())
@@ -118,68 +121,71 @@ def counted_with() -> str:
 
 
 def count_all(settings: Settings) -> list[Count]:
-    """Every kernel of ours for every problem, and MLX's."""
+    """MLX's kernel and ours for every problem."""
     kernels = Kernels(emulator.metal_kernel)
     rng = np.random.default_rng(0)
     counts = []
     for format in settings.formats:
-        q = quantize(rng.standard_normal((settings.n, settings.k), np.float32), format)
-        for m in settings.m:
-            x = rng.standard_normal((m, settings.k), np.float32).astype(np.float16)
-            if mlx_counts(q):
-                counts.append(count_mlx(q, x))
-            for kernel in kernels_for(m):
-                counts += count_ours(kernels, q, x, kernel)
+        for k, n in settings.shapes:
+            w = rng.standard_normal((min(n, DIFFERENT_ROWS), k), np.float32)
+            q = quantize(np.resize(w, (n, k)), format)
+            for m in settings.m:
+                x = rng.standard_normal((m, k), np.float32).astype(np.float16)
+                counts += [count_mlx(q, x)] if mlx_counts(q) else []
+                counts.append(count_ours(kernels, q, x))
     return counts
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------
 
-# The buffers of both, under one name.
-ROLES = {"x": ("x",), "codes": ("codes", "high", "w"), "scales": ("scales", "offsets", "biases")}
-
 
 def print_counts(counts: list[Count], out: TextIO) -> None:
-    """KiB, and how often each buffer is read; for all threadgroups together."""
+    """Cycles for each weight, and the estimated time on each chip with what bounds it; ours beside MLX's."""
     rows = [
         [
             "format",
+            "K x N",
             "kernel",
             "M",
-            "read KiB",
+            "cycles/weight",
+            *(f"{chip.name}, us" for chip in CHIPS),
+            "of MLX",
             "of least",
-            *ROLES,
-            "written",
-            "tg KiB",
-            "tg barriers",
-            "MMAs",
             "tg memory",
         ]
     ]
+    theirs: Count | None = None
     for count in counts:
-        padding = f"+{count.padding}" if count.padding else ""
+        theirs = count if count.owner == MLX else theirs
+        estimates = [f"{count.estimated_us[chip.name]:.0f} {count.bound_by[chip.name]}" for chip in CHIPS]
         rows.append(
             [
                 count.format,
+                f"{count.k} x {count.n}",
                 count.kernel,
                 str(count.m),
-                f"{count.total_read / 1024:.1f}",
+                f"{count.cycles_per_weight:.2f}",
+                *estimates,
+                of_mlx(count, theirs),
                 f"{count.ratio():.2f}",
-                *(f"{count.ratio(*names):.2f}" if count.ratio(*names) else "-" for names in ROLES.values()),
-                f"{count.written / 1024:.1f}",
-                f"{count.threadgroup_bytes / 1024:.0f}",
-                str(count.threadgroup_barriers),
-                str(count.matrix_multiplies),
-                f"{count.threadgroup_memory - count.padding}{padding}",
+                str(count.threadgroup_memory),
             ]
         )
-    print_table(rows, out, left=2, keys=3)
+    print_table(rows, out, left=3, keys=4)
+
+
+def of_mlx(count: Count, theirs: Count | None) -> str:
+    """The estimated time as a part of MLX's, on the chip where it is the largest; "-" where MLX has no such kernel."""
+    problem = (count.format, count.m, count.k, count.n)
+    if count.owner == MLX or theirs is None or problem != (theirs.format, theirs.m, theirs.k, theirs.n):
+        return "-"
+    return f"{max(us / theirs.estimated_us[chip] for chip, us in count.estimated_us.items()):.2f}"
 
 
 def print_operations(operations: list[Operations], out: TextIO) -> None:
-    """Operations for each decoded value."""
-    rows = [["element", "decoded by", "integer", "floating", "conversions", "memory"]]
+    """Issue slots for each decoded value, by class, and cycles."""
+    kinds = list(operations[0].issue)
+    rows = [["element", "decoded by", *kinds, "cycles"]]
     for each in operations:
-        numbers = (each.integer, each.floating, each.conversions, each.memory)
-        rows.append([each.element, each.way, *(f"{number:.2f}" for number in numbers)])
+        rows.append([each.element, each.way, *(f"{each.issue[kind]:.2f}" for kind in kinds), f"{each.cycles:.2f}"])
     print_table(rows, out, left=2, keys=2)

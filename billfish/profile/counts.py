@@ -1,42 +1,49 @@
-"""Launches in the emulator, counted: what our kernels and MLX's read, write, wait for and multiply."""
+"""Products in the emulator, counted: what our kernels and MLX's execute, read, write, wait for and multiply."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from billfish.backends.metal import Kernels, emulator, lay_out
-from billfish.backends.metal.bridge import PRODUCTS, WEIGHT_INPUTS
-from billfish.backends.metal.choose import MATVEC_ROWS
 from billfish.backends.metal.emulator import Launch
-from billfish.profile.mlx_kernels import MLX_FORMATS, mlx_arrays, run_mlx
+from billfish.backends.metal.emulator.runtime import totals
+from billfish.profile.cost import CHIPS, estimate_all
+from billfish.profile.mlx_kernels import MLX_FORMATS, run_mlx
 from billfish.tensor import QuantizedTensor
 
 OURS, MLX = "billfish", "mlx"
-# Rows of these variables are padded; see tiles.metal.
-PADDED = ("x_slabs", "w_slabs", "x_slab")
-TILE_K, PADDING_BYTES = 32, 16
+# A larger problem is counted on PART threadgroups and scaled.
+LARGEST_WHOLE, PART = 2**25, 4
 
 
 @dataclass(frozen=True)
 class Count:
-    """One launch. Bytes are those that its threads ask for, whether or not a cache has them."""
+    """One product, all of its launches together. Bytes are those that threads ask for, cached or not."""
 
-    who: str
     kernel: str
+    owner: str
     format: str
     m: int
     k: int
     n: int
+    cycles_per_weight: float  # of lanes, see docs/metal.md
+    device_bytes: int  # read and written
+    estimated_us: dict[str, float]  # by chip
+    bound_by: dict[str, str]  # by chip
+    issue: dict[str, float]  # slots for each weight, by class of instruction
+    pipe: float  # cycles of the complex pipe for each weight
+    loads: dict[str, dict[str, int]]  # by memory, then by width in bytes
+    stores: dict[str, dict[str, int]]
     read: dict[str, int]  # device bytes, by buffer
-    least: dict[str, int]  # the size of each
+    least: dict[str, int]  # the size of each that is read
     written: int
     threadgroup_bytes: int  # read and written
-    threadgroup_memory: int
-    padding: int  # of it
+    threadgroup_memory: int  # the most that a launch has
     threadgroup_barriers: int
     simdgroup_barriers: int
     matrix_multiplies: int
@@ -55,63 +62,65 @@ class Count:
         return asdict(self)
 
 
-def count_launch(who: str, launch: Launch, q: QuantizedTensor, m: int, sizes: dict[str, int], itemsize: int) -> Count:
-    """`sizes` are the buffers in device memory; what else a kernel reads, such as shapes, is in constant memory."""
-    stride = TILE_K + PADDING_BYTES // itemsize
-    variables = launch.threadgroup_variables
-    padding = sum(variables.get(name, 0) * (stride - TILE_K) // stride for name in PADDED) if who == OURS else 0
+def count_launches(owner: str, launches: Sequence[Launch], q: QuantizedTensor, m: int) -> Count:
+    """Of one product, x [m, K] with `q` [N, K]. Small inputs are in constant memory and are not counted."""
     n, k = q.shape
+    read = totals((name, each.read[name]) for each in launches for name in each.sizes if each.read[name])
+    written = sum(each.written[name] for each in launches for name in each.sizes)
+    counted = [each.instructions for each in launches if each.instructions is not None]
+    estimates = {chip.name: estimate_all(launches, chip) for chip in CHIPS}
+    moved = [(each.threadgroup_read, each.threadgroup_written) for each in launches]
     return Count(
-        who,
-        launch.name,
+        " + ".join(each.name for each in launches),
+        owner,
         q.format.name,
         m,
         k,
         n,
-        {name: launch.read.get(name, 0) for name in sizes},
-        sizes,
-        sum(launch.written.values()),
-        sum(launch.threadgroup_read.values()) + sum(launch.threadgroup_written.values()),
-        launch.threadgroup_memory,
-        padding,
-        launch.threadgroup_barriers,
-        launch.simdgroup_barriers,
-        launch.matrix_multiplies,
+        sum(each.cycles for each in counted) / (k * n),
+        sum(read.values()) + written,
+        {name: us for name, (us, _) in estimates.items()},
+        {name: bound for name, (_, bound) in estimates.items()},
+        {kind: sum(each.issue[kind] for each in counted) / (k * n) for kind in counted[0].issue},
+        sum(each.pipe for each in counted) / (k * n),
+        _by_width([each.loads for each in launches]),
+        _by_width([each.stores for each in launches]),
+        read,
+        {name: size for each in launches for name, size in each.sizes.items() if name in read},
+        written,
+        sum(sum(by.values()) for pair in moved for by in pair),
+        max(each.threadgroup_memory for each in launches),
+        sum(each.threadgroup_barriers for each in launches),
+        sum(each.simdgroup_barriers for each in launches),
+        sum(each.matrix_multiplies for each in launches),
     )
 
 
-def count_ours(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any], kernel: str) -> list[Count]:
-    """The launches of one product: two for striped."""
-    weights = lay_out(q)
-    with emulator.launches() as log:
-        kernels.multiply(x, weights, None, kernel)
-    sizes = {"x": x.nbytes}
-    seen: set[int] = set()
-    for name in WEIGHT_INPUTS[:-1]:  # the factor is one number
-        if id(weights.arrays[name]) not in seen:  # absent planes are aliases
-            seen.add(id(weights.arrays[name]))
-            sizes[name] = weights.arrays[name].nbytes
-    counts = [count_launch(OURS, log[0], q, len(x), sizes, x.itemsize)]
-    for launch in log[1:]:
-        counts.append(count_launch(OURS, launch, q, len(x), {"partials": launch.read["partials"]}, x.itemsize))
-    return counts
+def _by_width(counts: list[dict[str, dict[int, int]]]) -> dict[str, dict[str, int]]:
+    return {
+        space: {str(width): sum(each[space][width] for each in counts) for width in counts[0][space]}
+        for space in counts[0]
+    }
+
+
+def part_of_grid(q: QuantizedTensor, m: int) -> int:
+    """How many threadgroups to run; 0 for all of them."""
+    n, k = q.shape
+    return 0 if m * n * k <= LARGEST_WHOLE else PART
+
+
+def count_ours(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any], kernel: str | None = None) -> Count:
+    """Our product: two launches for striped. `kernel`: the one that we would take unless given."""
+    with emulator.launches(instructions=True, most=part_of_grid(q, len(x))) as log:
+        kernels.multiply(x, lay_out(q), None, kernel)
+    return count_launches(OURS, log, q, len(x))
 
 
 def count_mlx(q: QuantizedTensor, x: np.ndarray[Any, Any]) -> Count:
-    """The launch of MLX's kernel for the same product."""
-    with emulator.launches() as log:
+    """MLX's for the same problem. Where it cuts K, the kernel that adds up is not counted."""
+    with emulator.launches(instructions=True, most=part_of_grid(q, len(x))) as log:
         run_mlx(q, x)
-    sizes = {name: array.nbytes for name, array in mlx_arrays(q, x.dtype).items()} | {"x": x.nbytes}
-    return count_launch(MLX, log[0], q, len(x), sizes, x.itemsize)
-
-
-def kernels_for(m: int, itemsize: int = 2) -> list[str]:
-    """All that can run so many rows of a type."""
-    return [
-        kernel
-        for kernel in PRODUCTS
-        if (kernel == "gemv") == (m <= MATVEC_ROWS) and (itemsize == 2 or kernel in ("gemv", "fused"))
-    ]
+    return count_launches(MLX, log, q, len(x))
 
 
 def mlx_counts(q: QuantizedTensor) -> bool:

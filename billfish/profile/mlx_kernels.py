@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.metal import emulator
 from billfish.backends.metal.choose import up
+from billfish.experts import QuantizedExperts
 from billfish.tensor import QuantizedTensor
 
 Array = NDArray[Any]
@@ -26,10 +27,13 @@ NO_BATCH = {
     "fp": "0, nullptr, nullptr, 0, nullptr, nullptr, nullptr",
     "affine": "0, nullptr, nullptr, 0, nullptr, nullptr, nullptr, nullptr",
 }
+PLANES = {"fp": "w, scales, nullptr", "affine": "w, scales, biases"}
 PLACE = "simdgroup_index_in_threadgroup, thread_index_in_simdgroup"
-# Rows that qmv_wide takes at a time, and lanes that share a column. MLX has a table of them by GPU; with 8 rows the
-# weights are read once for all of them, which is the least.
-WIDE_ROWS, WIDE_LANES = 8, 8
+TILE_PLACE = f"threadgroup_position_in_grid, thread_index_in_threadgroup, {PLACE}"
+# Rows that qmv_wide takes at a time, at most, and lanes that share a column.
+WIDE_ROWS, WIDE_LANES = 5, 16
+# Threadgroups that MLX would like to have for tiles; where there are fewer it cuts K.
+ENOUGH_TILES = 512
 
 
 @dataclass(frozen=True)
@@ -40,30 +44,75 @@ class MlxKernel:
     source: str
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
+    slices: int = 1  # of K; partial sums are float32 [slices, M, N], which another kernel adds up
+    sizes: dict[str, int] = field(default_factory=dict)  # more inputs
 
 
-def mlx_kernel(family: str, m: int, n: int, k: int) -> MlxKernel:
-    """The one that MLX takes for x [m, k] and W [n, k]."""
-    no_batch = NO_BATCH[family]
-    planes = "w, scales, nullptr" if family == "fp" else "w, scales, biases"
-    if m == 1:
-        name, template = ("qmv_fast", "4, false, false") if n % 8 == 0 and k % 512 == 0 else ("qmv", "4, false")
-        arguments = f"{planes}, x, y, K, N, {no_batch}, threadgroup_position_in_grid, {PLACE}"
-        grid, threadgroup = (32, 2 * up(n, 8), 1), (32, 2, 1)
-    elif m <= WIDE_ROWS:
-        name, template = "qmv_wide", f"4, {WIDE_ROWS}, {WIDE_LANES}, false"
-        planes = planes.removesuffix(", nullptr")
-        arguments = f"{planes}, x, y, K, N, M, {no_batch}, threadgroup_position_in_grid, {PLACE}"
-        grid, threadgroup = (32, 2 * up(n, 2 * 32 // WIDE_LANES), 1), (32, 2, 1)
-    else:
-        name, template = "qmm_t", "4, false, false"
-        place = f"threadgroup_position_in_grid, thread_index_in_threadgroup, {PLACE}"
-        arguments = f"{planes}, x, y, K, N, M, {no_batch}, {place}"
-        grid, threadgroup = (32 * up(n, 32), 2 * up(m, 32), 2), (32, 2, 2)
+def first_tiled(n: int, k: int) -> int:
+    """The M from which MLX takes tiles, on M1 and M2 but for their Ultras."""
+    if max(k, n) <= 2048:
+        return 14
+    return 10 if max(k, n) <= 4096 else 6
+
+
+def mlx_kernel(family: str, m: int, n: int, k: int, group: int) -> MlxKernel:
+    """The one that MLX 0.32 takes on M1 and M2 for x [m, k] and W [n, k]."""
+    if m >= first_tiled(n, k):
+        return _tiled(family, m, n, k, group)
+    # On these GPUs affine weights are read again for every row: MLX found qmv_wide slower there.
+    return _wide(family, m, n) if m > 1 and family == "fp" else _qmv(family, m, n, k)
+
+
+def _qmv(family: str, m: int, n: int, k: int) -> MlxKernel:
+    name, template = ("qmv_fast", "4, false, false") if n % 8 == 0 and k % 512 == 0 else ("qmv", "4, false")
+    arguments = f"{PLANES[family]}, x, y, K, N, {NO_BATCH[family]}, threadgroup_position_in_grid, {PLACE}"
+    return _kernel(family, name, template, arguments, (32 * m, 2 * up(n, 8), 1), (32, 2, 1))
+
+
+def _wide(family: str, m: int, n: int) -> MlxKernel:
+    """As few passes over the weights as WIDE_ROWS allows, and as few rows for each as those need."""
+    passes = up(m, WIDE_ROWS)
+    planes = PLANES[family].removesuffix(", nullptr")
+    arguments = f"{planes}, x, y, K, N, M, {NO_BATCH[family]}, threadgroup_position_in_grid, {PLACE}"
+    rows = up(m, passes)
+    grid = (32 * passes, 2 * up(n, 2 * 32 // WIDE_LANES), 1)
+    return _kernel(family, "qmv_wide", f"4, {rows}, {WIDE_LANES}, false", arguments, grid, (32, 2, 1))
+
+
+def _tiled(family: str, m: int, n: int, k: int, group: int) -> MlxKernel:
+    across, down, aligned = up(n, 32), up(m, 32), str(n % 32 == 0).lower()
+    slices = slices_of_k(across * down, k, group)
+    grid, threadgroup = (32 * across, 2 * down, 2 * slices), (32, 2, 2)
+    if slices == 1:
+        arguments = f"{PLANES[family]}, x, y, K, N, M, {NO_BATCH[family]}, {TILE_PLACE}"
+        return _kernel(family, "qmm_t", f"4, {aligned}, false", arguments, grid, threadgroup)
+    planes = PLANES[family].removesuffix(", nullptr")
+    arguments = f"{planes}, x, y, K, N, M, PART, STRIDE, {TILE_PLACE}"
+    built = _kernel(family, "qmm_t_splitk", f"4, {aligned}", arguments, grid, threadgroup)
+    return MlxKernel(built.name, built.source, grid, threadgroup, slices, {"PART": k // slices, "STRIDE": m * n})
+
+
+def slices_of_k(tiles: int, k: int, group: int) -> int:
+    """Whole tiles of 32 and whole groups each."""
+    unit = max(group, 32)
+    slices = min(max(ENOUGH_TILES // tiles, 1), k // unit)
+    while slices > 1 and k % (slices * unit):
+        slices -= 1
+    return max(slices, 1)
+
+
+def _kernel(
+    family: str,
+    name: str,
+    template: str,
+    arguments: str,
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+) -> MlxKernel:
     return MlxKernel(f"{family}_{name}", f"{family}_{name}<T, GROUP, {template}>({arguments});", grid, threadgroup)
 
 
-def mlx_arrays(tensor: QuantizedTensor, dtype: np.dtype[Any]) -> dict[str, Array]:
+def mlx_arrays(tensor: QuantizedTensor | QuantizedExperts, dtype: np.dtype[Any]) -> dict[str, Array]:
     """The weights as MLX has them; affine scales are of x's type."""
     storage = tensor.storage
     arrays = {"w": np.ascontiguousarray(storage["packed"]).view(np.uint32), "scales": storage["scales"]}
@@ -76,21 +125,31 @@ def run_mlx(tensor: QuantizedTensor, x: Array) -> Array:
     """x [M, K] times a tensor of one of MLX_FORMATS; nvfp4 without its global scale."""
     (m, k), n = x.shape, tensor.shape[0]
     family = MLX_FORMATS[tensor.format.name]
-    kernel = mlx_kernel(family, m, n, k)
+    kernel = mlx_kernel(family, m, n, k, tensor.group_size)
     arrays = mlx_arrays(tensor, x.dtype)
+    sizes = {"K": k, "N": n, "M": m, **kernel.sizes}
     built = emulator.metal_kernel(
         name=kernel.name,
-        input_names=[*arrays, "x", "K", "N", "M"],
+        input_names=[*arrays, "x", *sizes],
         output_names=["y"],
         source=kernel.source,
-        header="".join(f'#include "{FOLDER}/{file}"\n' for file in HEADERS[family]),
+        header=header(family),
     )
+    sliced = kernel.slices > 1
     (y,) = built(
-        inputs=[*arrays.values(), x, k, n, m],
+        inputs=[*arrays.values(), x, *sizes.values()],
         template=[("T", x.dtype), ("GROUP", tensor.group_size)],
         grid=kernel.grid,
         threadgroup=kernel.threadgroup,
-        output_shapes=[(m, n)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(kernel.slices, m, n) if sliced else (m, n)],
+        output_dtypes=[np.float32 if sliced else x.dtype],
     )
-    return np.asarray(y)
+    if not sliced:
+        return np.asarray(y)
+    with np.errstate(all="ignore"):  # of a part of the grid the rest is no number
+        return np.asarray(y).sum(axis=0).astype(x.dtype)
+
+
+def header(family: str) -> str:
+    """The headers with a family's kernels."""
+    return "".join(f'#include "{FOLDER}/{file}"\n' for file in HEADERS[family])

@@ -1,30 +1,28 @@
 // Ways to decode a word of eight codes, for `billfish profile` to count what each costs. `scale` multiplies in float.
 namespace variants {
 
-METAL_FUNC void scaled(half4 low, half4 high, float scale, thread float* out) {
-  #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    out[i] = float(low[i]) * scale;
-    out[i + 4] = float(high[i]) * scale;
-  }
-}
-
+// One part of a run.
 template <typename E>
 METAL_FUNC void ours(uint word, uint high, float scale, thread float* out) {
-  half4 values[2];
-  E::decode(word, high, values);
-  scaled(values[0], values[1], scale, out);
+  const billfish::Part part = {{word, 0}, high};
+  #pragma unroll
+  for (int t = 0; t < 4; t++) {
+    const half2 both = E::pair(part, t);
+    const float unit = E::bias == 0 ? E::unit(t) * scale : E::unit(t);
+    out[2 * t] = E::bias == 0 ? float(both.x) * unit : fma(float(both.x), unit, float(-E::bias)) * scale;
+    out[2 * t + 1] = E::bias == 0 ? float(both.y) * unit : fma(float(both.y), unit, float(-E::bias)) * scale;
+  }
 }
 
 }  // namespace variants
 
 // ---- E2M1
 
-extern "C" void fp4_bitwise(uint word, float scale, thread float* out) {
-  variants::ours<billfish::Element<billfish::Packed<0>, billfish::E2M1>>(word, 0, scale, out);
+extern "C" void fp4_masked(uint word, float scale, thread float* out) {
+  variants::ours<billfish::Element<billfish::Nibbles<0>, billfish::E2M1<1>>>(word, 0, scale, out);
 }
 
-// The bits moved only; 2^14 is part of the scale. Code 1 is a subnormal half on the way.
+// Codes in their natural order, moved.
 extern "C" void fp4_shift(uint word, float scale, thread float* out) {
   const float with_bias = scale * 16384.0f;
   #pragma unroll
@@ -56,8 +54,18 @@ extern "C" void fp4_table(uint word, float scale, thread float* out) {
 
 // ---- integers
 
+extern "C" void u4b8_masked(uint word, float scale, thread float* out) {
+  variants::ours<billfish::Element<billfish::Nibbles<0>, billfish::Integer<8>>>(word, 0, scale, out);
+}
+
+// 0x6400 is the half 1024, whose last bit is worth 1.
 extern "C" void u4b8_magic(uint word, float scale, thread float* out) {
-  variants::ours<billfish::Element<billfish::Packed<0>, billfish::Integer<8>>>(word, 0, scale, out);
+  #pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const half2 both = as_type<half2>((word >> (4 * j) & 0x000F000Fu) | 0x64006400u) - half2(half(1032));
+    out[j] = float(both.x) * scale;
+    out[j + 4] = float(both.y) * scale;
+  }
 }
 
 extern "C" void u4b8_convert(uint word, float scale, thread float* out) {
@@ -72,8 +80,8 @@ extern "C" void u4b8_table(uint word, float scale, thread float* out) {
   for (int j = 0; j < 8; j++) out[j] = U4B8_TABLE[(word >> (4 * j)) & 15] * scale;
 }
 
-extern "C" void u5b16_magic(uint word, uint high, float scale, thread float* out) {
-  variants::ours<billfish::Element<billfish::Packed<1>, billfish::Integer<16>>>(word, high, scale, out);
+extern "C" void u5b16_masked(uint word, uint high, float scale, thread float* out) {
+  variants::ours<billfish::Element<billfish::Nibbles<1>, billfish::Integer<16>>>(word, high, scale, out);
 }
 
 extern "C" void u5b16_convert(uint word, uint high, float scale, thread float* out) {
@@ -85,5 +93,5 @@ extern "C" void u5b16_convert(uint word, uint high, float scale, thread float* o
 }
 
 extern "C" void iq4nl_table(uint word, float scale, thread float* out) {
-  variants::ours<billfish::Element<billfish::Packed<0>, billfish::Looked>>(word, 0, scale, out);
+  variants::ours<billfish::Element<billfish::Nibbles<0>, billfish::Looked>>(word, 0, scale, out);
 }

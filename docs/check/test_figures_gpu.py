@@ -44,16 +44,19 @@ def test_other_formats_on_the_h200():
         assert f" | {' | '.join(cells)} |" in details
 
 
-def test_operations_and_bytes_of_metal():
+def test_decoding_and_products_of_metal():
     text, counted = page("docs/metal.md"), recorded("metal_profile.json")
     for each in counted["decode"]:
-        numbers = " | ".join(f"{each[kind]:.2f}" for kind in ("integer", "floating", "conversions", "memory"))
-        assert f"| {each['element']} | {each['way']} | {numbers} |" in text
-    launches = [launch for launch in counted["launches"] if launch["format"] == "mxfp4"]
-    for launch in launches:
-        read, least = (sum(launch[name].values()) for name in ("read", "least"))
-        assert f"| {launch['m']} | `{launch['kernel']}` | {read / 1024:.1f} | {read / least:.2f} |" in text
-    assert len(re.findall(r"^\| \d+ \| `", text, re.MULTILINE)) == len(launches)
+        slots = " | ".join(f"{each['issue'][kind]:.2f}" for kind in ("simple", "complex", "memory"))
+        assert f"| {each['element']} | {each['way']} | {slots} | {each['cycles']:.2f} |" in text
+    records = [record for record in counted["records"] if record["n"] == 4096]
+    for record in records:
+        times = " | ".join(f"{us:,.0f}" for us in record["estimated_us"].values())
+        kernel = record["kernel"].replace(" + ", "` + `")
+        first = f"| {record['format']} | {record['m']} | `{kernel}` | {record['cycles_per_weight']:.2f}"
+        bytes_of_threadgroups = f"{record['threadgroup_memory']:,}"
+        assert f"{first} | {times} | {record['bound_by']['M1 Max']} | {bytes_of_threadgroups} |" in text
+    assert len(re.findall(r"^\| \w+ \| \d+ \| `", text, re.MULTILINE)) == len(records)
 
 
 def test_models_on_the_h200():

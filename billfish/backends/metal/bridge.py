@@ -11,41 +11,48 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.backends.metal.choose import choose, choose_experts, launch, launch_experts, up
+from billfish.backends.metal.choose import MOST_PARTS, choose, choose_experts, launch, launch_experts, up
 from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
 
 FOLDER = Path(__file__).parent
-WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor"]
+WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor", "size"]
 SAFE = {"math_mode": "safe"}  # fast mode may reorder what decode.metal does on purpose
 
-# Each kernel: the name it gets for a format, the file with its body, and what that calls besides decode and scales.
+
+class Kernel(NamedTuple):
+    """The name it gets for a format, its body, what that calls besides decode and scales, and how many buffers of x."""
+
+    pattern: str
+    body: str
+    headers: tuple[str, ...] = ()
+    buffers: int = 0
+
+
+MATVEC, TILES, EXPERTS = "matvec.metal", "tiles.metal", "experts.metal"
 KERNELS = {
-    "gemv": ("marlin_gemv_{}", "gemv.metal", ["matvec.metal"]),
-    "gemm": ("marlin_gemm_{}", "gemm.metal", ["tiles.metal"]),
-    "fused": ("marlin_gemm_fused_{}", "gemm_fused.metal", ["tiles.metal", "fused.metal"]),
-    "striped": ("marlin_gemm_{}_striped", "gemm_striped.metal", ["tiles.metal"]),
-    "gemv_experts": ("marlin_gemv_experts_{}", "gemv_experts.metal", ["matvec.metal", "experts.metal"]),
-    "gemm_experts": ("marlin_gemm_experts_{}", "gemm_experts.metal", ["tiles.metal", "experts.metal"]),
-    "fused_experts": (
-        "marlin_gemm_fused_experts_{}",
-        "gemm_fused_experts.metal",
-        ["tiles.metal", "fused.metal", "experts.metal"],
-    ),
-    "dequantize": ("dequant_{}", "dequantize.metal", ["tiles.metal"]),
+    "gemv": Kernel("marlin_gemv_{}", "gemv.metal", (MATVEC,)),
+    "gemv_rows": Kernel("marlin_gemv_rows_{}", "gemv_rows.metal", (MATVEC,)),
+    "gemm": Kernel("marlin_gemm_{}", "gemm.metal", (TILES,), 2),
+    "fused": Kernel("marlin_gemm_fused_{}", "gemm.metal", (TILES,), 1),
+    "striped": Kernel("marlin_gemm_{}_striped", "gemm_striped.metal", (TILES,), 2),
+    "gemv_experts": Kernel("marlin_gemv_experts_{}", "gemv_experts.metal", (MATVEC, EXPERTS)),
+    "gemm_experts": Kernel("marlin_gemm_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 2),
+    "fused_experts": Kernel("marlin_gemm_fused_experts_{}", "gemm_experts.metal", (TILES, EXPERTS), 1),
+    "dequantize": Kernel("dequant_{}", "dequantize.metal"),
 }
-PRODUCTS = ("gemv", "gemm", "fused", "striped")
+PRODUCTS = ("gemv", "gemm", "fused", "striped")  # gemv takes gemv_rows for more than one row
 EXPERT_PRODUCTS = ("gemv_experts", "gemm_experts", "fused_experts")
-# What kernels are given beside the weights.
+# What kernels are given: the weights, and what is beside them.
 INPUTS = {
-    **{kernel: ["x", *WEIGHT_INPUTS, "bias"] for kernel in PRODUCTS},
+    **{kernel: ["x", *WEIGHT_INPUTS, "bias"] for kernel in (*PRODUCTS, "gemv_rows")},
     "gemv_experts": ["x", *WEIGHT_INPUTS, "bias", "ids"],
-    "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
-    "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "size"],
-    "dequantize": [*WEIGHT_INPUTS, "size"],
+    "gemm_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
+    "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
+    "dequantize": WEIGHT_INPUTS,
 }
 
 
@@ -73,17 +80,26 @@ def source(file: str) -> str:
     return (FOLDER / file).read_text()
 
 
-def kernel_arguments(kernel: str, name: str, axes: Axes) -> dict[str, Any]:
-    """What `metal_kernel` is given to build one kernel for one format."""
-    pattern, body, headers = KERNELS[kernel]
-    named = {"ELEMENT": axes.element, "SCALE": axes.scale, "OFFSET": axes.offset}
-    axes_text = Template(source("format.metal")).substitute(named)
+def constants(flushed: bool = False, buffers: int = 0) -> str:
+    """What the .metal files are told."""
+    return f"""namespace billfish {{
+constexpr constant bool FLUSHED = {str(flushed).lower()};
+constexpr constant int BUFFERS = {buffers}, MOST_PARTS = {MOST_PARTS};
+}}  // namespace billfish
+"""
+
+
+def kernel_arguments(kernel: str, name: str, axes: Axes, flushed: bool = False) -> dict[str, Any]:
+    """What `metal_kernel` is given to build one kernel for one format. `flushed`: it meets no subnormal numbers."""
+    made = KERNELS[kernel]
+    axes_text = Template(source("format.metal")).substitute(ELEMENT=axes.element, SCALE=axes.scale)
+    files = ["decode.metal", "scales.metal", *made.headers]
     return {
-        "name": pattern.format(name),
+        "name": made.pattern.format(name),
         "input_names": INPUTS[kernel],
         "output_names": ["y"],
-        "source": source(body),
-        "header": "".join(map(source, ["decode.metal", "scales.metal", *headers])) + axes_text,
+        "source": source(made.body),
+        "header": constants(flushed, made.buffers) + "".join(map(source, files)) + axes_text,
         "compile_options": SAFE,
     }
 
@@ -105,10 +121,10 @@ ZERO = {
 
 
 class Kernels:
-    """The kernels of one `metal_kernel`, each built once."""
+    """The kernels of one `metal_kernel`, each built once. `flushed` is for GPUs that flush subnormal halves to zero."""
 
-    def __init__(self, metal_kernel: Callable[..., Any]) -> None:
-        self._metal_kernel = metal_kernel
+    def __init__(self, metal_kernel: Callable[..., Any], flushed: bool = False) -> None:
+        self._metal_kernel, self._flushed = metal_kernel, flushed
         self._built: dict[tuple[Any, ...], Any] = {}
 
     def _get(self, key: tuple[Any, ...], arguments: Callable[[], dict[str, Any]]) -> Any:
@@ -117,7 +133,7 @@ class Kernels:
         return self._built[key]
 
     def product(self, kernel: str, w: MetalWeights) -> Any:
-        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes))
+        return self._get((kernel, w.name, w.axes), lambda: kernel_arguments(kernel, w.name, w.axes, self._flushed))
 
     def multiply(self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None) -> Any:
         """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given."""
@@ -127,7 +143,7 @@ class Kernels:
         chosen = launch(kernel or choose(m, n, k, x.itemsize), m, n, k)
         added = x if bias is None else more_numbers(bias)
         striped = chosen.kernel == "striped"
-        template = {"T": x.dtype, "GROUP": w.group, **chosen.template}
+        template = {"T": x.dtype, "GROUP": w.group}
         if not striped:
             template["HAS_BIAS"] = bias is not None
         (y,) = self.product(chosen.kernel, w)(
@@ -135,7 +151,7 @@ class Kernels:
             template=list(template.items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
-            output_shapes=[(chosen.template["SLICES"], m, n) if striped else (m, n)],
+            output_shapes=[(chosen.grid[2], m, n) if striped else (m, n)],
             output_dtypes=[library(x).float32 if striped else x.dtype],
         )
         return self._reduce(y, added, bias is not None, x.dtype) if striped else y
@@ -174,7 +190,7 @@ class Kernels:
                 more_numbers(keys),
                 *routing,
             ],
-            template=list((template | chosen.template).items()),
+            template=list(template.items()),
             grid=chosen.grid,
             threadgroup=chosen.threadgroup,
             output_shapes=[(choices, n)],
@@ -183,8 +199,8 @@ class Kernels:
         return y
 
     def _reduce(self, partials: Any, bias: Any, has_bias: bool, dtype: Any) -> Any:
-        slices, m, n = partials.shape
-        template = {"T": dtype, "SLICES": slices, "HAS_BIAS": has_bias}
+        _, m, n = partials.shape
+        template = {"T": dtype, "HAS_BIAS": has_bias}
         (y,) = self._get(("reduce",), lambda: REDUCE)(
             inputs=[partials, bias],
             template=list(template.items()),
@@ -213,10 +229,10 @@ class Kernels:
             return xp.stack([self.dequantize(w.expert(e), dtype) for e in range(w.shape[0])])
         n, k = w.shape
         (y,) = self.product("dequantize", w)(
-            inputs=[*(w.arrays[name] for name in WEIGHT_INPUTS), xp.array([k], xp.int32)],
+            inputs=[w.arrays[name] for name in WEIGHT_INPUTS],
             template=[("T", dtype), ("GROUP", w.group)],
-            grid=(up(n, 32) * 32, up(k, 128) * 4, 1),
-            threadgroup=(32, 4, 1),
+            grid=(up(k, 32 * 8) * 8, up(n, 16) * 16, 1),
+            threadgroup=(8, 16, 1),
             output_shapes=[(n, k)],
             output_dtypes=[dtype],
         )

@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Threadgroups that keep a GPU at work. Apple's GPUs have 8 to 80 cores, and a core hides the latency of memory by going
-# from one threadgroup to another: 128 are 16 for each of 8 cores, or 1.6 for each of 80. Estimated, not yet measured.
-BUSY = 128
+# from one threadgroup to another: 256 are 32 for each of 8 cores, or 3.2 for each of 80. Estimated, not yet measured.
+BUSY = 256
 
-TILE_N, TILE_K, THREADS = 64, 32, 128
+# Tiles have two panels of 16 columns, one for each simdgroup of their threadgroups.
+PANEL, TILE_M, TILE_N, RUN, THREADS = 16, 64, 32, 32, 64
 MATVEC_ROWS = 8
+# Simdgroups of a matvec's threadgroup, which share K: at most so many, each with so many k at least.
+MOST_PARTS, PART_K = 8, 2048
 # Rows of each expert, on average, from which on tiles are better: matvec reads the weights of an expert for each row.
 TILED_ROWS = 4
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A kernel by name, its template arguments, and its grid in threads."""
+    """A kernel by name and its grid in threads: nothing that is compiled depends on M, N or K."""
 
     kernel: str
-    template: dict[str, int]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
 
@@ -33,7 +35,7 @@ def choose(m: int, n: int, k: int, itemsize: int) -> str:
     """The kernel for x [m, k] of a type of so many bytes and W [n, k].
 
     gemv     up to 8 rows: the weights are the traffic, and it reads them once
-    fused    float32: two buffers of float32 slabs would not fit, and it needs one
+    fused    float32: two buffers of float32 slabs would leave room for one threadgroup less, and it needs one
     striped  few tiles: several threadgroups share each, and a second kernel adds up
     gemm     everything else
     """
@@ -41,7 +43,7 @@ def choose(m: int, n: int, k: int, itemsize: int) -> str:
         return "gemv"
     if itemsize == 4:
         return "fused"
-    return "striped" if tiles(m, n) < BUSY and k >= 8 * TILE_K else "gemm"
+    return "striped" if slices(m, n, k) > 1 else "gemm"
 
 
 def choose_experts(choices: int, experts: int, itemsize: int) -> str:
@@ -56,47 +58,30 @@ def choose_experts(choices: int, experts: int, itemsize: int) -> str:
     return "fused_experts" if itemsize == 4 else "gemm_experts"
 
 
-def tile_rows(m: int, least: int = 16) -> int:
-    """Rows of a tile: no more than there are rows of x, so that little is multiplied in vain."""
-    return next((rows for rows in (16, 32) if rows >= least and m <= rows), 64)
-
-
-def tiles(m: int, n: int) -> int:
-    """How many tiles y has."""
-    return up(m, tile_rows(m)) * up(n, TILE_N)
+def slices(m: int, n: int, k: int) -> int:
+    """In how many slices of K there are enough tiles: at least four runs each, as partial sums are traffic too."""
+    return max(1, min(up(BUSY, up(m, TILE_M) * up(n, TILE_N)), k // (4 * RUN), 8))
 
 
 def launch(kernel: str, m: int, n: int, k: int) -> Dispatch:
-    """How to launch it."""
+    """How to launch it. Matvec has two kernels, for one row and for more."""
     if kernel == "gemv":
-        return _gemv(m, n, k)
-    rows = tile_rows(m, least=32 if kernel == "fused" else 16)
-    template = {"TILE_M": rows}
-    columns = up(n, TILE_N)
-    if kernel == "striped":
-        count = up(m, rows) * columns
-        # No fewer than four slabs of K for each slice: below that, partial sums are the traffic.
-        slices = max(1, min(up(BUSY, count), k // (4 * TILE_K), 8))
-        groups = min(count * slices, 4 * BUSY)
-        return Dispatch(kernel, template | {"SLICES": slices}, (groups * THREADS, 1, 1), (THREADS, 1, 1))
-    return Dispatch(kernel, template, (columns * THREADS, up(m, rows), 1), (THREADS, 1, 1))
+        return _matvec("gemv" if m == 1 else "gemv_rows", n, k, 1)
+    return _tiles(kernel, n, up(m, TILE_M), slices(m, n, k) if kernel == "striped" else 1)
 
 
 def launch_experts(kernel: str, choices: int, experts: int, n: int, k: int) -> Dispatch:
     """How to launch it: matvec for each choice by itself, or tiles of about as many choices as an expert has."""
     if kernel == "gemv_experts":
-        one = _gemv(1, n, k)
-        template = {name: value for name, value in one.template.items() if name != "ROWS"}
-        return Dispatch(kernel, template, (one.grid[0], choices, 1), one.threadgroup)
-    rows = tile_rows(up(choices, experts), least=32 if kernel == "fused_experts" else 16)
-    return Dispatch(kernel, {"TILE_M": rows}, (up(n, TILE_N) * THREADS, up(choices, rows), 1), (THREADS, 1, 1))
+        return _matvec(kernel, n, k, choices)
+    rows = next((rows for rows in (16, 32) if up(choices, experts) <= rows), TILE_M)
+    return _tiles(kernel, n, up(choices, rows), 1)
 
 
-def _gemv(m: int, n: int, k: int) -> Dispatch:
-    rows = next(rows for rows in (1, 2, 4, 8) if m <= rows)
-    # Wide columns need fewer instructions for each weight, but leave fewer threadgroups; many rows fill the registers.
-    columns = next(c for c in (4, 2, 1) if c == 1 or (n % c == 0 and n >= 32 * c * BUSY and c * rows <= 8))
-    # Each simdgroup reads the scale of its columns anew, so its slice must be long enough that it does not count.
-    simdgroups = next(s for s in (8, 4, 2, 1) if s == 1 or k >= 256 * s)
-    template = {"ROWS": rows, "COLUMNS": columns, "SIMDGROUPS": simdgroups}
-    return Dispatch("gemv", template, (up(n, 32 * columns) * 32 * simdgroups, 1, 1), (32 * simdgroups, 1, 1))
+def _tiles(kernel: str, n: int, down: int, deep: int) -> Dispatch:
+    return Dispatch(kernel, (up(n, TILE_N) * THREADS, down, deep), (THREADS, 1, 1))
+
+
+def _matvec(kernel: str, n: int, k: int, times: int) -> Dispatch:
+    parts = max(1, min(k // PART_K, MOST_PARTS))
+    return Dispatch(kernel, (up(n, PANEL) * 32 * parts, times, 1), (32 * parts, 1, 1))

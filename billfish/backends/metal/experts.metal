@@ -1,4 +1,5 @@
-// Stacks of weights: planes [E, rows, N], one matrix behind the other, and choices (a row of x, an expert it goes to).
+// Stacks of weights: the planes of one matrix behind those of the other, [E, numbers], and choices (a row of x, an expert it
+// goes to).
 //
 // Tiles take choices that are sorted by expert. A tile has choices of several experts: it goes along K once for each of them.
 namespace billfish {
@@ -13,6 +14,9 @@ struct SortedChoices {
   METAL_FUNC int source(int at) const thread { return order[at] / SHARE; }
   METAL_FUNC int target(int at) const thread { return order[at]; }
 };
+
+// How many choices each of so many tiles has: whole rows of 8x8 matrices.
+METAL_FUNC int tile_choices(int choices, int tiles) { return ((choices + tiles - 1) / tiles + 7) / 8 * 8; }
 
 // Where the run of the expert at `begin` ends, at most `last`. Experts are in ascending order.
 METAL_FUNC int run_end(const device uint* experts, int begin, int last) {

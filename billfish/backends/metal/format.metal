@@ -1,10 +1,10 @@
-// The three axes of one format, put together.
+// The axes of one format, put together.
 namespace billfish {
 
 template <int GROUP, typename S, typename O>
-METAL_FUNC Weights<$ELEMENT, $SCALE, Offset::$OFFSET, GROUP, S, O> weights(
-    const device uint* codes, const device uint* high, const device S* scales, const device O* offsets, float factor, int n,
-    int k) {
+METAL_FUNC Weights<$ELEMENT, $SCALE, GROUP, S, O> weights(const device uint* codes, const device uint* high,
+                                                          const device S* scales, const device O* offsets, float factor,
+                                                          int n, int k) {
   return {codes, high, scales, offsets, factor, n, k};
 }
 

@@ -1,29 +1,17 @@
-// marlin_gemm_*_striped: partial sums [SLICES, M, N] in float, slice s over the s-th part of K, for marlin_reduce to add up.
+// marlin_gemm_*_striped: partial sums [slices, M, N] in float, slice s over the s-th part of K, for marlin_reduce to add up.
+// A threadgroup for each 64 x 32 of y and each slice; grid (N tiles, M tiles, slices).
 //
-// Work is one list, tile after tile down the columns and all slices of a tile side by side; each threadgroup takes the same
-// number of entries, one after the other. Every sum is written by one threadgroup, so there is nothing to wait for and
-// nothing to lock, and the result does not depend on who comes first.
+// Every sum is written by one threadgroup, so there is nothing to wait for and nothing to lock, and the result does not depend on
+// who comes first.
 using namespace billfish;
-constexpr int stride = Slab<T>::stride;
-alignas(16) threadgroup T x_slabs[2 * TILE_M * stride];
-alignas(16) threadgroup T w_slabs[2 * TILE_N * stride];
-const int m = x_shape[0], k = x_shape[1], n = codes_shape[1];
-const int index = thread_index_in_threadgroup;
-const int row_tiles = (m + TILE_M - 1) / TILE_M, column_tiles = (n + TILE_N - 1) / TILE_N;
-const int work = row_tiles * column_tiles * SLICES;
-const int share = (work + int(threadgroups_per_grid.x) - 1) / int(threadgroups_per_grid.x);
-const int slice_k = ((k + TILE_K - 1) / TILE_K + SLICES - 1) / SLICES * TILE_K;
-const int first = int(threadgroup_position_in_grid.x) * share, last = min(first + share, work);
+alignas(16) threadgroup T slabs[BUFFERS * Slab<T>::size];
+const int m = x_shape[0], n = size[0], index = thread_index_in_threadgroup;
+const int row0 = threadgroup_position_in_grid.y * TILE_M, panel = threadgroup_position_in_grid.x * TILE_PANELS + index / 32;
+const int slice = threadgroup_position_in_grid.z, slices = threadgroups_per_grid.z;
+const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, size[1]);
+const int length = (w.runs() + slices - 1) / slices;
+const int begin = min(slice * length, w.runs()), end = min(begin + length, w.runs());
 
-simdgroup_matrix<float, 8, 8> sums[TILE_M / 16 * 4];
-const auto w = weights<GROUP>(codes, high, scales, offsets, factor, n, k);
-for (int entry = first; entry < last; entry++) {
-  const int tile = entry / SLICES, slice = entry % SLICES;
-  const int row0 = tile % row_tiles * TILE_M, column0 = tile / row_tiles * TILE_N;
-  const int k_begin = min(slice * slice_k, k), k_end = min(k_begin + slice_k, k);
-  sum_tile<TILE_M>(x, AllRows{m}, w, row0, column0, k_begin, k_end, x_slabs, w_slabs, index, sums);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the slabs become scratch memory
-  store_sums<TILE_M / 16, 4, false>(sums, (threadgroup float*)w_slabs + index / 32 * 256, y + long(slice) * m * n, x,
-                                    AllRows{m}, n, row0 + index / 64 * (TILE_M / 2), column0 + index / 32 % 2 * 32, index % 32);
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // and slabs again
-}
+simdgroup_matrix<float, 8, 8> sums[TILE_M / 4];
+sum_tile<BUFFERS>(x, AllRows{m}, w, row0, 0, min(m - row0, TILE_M), panel, begin, end, slabs, index, sums);
+store_tile<false>(sums, y + long(slice) * m * n, x, AllRows{m}, n, row0, panel, index % 32);

@@ -1,14 +1,18 @@
-"""Weights as the kernels read them: K-major planes, and the names of the three axes in the .metal files.
+"""Weights as the kernels read them: panels of 16 columns, and the names of the axes in the .metal files.
 
-    codes    uint32 [K / word_k, N]   word_k codes along K, lowest first: 8 nibbles or 4 bytes
-    high     uint32 [K / 32, N]       the fifth bits of five-bit codes
-    scales   [groups, N]              float16, bfloat16, float32, or bytes (E8M0, E4M3)
-    offsets  [groups, N]              zero points or minimums, of any type
-    factor   float32 []               of the whole tensor
+A run is 32 k of one column. Planes, in this order, the last axis fastest:
 
-A stack of E experts has these planes one behind the other, [E, ...], in one array each.
+    codes    uint32 [panels, runs, 16, words]   4 words for nibbles, 8 for bytes, 2 for two bits; see reorder.py
+    high     uint32 [panels, runs, 16, words]   the bits above these: 1 or 2 words
+    scales   [panels, groups, 16]               float16, bfloat16, float32, or bytes (E8M0, E4M3)
+    offsets  [panels, groups, 16]               zero points or minimums, of any type
+    factor   float32 []                         of the whole tensor
+    size     int32 [2]                          N, K
 
-This is the layout of `fp4`, `u4`, `u4b8` and `u8b128` already; the others are re-ordered, bit for bit.
+The k-quants have small integers in `scales`, as few bits as in their files, and the float16 numbers of their blocks in
+`offsets` [panels, blocks, 16, 1 or 2]. What lies beyond N or K is zero.
+
+Each plane is an array [numbers]; a stack of E experts has [E, numbers].
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.backends.metal.reorder import HIGH_BITS, by_slices, code_words, high_words, panels, six_bit_pairs
 from billfish.elements import E2M1, E2M1X2, E4M3, IQ4NL, Element, Integer, Signed
 from billfish.format import Format, Planes
 from billfish.formats.fp4 import Mxfp4, Nvfp4
 from billfish.formats.ggml import Mxfp4Gguf, Nvfp4Gguf
+from billfish.formats.kquants import TwoLevelMinimum, TwoLevelScaled
 from billfish.formats.meaning import E4M3 as E4M3_SCALES
 from billfish.formats.meaning import PLAIN, meaning
-from billfish.formats.words import WordFormat, pack_words
 from billfish.tensor import QuantizedTensor
 
 Array = NDArray[Any]
@@ -41,7 +46,6 @@ class Axes:
 
     element: str
     scale: str
-    offset: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,25 +73,24 @@ class MetalWeights:
 
     def expert(self, index: int) -> MetalWeights:
         """One matrix of a stack, on the same memory."""
-        arrays = {id(a): a[index] for a in self.arrays.values()}
+        size = self.arrays["size"]
+        arrays = {id(a): a if a is size else a[index] for a in self.arrays.values()}
         return replace(self, shape=self.shape[1:], arrays={name: arrays[id(a)] for name, a in self.arrays.items()})
 
 
 def element_axis(element: Element) -> str | None:
     """How codes are stored and what they mean; None if the kernels have no such element."""
-    if type(element) is E2M1:
-        return "Element<Packed<0>, E2M1>"
-    if element is E2M1X2:
-        return "Element<Packed<0>, E2M1X2>"
+    if type(element) is E2M1 or element is E2M1X2:
+        return f"Element<Nibbles<0>, E2M1<{2 if element is E2M1X2 else 1}>>"
     if element is IQ4NL:
-        return "Element<Packed<0>, Looked>"
+        return "Element<Nibbles<0>, Looked>"
     if type(element) is E4M3:
-        return "Element<Whole, Float8>"
+        return "Element<Bytes, Float8>"
     if type(element) is Signed:
-        return "Element<Whole, Integer<128>>"
-    if type(element) is Integer and element.bits in (4, 5, 8):
-        bits = {4: "Packed<0>", 5: "Packed<1>", 8: "Whole"}[element.bits]
-        return f"Element<{bits}, Integer<{element.bias}>>"
+        return "Element<Bytes, Integer<128>>"
+    bits = {2: "Crumbs<0>", 3: "Crumbs<1>", 4: "Nibbles<0>", 5: "Nibbles<1>", 6: "Nibbles<2>", 8: "Bytes"}
+    if type(element) is Integer and element.bits in bits:
+        return f"Element<{bits[element.bits]}, Integer<{element.bias}>>"
     return None
 
 
@@ -105,20 +108,23 @@ def lay_out(tensor: QuantizedTensor) -> MetalWeights:
     format, (n, k) = tensor.format, tensor.shape
     element = element_axis(format.element)
     assert element is not None
-    planes = tensor.scale_planes
-    axis, scale, kind, offset = _group_planes(format, planes)
-    arrays: dict[str, Array] = {"codes": _code_words(tensor)}
-    arrays["scales"] = np.ascontiguousarray(scale.T)
-    if format.element.bits == 5:
-        arrays["high"] = pack_words(format.unpack_codes(tensor.storage).T >> np.uint8(4), 1)
-    if offset is not None:
-        arrays["offsets"] = np.ascontiguousarray(offset.T)
-    arrays = {name: at_least(array) for name, array in arrays.items()}
+    codes, planes = format.unpack_codes(tensor.storage), tensor.scale_planes
+    group = 0 if tensor.group_size >= k else tensor.group_size
+    axis, scales, offsets = _group_planes(format, planes, 2 if group == 16 else 1)
+    arrays: dict[str, Array] = {
+        "codes": by_slices(lambda some: code_words(some, format.element), codes),
+        "scales": scales,
+    }
+    if format.element.bits in HIGH_BITS:
+        arrays["high"] = by_slices(lambda some: high_words(some, format.element.bits), codes)
+    if offsets is not None:
+        arrays["offsets"] = offsets
+    arrays = {name: np.ascontiguousarray(array).reshape(-1) for name, array in arrays.items()}
     for name in ("high", "offsets"):
         arrays.setdefault(name, arrays["codes"])  # never read
     arrays["factor"] = np.asarray(planes["global_scale"] if meaning(format) in E4M3_SCALES else 1, np.float32)
-    axes = Axes(element, axis, kind)
-    return MetalWeights(format.name, (n, k), 0 if tensor.group_size >= k else tensor.group_size, axes, arrays)
+    arrays["size"] = np.array([n, k], np.int32)
+    return MetalWeights(format.name, (n, k), group, Axes(element, axis), arrays)
 
 
 def lay_out_experts(tensors: Sequence[QuantizedTensor]) -> MetalWeights:
@@ -129,38 +135,41 @@ def lay_out_experts(tensors: Sequence[QuantizedTensor]) -> MetalWeights:
         alias = next((other for other in stacked if first.arrays[other] is array), None)
         stacked[name] = np.stack([one.arrays[name] for one in experts]) if alias is None else stacked[alias]
     stacked["factor"] = np.pad(stacked["factor"], (0, max(LEAST_SIZE - len(experts), 0)))
+    stacked["size"] = first.arrays["size"]
     return replace(first, shape=(len(experts), *first.shape), arrays=stacked)
 
 
-def _group_planes(format: Format, planes: Planes) -> tuple[str, Array, str, Array | None]:
-    """How scales are decoded, their plane, the kind of offset, and its plane."""
+def _group_planes(format: Format, planes: Planes, multiple: int) -> tuple[str, Array, Array | None]:
+    """How scales are stored, in the words of scales.metal, and the two planes, with a multiple of so many groups."""
     if meaning(format) in BYTE_SCALES:
-        return BYTE_SCALES[meaning(format)], planes["scale"], "none", None
+        return f"OneLevel<{BYTE_SCALES[meaning(format)]}, Offset::none>", panels(planes["scale"], multiple), None
     if meaning(format) in PLAIN:
         kind = next((name for name in ("zero", "minimum") if name in planes), "none")
-        return "Plain", planes["scale"], kind, planes.get(kind)
+        return _plain(planes["scale"], kind, planes.get(kind), multiple)
+    if isinstance(format, TwoLevelMinimum) and meaning(format) is TwoLevelMinimum.group_values:
+        blocks = np.stack([panels(planes["scale"]), panels(planes["minimum"])], axis=-1)
+        if format.group_sizes == (32,):
+            return "SixBitMinimum", six_bit_pairs(planes["sub_scale"], planes["sub_minimum"]), blocks
+        return "ByteOfBlock<true>", panels(planes["sub_scale"] | planes["sub_minimum"] << 4), blocks
+    if (
+        isinstance(format, TwoLevelScaled)
+        and meaning(format) is TwoLevelScaled.group_values
+        and format.group_sizes == (16,)
+    ):
+        blocks, integers = panels(planes["scale"]), planes["sub_scale"]
+        if format.sub_bias:
+            return "SixBitScale", six_bit_pairs(integers[:, ::2], integers[:, 1::2]), blocks
+        return "ByteOfBlock<false>", panels(integers.view(np.uint8)), blocks
     with np.errstate(invalid="ignore", over="ignore"):  # two levels, multiplied out, or a meaning of its own
         scale, zero, minimum = format.group_values(planes)
         if zero is not None and minimum is not None:
             minimum = minimum - zero * scale
             zero = None
     offset = minimum if zero is None else zero
-    return "Plain", scale, "none" if offset is None else "minimum" if zero is None else "zero", offset
+    return _plain(scale, "none" if offset is None else "minimum" if zero is None else "zero", offset, multiple)
 
 
-def _code_words(tensor: QuantizedTensor) -> NDArray[np.uint32]:
-    format = tensor.format
-    if isinstance(format, WordFormat) and type(format).unpack_codes is WordFormat.unpack_codes:
-        return np.ascontiguousarray(tensor.storage["packed"])
-    codes = format.unpack_codes(tensor.storage).T
-    if isinstance(format.element, Signed):
-        return pack_words(codes ^ np.uint8(0x80), 8)
-    return pack_words(codes, 8) if format.element.bits == 8 else pack_words(codes & np.uint8(15), 4)
-
-
-def at_least(array: Array) -> Array:
-    """With rows of zeros behind, until there are 8 numbers; kernels know the real size."""
-    if array.size >= LEAST_SIZE:
-        return array
-    missing = -(-(LEAST_SIZE - array.size) // array.shape[-1])
-    return np.concatenate([array, np.zeros((missing, array.shape[-1]), array.dtype)])
+def _plain(scale: Array, kind: str, offset: Array | None, multiple: int) -> tuple[str, Array, Array | None]:
+    planes = [None if plane is None else panels(plane, multiple) for plane in (scale, offset)]
+    assert planes[0] is not None
+    return f"OneLevel<Plain, Offset::{kind}>", planes[0], planes[1]

@@ -1,93 +1,221 @@
 // Few rows of x: each weight is read from memory once and multiplied with all of them, in float, by the lane that decodes it.
 //
-// A simdgroup has 32 * COLUMNS columns, COLUMNS side by side for each lane, and a slice of K; the simdgroups of a threadgroup
-// have the same columns and different slices, and add up at the end.
+// A simdgroup has one panel of 16 columns. A lane has COLUMNS of them, side by side, and shares them with 2 * COLUMNS - 1 other
+// lanes, which have other k. The simdgroups of a threadgroup have the same panel and other k, and add up at the end.
 namespace billfish {
 
-// K in slices for so many simdgroups: whole groups, where groups are not all of K, and whole steps of 32.
-template <int GROUP>
-METAL_FUNC int slice_length(int k, int simdgroups) {
-  const int unit = GROUP > 32 ? GROUP : 32;
-  return ((k + unit - 1) / unit + simdgroups - 1) / simdgroups * unit;
+// COUNT numbers of x; from the `left`-th on they are zeros. K is a multiple of 4.
+template <int COUNT, typename T>
+METAL_FUNC void load_numbers(const device T* from, int left, thread T* to) {
+  if (left >= COUNT) {
+    #pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+      const Four<T> four = *(const device Four<T>*)(from + i);
+      #pragma unroll
+      for (int j = 0; j < 4; j++) to[i + j] = four.v[j];
+    }
+  } else {
+    #pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = i < left ? from[i] : T(0);
+  }
 }
 
-// sums [ROWS][COLUMNS] of x rows times weights, over k from k_begin to k_end. `staged` is for ROWS * 32 floats of x.
-template <int ROWS, int COLUMNS, typename T, typename W>
-METAL_FUNC void sum_columns(const device T* x, int m, W w, int column, int k_begin, int k_end, threadgroup float* staged,
-                            int lane, thread float* sums) {
-  constexpr int word_k = W::word_k, quads = word_k / 4, words_in_step = 32 / word_k;
-  constexpr int run_k = W::group_k == 16 ? 16 : 32;  // k that share a scale, within a step of 32
-  const bool active = column < w.n;
-  Group groups[COLUMNS];
-  for (int k0 = k_begin; k0 < k_end; k0 += 32) {
-    // Loads first: they are on their way while x is put in its place.
-    uint words[words_in_step * COLUMNS] = {0}, high[COLUMNS] = {0};
-    if (active) {
+// COUNT words at once, a power of two, from the i-th on.
+template <int COUNT>
+METAL_FUNC void load_words(WordsAt from, int i, thread uint* to) {
+  if (COUNT == 1) {
+    to[0] = from[i];
+  } else {
+    using Vector = vec<uint, COUNT == 1 ? 2 : COUNT>;
+    const Vector all = ((const device Vector*)from.base)[uint(from.at + i) / COUNT];
+    #pragma unroll
+    for (int j = 0; j < COUNT; j++) to[j] = all[j];
+  }
+}
+
+// The words of a run in COLUMNS columns, and those of their further bits, 16 bytes at a time.
+template <int COLUMNS, typename W>
+struct Runs {
+  static constexpr constant int run_words = W::Element::run_words, high_words = W::Element::high_words;
+  uint words[COLUMNS * run_words];
+  uint high[COLUMNS * high_words + 1];
+
+  METAL_FUNC void fetch(W w, int run, int column) thread {
+    constexpr int width = run_words < 4 ? run_words : 4;
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
       #pragma unroll
-      for (int i = 0; i < words_in_step; i++) {
-        if (k0 + i * word_k < k_end) {
-          load_columns<COLUMNS>(w.codes + long(k0 / word_k + i) * w.n + column, words + i * COLUMNS);
+      for (int i = 0; i < run_words; i += width) load_words<width>(w.words(run, column + c), i, words + c * run_words + i);
+    }
+    if (high_words != 0) {
+      constexpr int all = COLUMNS * high_words, most = all < 4 ? all : 4, step = most < 1 ? 1 : most;
+      #pragma unroll
+      for (int i = 0; i < all; i += step) load_words<step>(w.high_words(run, column), i, high + i);
+    }
+  }
+  METAL_FUNC Part part(int c, int i) const thread {
+    return W::Element::part((const thread uint*)words + c * run_words, (const thread uint*)high + c * high_words, i);
+  }
+};
+
+// ---- one run, added to products [halves][ROWS][COLUMNS]
+
+// One or two rows: x stays in registers for all columns, and codes are multiplied as they are, those of each place by
+// themselves. What is to be subtracted or added for each weight is so for the sum of x, which `x_sums` [halves][ROWS] collects.
+template <int ROWS, int COLUMNS, typename T, typename W>
+METAL_FUNC void multiply_raw(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0, thread float* products,
+                             thread float* x_sums) {
+  constexpr int places = W::Element::places, halves = W::halves;
+  T xs[ROWS * RUN];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) load_numbers<RUN>(x + (min(r, m - 1) * w.k + k0), w.k - k0, xs + r * RUN);
+  if (W::subtracts || W::adds) {
+    #pragma unroll
+    for (int i = 0; i < ROWS * RUN; i++) x_sums[i % RUN / (RUN / halves) * ROWS + i / RUN] += float(xs[i]);
+  }
+  #pragma unroll
+  for (int c = 0; c < COLUMNS; c++) {
+    float placed[halves * ROWS * places] = {0};
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const Part part = runs.part(c, i);
+      #pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const half2 pair = W::Element::pair(part, t);
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          thread float& sum = placed[(t / 2 % halves * ROWS + r) * places + W::Element::place(t)];
+          sum = fma(float(pair.x), float(xs[r * RUN + 8 * t + 2 * i]), sum);
+          sum = fma(float(pair.y), float(xs[r * RUN + 8 * t + 2 * i + 1]), sum);
         }
       }
-      if (W::Element::has_high) load_columns<COLUMNS>(w.high + long(k0 / 32) * w.n + column, high);
     }
     #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      staged[r * 32 + lane] = r < m && k0 + lane < k_end ? float(x[long(r) * w.k + k0 + lane]) : 0.0f;
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    if (active) {
+    for (int i = 0; i < halves * ROWS; i++) {
+      float sum = placed[i * places];
       #pragma unroll
-      for (int run = 0; run < 32; run += run_k) {
-        if (k0 + run >= k_end) continue;
-        if (k0 == k_begin || W::begins_group(k0 + run)) w.template groups<COLUMNS>(column, k0 + run, groups);
-        float products[ROWS * COLUMNS] = {0};
-        #pragma unroll
-        for (int i = run / word_k; i < (run + run_k) / word_k; i++) {
-          if (W::has_offset && k0 + i * word_k >= k_end) break;  // there an infinite scale times a zero of x would be NaN
-          float4 values[COLUMNS * quads];
-          #pragma unroll
-          for (int c = 0; c < COLUMNS; c++) {
-            half4 codes[quads];
-            W::Element::decode(words[i * COLUMNS + c], high[c] >> (i * word_k), codes);
-            #pragma unroll
-            for (int q = 0; q < quads; q++) values[c * quads + q] = W::unscaled(float4(codes[q]), groups[c]);
-          }
-          #pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-            #pragma unroll
-            for (int q = 0; q < quads; q++) {
-              const float4 four = *(const threadgroup float4*)(staged + r * 32 + i * word_k + 4 * q);
-              #pragma unroll
-              for (int c = 0; c < COLUMNS; c++) products[r * COLUMNS + c] += dot(four, values[c * quads + q]);
-            }
-          }
-        }
-        #pragma unroll
-        for (int i = 0; i < ROWS * COLUMNS; i++) sums[i] += W::scaled(products[i], groups[i % COLUMNS]);
+      for (int p = 1; p < places; p++) {
+        sum = fma(placed[i * places + p], W::Element::unit(p) / W::Element::unit(0), sum);
       }
+      products[i * COLUMNS + c] = fma(sum, W::Element::unit(0), products[i * COLUMNS + c]);
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with x
   }
 }
 
-// The sums of all slices, added up in their order, to y [m, n] with the bias, rounded once. `part` is which slice is in `sums`;
-// `scratch` is for 32 * COLUMNS floats of each.
-template <int ROWS, int COLUMNS, int SIMDGROUPS, bool HAS_BIAS, typename T, typename B>
-METAL_FUNC void store_columns(thread const float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m,
-                              int n, int column0, int part, int lane) {
-  for (int r = 0; r < ROWS; r++) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int c = 0; c < COLUMNS; c++) scratch[(part * 32 + lane) * COLUMNS + c] = sums[r * COLUMNS + c];
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int i = part * 32 + lane; i < 32 * COLUMNS; i += 32 * SIMDGROUPS) {
-      if (r < m && column0 + i < n) {
-        float sum = scratch[i];
-        for (int s = 1; s < SIMDGROUPS; s++) sum += scratch[s * 32 * COLUMNS + i];
-        y[long(r) * n + column0 + i] = T(HAS_BIAS ? sum + float(bias[column0 + i]) : sum);
+// More rows: x comes for 8 k at a time, and each weight is finished but for its scale.
+template <int ROWS, int COLUMNS, typename T, typename W>
+METAL_FUNC void multiply_finished(const device T* x, int m, W w, thread const Runs<COLUMNS, W>& runs, int k0,
+                                  thread const Group* groups, thread float* products) {
+  const device T* rows[ROWS];
+  #pragma unroll
+  for (int r = 0; r < ROWS; r++) rows[r] = x + (min(r, m - 1) * w.k + k0);
+  #pragma unroll
+  for (int t = 0; t < 4; t++) {
+    T xs[ROWS * 8];
+    #pragma unroll
+    for (int r = 0; r < ROWS; r++) load_numbers<8>(rows[r] + 8 * t, w.k - k0 - 8 * t, xs + r * 8);
+    const int h = t / 2 % W::halves;
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      const Group group = groups[h * COLUMNS + c];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float2 v = float2(W::Element::pair(runs.part(c, i), t));
+        if (W::adds) {
+          v = fma(v, float2(W::Element::unit(t) * group.scale), float2(group.minimum));
+        } else if (W::subtracts || W::Element::places > 1) {
+          v = fma(v, float2(W::Element::unit(t)), float2(-group.zero));
+        }
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          thread float& sum = products[(h * ROWS + r) * COLUMNS + c];
+          sum = fma(v.x, float(xs[r * 8 + 2 * i]), sum);
+          sum = fma(v.y, float(xs[r * 8 + 2 * i + 1]), sum);
+        }
       }
     }
   }
+}
+
+// ---- all of them
+
+// sums [ROWS][COLUMNS] of x rows times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
+template <int ROWS, int COLUMNS, typename T, typename W>
+METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, int lane, thread float* sums) {
+  constexpr int lanes = 2 * COLUMNS, halves = W::halves;
+  constexpr int group_runs = W::group_k > RUN ? W::group_k / RUN : 1;
+  constexpr bool raw = ROWS <= 2, scaled = !raw && W::adds;
+  const int column = lane / lanes * COLUMNS;
+  Group groups[halves * COLUMNS] = {};
+  if (W::group_k == 0) {  // one lane reads what all of them need
+    if (lane % lanes == 0) w.template groups<COLUMNS>(0, column, groups);
+    #pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+      const ushort owner = lane / lanes * lanes;
+      groups[c] = {simd_shuffle(groups[c].scale, owner), simd_shuffle(groups[c].zero, owner),
+                   simd_shuffle(groups[c].minimum, owner)};
+    }
+  }
+  for (int group = part * lanes + lane % lanes; group * group_runs < w.runs(); group += parts * lanes) {
+    if (W::group_k != 0) w.template groups<COLUMNS>(group * group_runs, column, groups);
+    float products[halves * ROWS * COLUMNS] = {0}, x_sums[halves * ROWS] = {0};
+    for (int run = group * group_runs; run < min((group + 1) * group_runs, w.runs()); run++) {
+      Runs<COLUMNS, W> runs;
+      runs.fetch(w, run, column);
+      if (raw) {
+        multiply_raw<ROWS, COLUMNS>(x, m, w, runs, run * RUN, products, x_sums);
+      } else {
+        multiply_finished<ROWS, COLUMNS>(x, m, w, runs, run * RUN, groups, products);
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < halves * ROWS * COLUMNS; i++) {
+      const int h = i / (ROWS * COLUMNS), r = i / COLUMNS % ROWS, c = i % COLUMNS;
+      const Group g = groups[h * COLUMNS + c];
+      thread float& sum = sums[r * COLUMNS + c];
+      float product = products[i];
+      if (scaled) {
+        sum += product;
+        continue;
+      }
+      if (!raw && !W::subtracts && W::Element::places == 1) product *= W::Element::unit(0);
+      if (raw && W::subtracts) product = fma(-g.zero, x_sums[h * ROWS + r], product);
+      sum = fma(product, g.scale, sum);
+      if (W::adds) sum = fma(g.minimum, x_sums[h * ROWS + r], sum);
+    }
+  }
+}
+
+// The sums of all lanes and simdgroups, added up in their order, to y [m, n] with the bias, rounded once. `scratch` is for
+// ROWS * 16 floats of each simdgroup.
+template <int ROWS, int COLUMNS, bool HAS_BIAS, typename T, typename B>
+METAL_FUNC void store_panel(thread float* sums, threadgroup float* scratch, device T* y, const device B* bias, int m, int n,
+                            int panel, int part, int parts, int lane) {
+  constexpr int lanes = 2 * COLUMNS;
+  #pragma unroll
+  for (int i = 0; i < ROWS * COLUMNS; i++) {
+    #pragma unroll
+    for (ushort step = 1; step < lanes; step *= 2) sums[i] += simd_shuffle_xor(sums[i], step);
+    if (lane % lanes == 0) scratch[(part * ROWS + i / COLUMNS) * PANEL + lane / lanes * COLUMNS + i % COLUMNS] = sums[i];
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = part * 32 + lane; i < m * PANEL; i += parts * 32) {
+    const int column = panel * PANEL + i % PANEL;
+    if (column < n) {
+      float sum = scratch[i];
+      for (int p = 1; p < parts; p++) sum += scratch[p * ROWS * PANEL + i];
+      y[long(i / PANEL) * n + column] = T(HAS_BIAS ? sum + float(bias[column]) : sum);
+    }
+  }
+}
+
+// Both.
+template <int ROWS, int COLUMNS, bool HAS_BIAS, typename T, typename W, typename Y, typename B>
+METAL_FUNC void multiply_panel(const device T* x, int m, W w, int panel, int part, int parts, int lane,
+                               threadgroup float* scratch, device Y* y, const device B* bias) {
+  float sums[ROWS * COLUMNS] = {0};
+  sum_panel<ROWS, COLUMNS>(x, m, w.from(panel), part, parts, lane, sums);
+  store_panel<ROWS, COLUMNS, HAS_BIAS>(sums, scratch, y, bias, m, w.n, panel, part, parts, lane);
 }
 
 }  // namespace billfish

@@ -1,24 +1,23 @@
-// Tiles of y: slabs of x and of decoded weights in threadgroup memory, and their products in simdgroup matrices.
+// Tiles of y: a slab of x in threadgroup memory, weights decoded in registers, and their products in simdgroup matrices.
 //
-// A threadgroup of 128 threads computes TILE_M x TILE_N of y, TILE_K of K at a time. A slab holds TILE_K numbers of
-// each row, k side by side: TILE_M rows of x, or TILE_N rows of the weights.
+// A threadgroup of two simdgroups computes 64 rows of two panels of y, a run of K at a time. Each simdgroup has one panel of
+// 16 columns, so that no weight is fetched or decoded twice. It computes y transposed, W times x transposed: a lane's two
+// numbers of an 8x8 matrix of W are then the pair of codes that one word has, and nothing passes from lane to lane.
 namespace billfish {
 
-constexpr constant int TILE_N = 64;
-constexpr constant int TILE_K = 32;
-constexpr constant int RUN_K = 16;  // k that one thread decodes in one column: they share a scale
+constexpr constant int TILE_M = 64;
+constexpr constant int TILE_PANELS = 2;
 
-// A row of a slab, padded by 16 bytes so that eight rows begin in eight different banks.
+// The slab is x transposed, TILE_M numbers for each k, padded by 16 bytes so that eight k begin in eight different banks.
 template <typename T>
 struct Slab {
-  static constexpr constant int stride = TILE_K + 16 / sizeof(T);
+  static constexpr constant int stride = TILE_M + 16 / sizeof(T);
+  static constexpr constant int size = RUN * stride;
 };
 
-// Four numbers at once, wherever they begin: x may be a slice at any offset.
-template <typename T>
-struct alignas(sizeof(T)) Four {
-  T v[4];
-};
+// Where a lane's two numbers are in an 8x8 matrix: (row, 2 * pair) and (row, 2 * pair + 1). MLX's own kernels rely on it.
+METAL_FUNC int matrix_row(int lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
+METAL_FUNC int matrix_pair(int lane) { return (lane >> 2 & 2) | (lane & 1); }
 
 // ---- which rows tiles are made of: there are kinds of it, and this is all rows of x, in their order
 
@@ -30,157 +29,166 @@ struct AllRows {
   METAL_FUNC int target(int row) const thread { return row; }  // the row of y
 };
 
-// ---- x [.., k]: each thread moves TILE_M / 16 runs of four
+// ---- x [.., k]: each thread moves eight k of a few rows
 
-template <int TILE_M, typename T>
+template <typename T>
 struct InputRuns {
-  vec<T, 4> runs[TILE_M / 16];
-  int sources[TILE_M / 16];  // rows of x; -1 where there is none
+  static constexpr constant int ROWS = 8 / TILE_PANELS;
+  Four<T> runs[2 * ROWS];
+  int sources[ROWS];  // rows of x; -1 where there is none
+  bool full;          // there are all
 
   template <typename Rows>
   METAL_FUNC void choose(Rows rows, int row0, int index) thread {
+    full = true;
     #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      const int row = row0 + index / 8 + 16 * i;
-      sources[i] = rows.has(row) ? rows.source(row) : -1;
+    for (int r = 0; r < ROWS; r++) {
+      const int row = row0 + index / 4 * ROWS + r;
+      sources[r] = rows.has(row) ? rows.source(row) : -1;
+      full = full && sources[r] >= 0;
     }
   }
 
   METAL_FUNC void fetch(const device T* x, int k, int k0, int index) thread {
-    const int at = k0 + index % 8 * 4;  // K is a multiple of 4: a run is inside or outside as a whole
-    #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      Four<T> four = {{T(0), T(0), T(0), T(0)}};
-      if (sources[i] >= 0 && at < k) four = *(const device Four<T>*)(x + long(sources[i]) * k + at);
-      runs[i] = vec<T, 4>(four.v[0], four.v[1], four.v[2], four.v[3]);
+    const int at = k0 + index % 4 * 8, left = k - at;  // K is a multiple of 4: four are inside or outside as a whole
+    if (full && left >= 8) {
+      #pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const device T* from = x + (long(sources[r]) * k + at);
+        runs[2 * r] = *(const device Four<T>*)from;
+        runs[2 * r + 1] = *(const device Four<T>*)(from + 4);
+      }
+    } else {
+      #pragma unroll
+      for (int i = 0; i < 2 * ROWS; i++) {
+        runs[i] = {{T(0), T(0), T(0), T(0)}};
+        const int source = sources[i / 2], skipped = i % 2 * 4;
+        if (source >= 0 && skipped < left) runs[i] = *(const device Four<T>*)(x + (long(source) * k + at + skipped));
+      }
     }
   }
 
   METAL_FUNC void put(threadgroup T* slab, int index) const thread {
+    constexpr int stride = Slab<T>::stride;
+    threadgroup T* to = slab + (index % 4 * 8 * stride + index / 4 * ROWS);
     #pragma unroll
-    for (int i = 0; i < TILE_M / 16; i++) {
-      *(threadgroup vec<T, 4>*)(slab + (index / 8 + 16 * i) * Slab<T>::stride + index % 8 * 4) = runs[i];
+    for (int j = 0; j < 8; j++) {
+      vec<T, ROWS> side;
+      #pragma unroll
+      for (int r = 0; r < ROWS; r++) side[r] = runs[2 * r + j / 4].v[j % 4];
+      *(threadgroup vec<T, ROWS>*)(to + j * stride) = side;
     }
   }
 };
 
-// ---- weights: RUN_K of one column
+// ---- weights: a lane's part of a run, in two columns of a panel, 8 apart
 
 template <typename W>
-struct WeightRun {
-  static constexpr constant int word_count = RUN_K / W::word_k;
-  uint words[word_count];
-  uint high;
-  Group group;
+struct WeightParts {
+  Part parts[2];
+  Group groups[2 * W::halves];
 
-  // From `at` on, a multiple of RUN_K. The group's values stay while the group does; `first` says that there are none yet.
-  METAL_FUNC void fetch(W w, int column, int at, bool first) thread {
-    const bool inside = column < w.n && at < w.k;
+  METAL_FUNC void fetch(W w, int run, int lane) thread {
     #pragma unroll
-    for (int i = 0; i < word_count; i++) {
-      words[i] = inside && at + i * W::word_k < w.k ? w.word(column, at + i * W::word_k) : 0;
+    for (int j = 0; j < 2; j++) {
+      const int column = 8 * j + matrix_row(lane);
+      parts[j] = W::Element::part(w.words(run, column), w.high_words(run, column), matrix_pair(lane));
+      w.template groups<1>(run, column, groups + j * W::halves);
     }
-    high = inside ? w.high_bits(column, at) : 0;
-    if (first) group = {0.0f, 0.0f, 0.0f};
-    if (inside && (first || W::group_of(at) != W::group_of(at - TILE_K))) group = w.group(column, at);
   }
 
-  // Decoded, side by side. Beyond K they are zeros, whatever the scale is.
+  // Columns 8j .. 8j + 7, k = 8t .. 8t + 7 of the run.
   template <typename T>
-  METAL_FUNC void put(threadgroup T* row, int at, int k) const thread {
-    #pragma unroll
-    for (int i = 0; i < word_count; i++) {
-      half4 codes[W::word_k / 4];
-      W::Element::decode(words[i], high >> (i * W::word_k), codes);
-      #pragma unroll
-      for (int q = 0; q < W::word_k / 4; q++) {
-        float4 v = W::apply(float4(codes[q]), group);
-        if (at + i * W::word_k >= k) v = float4(0.0f);
-        *(threadgroup vec<T, 4>*)(row + i * W::word_k + 4 * q) = vec<T, 4>(v);
-      }
-    }
+  METAL_FUNC void matrix(int j, int t, thread simdgroup_matrix<T, 8, 8>& out) const thread {
+    const Group group = groups[j * W::halves + t / 2 % W::halves];
+    const float2 v = W::near_weights(W::Element::pair(parts[j], t), t, group);
+    out.thread_elements()[0] = T(v.x);
+    out.thread_elements()[1] = T(v.y);
   }
 };
 
 // ---- products
 
-// sums [ROW_MATRICES][COLUMN_MATRICES] of 8x8 += x rows [.., TILE_K] times weight rows [.., TILE_K] transposed.
-template <int ROW_MATRICES, int COLUMN_MATRICES, typename T>
-METAL_FUNC void multiply_slabs(const threadgroup T* x_rows, const threadgroup T* w_rows,
-                               thread simdgroup_matrix<float, 8, 8>* sums) {
+// sums [TILE_M / 8][2] of 8x8, columns by rows, += weights times the rows of a slab. WHOLE: all rows are wanted, and all k are
+// inside; else rows [first, last) are, and `left` k, whatever the scales beyond them may be.
+template <bool WHOLE, typename T, typename W>
+METAL_FUNC void multiply_slab(const threadgroup T* slab, WeightParts<W> w, int left, int first, int last, int lane,
+                              thread simdgroup_matrix<float, 8, 8>* sums) {
   constexpr int stride = Slab<T>::stride;
   #pragma unroll
-  for (int k = 0; k < TILE_K; k += 8) {
-    simdgroup_matrix<T, 8, 8> a[ROW_MATRICES], b[COLUMN_MATRICES];
+  for (int t = 0; t < 4; t++) {
+    simdgroup_matrix<T, 8, 8> a[2];
     #pragma unroll
-    for (int i = 0; i < ROW_MATRICES; i++) simdgroup_load(a[i], x_rows + 8 * i * stride + k, stride);
+    for (int j = 0; j < 2; j++) {
+      w.matrix(j, t, a[j]);
+      if (!WHOLE && 8 * t + 2 * matrix_pair(lane) >= left) a[j].thread_elements()[0] = a[j].thread_elements()[1] = T(0);
+    }
     #pragma unroll
-    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_load(b[j], w_rows + 8 * j * stride + k, stride, ulong2(0), true);
-    #pragma unroll
-    for (int i = 0; i < ROW_MATRICES; i++) {
-      #pragma unroll
-      for (int j = 0; j < COLUMN_MATRICES; j++) {
-        simdgroup_multiply_accumulate(sums[i * COLUMN_MATRICES + j], a[i], b[j], sums[i * COLUMN_MATRICES + j]);
+    for (int i = 0; i < TILE_M / 8; i++) {
+      if (WHOLE || (8 * i < last && 8 * i + 8 > first)) {
+        simdgroup_matrix<T, 8, 8> b;
+        simdgroup_load(b, slab + 8 * t * stride + 8 * i, stride);
+        simdgroup_multiply_accumulate(sums[2 * i], a[0], b, sums[2 * i]);
+        simdgroup_multiply_accumulate(sums[2 * i + 1], a[1], b, sums[2 * i + 1]);
       }
     }
   }
 }
 
-// Sums to y, with the bias, rounded once. They pass through `scratch`, 64 * COLUMN_MATRICES floats for each simdgroup, because
-// which lane holds which number of a simdgroup matrix is nobody's promise.
-template <int ROW_MATRICES, int COLUMN_MATRICES, bool HAS_BIAS, typename T, typename B, typename Rows>
-METAL_FUNC void store_sums(thread simdgroup_matrix<float, 8, 8>* sums, threadgroup float* scratch, device T* y,
-                           const device B* bias, Rows rows, int n, int row0, int column0, int lane) {
-  constexpr int width = 8 * COLUMN_MATRICES;
-  #pragma unroll
-  for (int i = 0; i < ROW_MATRICES; i++) {
-    #pragma unroll
-    for (int j = 0; j < COLUMN_MATRICES; j++) simdgroup_store(sums[i * COLUMN_MATRICES + j], scratch + 8 * j, width);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-    for (int e = lane; e < 8 * width; e += 32) {
-      const int row = row0 + 8 * i + e / width, column = column0 + e % width;
-      if (rows.has(row) && column < n) {
-        y[long(rows.target(row)) * n + column] = T(HAS_BIAS ? scratch[e] + float(bias[column]) : scratch[e]);
-      }
-    }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
-  }
-}
-
-// ---- the double-buffered pipeline: four simdgroups, 2 x 2, of TILE_M / 16 x 4 matrices of 8x8
-
-// One tile of x @ W.T over k from k_begin to k_end. While one pair of buffers is multiplied, the next is on its way through
-// registers to the other: one barrier for each TILE_K.
-template <int TILE_M, typename T, typename Rows, typename W>
-METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int column0, int k_begin, int k_end,
-                         threadgroup T* x_slabs, threadgroup T* w_slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
-  constexpr int stride = Slab<T>::stride;
-  const int simdgroup_row = index / 64 * (TILE_M / 2), simdgroup_column = index / 32 % 2 * 32;
-  const int column = index % TILE_N, run = index / TILE_N * RUN_K;  // what this thread decodes
-  InputRuns<TILE_M, T> next_x;
-  WeightRun<W> next_w;
+// One tile of W @ x.T over the runs from `begin` to `end`; of its rows, [first, last) are wanted. With two buffers of x there
+// is one barrier for each run, with one there are two. What comes next is on its way through registers meanwhile.
+template <int BUFFERS, typename T, typename Rows, typename W>
+METAL_FUNC void sum_tile(const device T* x, Rows rows, W w, int row0, int first, int last, int panel, int begin, int end,
+                         threadgroup T* slabs, int index, thread simdgroup_matrix<float, 8, 8>* sums) {
+  const int lane = index % 32;
+  const W own = w.from(panel);
+  const bool active = panel < w.panels(), all = first == 0 && last == TILE_M;
+  InputRuns<T> next_x;
+  WeightParts<W> next_w;
 
   #pragma unroll
-  for (int i = 0; i < TILE_M / 16 * 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  for (int i = 0; i < TILE_M / 4; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   next_x.choose(rows, row0, index);
-  next_x.fetch(x, w.k, k_begin, index);
-  next_w.fetch(w, column0 + column, k_begin + run, true);
-  next_x.put(x_slabs, index);
-  next_w.put(w_slabs + column * stride + run, k_begin + run, w.k);
-  int buffer = 0;
-  for (int k0 = k_begin; k0 < k_end; k0 += TILE_K) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // this buffer is full, and nobody reads the other any more
-    const bool more = k0 + TILE_K < k_end;
-    if (more) {
-      next_x.fetch(x, w.k, k0 + TILE_K, index);
-      next_w.fetch(w, column0 + column, k0 + TILE_K + run, false);
+  if (begin < end) next_x.fetch(x, w.k, begin * RUN, index);
+  if (begin < end && active) next_w.fetch(own, begin, lane);
+  for (int run = begin; run < end; run++) {
+    threadgroup T* slab = slabs + (BUFFERS == 2 ? run % 2 * Slab<T>::size : 0);
+    if (BUFFERS == 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // everybody is done with the slab
     }
-    multiply_slabs<TILE_M / 16, 4>(x_slabs + (buffer * TILE_M + simdgroup_row) * stride,
-                                   w_slabs + (buffer * TILE_N + simdgroup_column) * stride, sums);
-    buffer = 1 - buffer;
-    if (more) {
-      next_x.put(x_slabs + buffer * TILE_M * stride, index);
-      next_w.put(w_slabs + (buffer * TILE_N + column) * stride + run, k0 + TILE_K + run, w.k);
+    next_x.put(slab, index);
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // it is full; and nobody reads the other any more
+    const WeightParts<W> now = next_w;
+    if (run + 1 < end) {
+      next_x.fetch(x, w.k, (run + 1) * RUN, index);
+      if (active) next_w.fetch(own, run + 1, lane);
+    }
+    const int left = w.k - run * RUN;
+    if (active && all && left >= RUN) {
+      multiply_slab<true>(slab, now, left, first, last, lane, sums);
+    } else if (active) {
+      multiply_slab<false>(slab, now, left, first, last, lane, sums);
+    }
+  }
+}
+
+// Sums to y, with the bias, rounded once.
+template <bool HAS_BIAS, typename T, typename B, typename Rows>
+METAL_FUNC void store_tile(thread simdgroup_matrix<float, 8, 8>* sums, device T* y, const device B* bias, Rows rows, int n,
+                           int row0, int panel, int lane) {
+  #pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const int column = panel * PANEL + 8 * j + matrix_row(lane);
+    if (column >= n) continue;
+    const float added = HAS_BIAS ? float(bias[column]) : 0.0f;
+    #pragma unroll
+    for (int i = 0; i < TILE_M / 8; i++) {
+      #pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int row = row0 + 8 * i + 2 * matrix_pair(lane) + e;
+        const float sum = sums[2 * i + j].thread_elements()[e];
+        if (rows.has(row)) y[long(rows.target(row)) * n + column] = T(HAS_BIAS ? sum + added : sum);
+      }
     }
   }
 }

@@ -15,11 +15,15 @@ A checked launch raises KernelFault, with `kind`, `site` (file, line, text), `ot
 
 `with launches() as log:` records each launch: `name`, `read` and `written` (device bytes, by buffer name),
 `threadgroup_read` and `threadgroup_written` (by variable name), `threadgroup_memory` and `threadgroup_variables`
-(bytes), `threadgroup_barriers`, `simdgroup_barriers`, `matrix_multiplies`, `atomics`.
+(bytes), `threadgroup_barriers`, `simdgroup_barriers`, `matrix_multiplies`, `atomics`, `loads` and `stores` (by memory
+and width), `threadgroups`, `threads`, `sizes` (bytes of each buffer). `launches(instructions=True)` counts
+`instructions` too: `executed` by class, and the cycles that an Apple GPU charges for them. `launches(most=4)` runs four
+threadgroups and scales.
 
 `kernel.signature(inputs, output_dtypes, template).text` is the text that MLX would compile.
 """
 
+from billfish.backends.metal.emulator.counting import Instructions
 from billfish.backends.metal.emulator.faults import KINDS, CompileError, KernelFault, Site
 from billfish.backends.metal.emulator.kernel import metal_kernel
 from billfish.backends.metal.emulator.settings import Launch, Options, launches, options
@@ -27,6 +31,7 @@ from billfish.backends.metal.emulator.settings import Launch, Options, launches,
 __all__ = [
     "KINDS",
     "CompileError",
+    "Instructions",
     "KernelFault",
     "Launch",
     "Options",

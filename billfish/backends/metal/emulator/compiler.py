@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from billfish.backends.metal.emulator.counting import add_counters
 from billfish.backends.metal.emulator.faults import CompileError
 from billfish.backends.metal.emulator.hostile import flush_halves
 from billfish.backends.metal.emulator.sites import annotate
@@ -42,6 +43,13 @@ _INSTRUMENTED_FLAGS = ["-DEMULATOR_INSTRUMENTED", "-fsanitize=thread", "-fno-vec
 for _option in ("func-entry-exit=0", "read-before-write=1"):
     _INSTRUMENTED_FLAGS += ["-mllvm", f"-tsan-instrument-{_option}"]
 _INSTRUMENTED_FLAGS += ["-mllvm", "-tsan-handle-cxx-exceptions=0"]
+# What is counted is as near to a GPU's code as this compiler can come: indices stay 32 bits wide, functions are
+# inlined, loops of known length are unrolled whole, others not at all.
+_COUNTED_FLAGS = [*_INSTRUMENTED_FLAGS, "-fno-signed-zeros"]
+for _option in ("indvars-widen-indvars=false", "unroll-runtime=false", "unroll-allow-partial=false"):
+    _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
+for _option in ("inline-threshold=1000000", "unroll-threshold=2000", "disable-vector-combine"):
+    _COUNTED_FLAGS += ["-mllvm", f"-{_option}"]
 _SAFE_MATH, _HOSTILE_MATH = ["-ffp-contract=off"], ["-ffast-math", "-ffp-contract=fast", "-fno-finite-math-only"]
 # Without the C library's own libraries, which the process has anyway: zig would build stubs of them for half a minute.
 _LINK_FLAGS = ["-shared", "-fPIC", *(["-undefined", "dynamic_lookup"] if _DARWIN else ["-nostdlib"])]
@@ -139,19 +147,20 @@ def runtime_library() -> Path:
     return _cached(["runtime", *_RUNTIME_FLAGS], ".so", make)
 
 
-def kernel_library(text: str, *, instrumented: bool, hostile: bool) -> Path:
-    """A translated kernel as a shared library."""
+def kernel_library(text: str, *, instrumented: bool, hostile: bool, counted: bool = False) -> Path:
+    """A translated kernel as a shared library; `counted` with a counter for each of its blocks."""
     compiler = find_compiler()
     runtime = runtime_library()
     flags = _KERNEL_FLAGS + (_HOSTILE_MATH if hostile else _SAFE_MATH)
-    flags += _INSTRUMENTED_FLAGS if instrumented else []
+    flags += _COUNTED_FLAGS if counted else _INSTRUMENTED_FLAGS if instrumented else []
 
     def make(folder: Path, result: Path) -> None:
         source, code, assembly = (folder / f"kernel.{suffix}" for suffix in ("cpp", "ll", "s"))
         source.write_text(text, "utf-8")
-        if hostile:
+        if hostile or counted:
             compiler.run([*flags, "-I", SHIM, "-S", "-emit-llvm", source.name, "-o", code], folder)
-            code.write_text(flush_halves(code.read_text("utf-8")), "utf-8")
+            for rewritten in [add_counters] * counted + [flush_halves] * hostile:
+                code.write_text(rewritten(code.read_text("utf-8")), "utf-8")
             compiler.run(["-O2", "-fPIC", "-Wno-override-module", "-S", code, "-o", assembly], folder)
         else:
             compiler.run([*flags, "-I", SHIM, "-S", source.name, "-o", assembly], folder)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from billfish.arrays import ADAPTERS, MlxArrays, bfloat16
 from billfish.backends.metal.emulator import runtime
 from billfish.backends.metal.emulator.compiler import kernel_library, load
+from billfish.backends.metal.emulator.counting import Counted
 from billfish.backends.metal.emulator.faults import CompileError, KernelFault
 from billfish.backends.metal.emulator.report import describe
-from billfish.backends.metal.emulator.settings import Launch, current_log, current_options
+from billfish.backends.metal.emulator.settings import Launch, current_options, current_recording
 from billfish.backends.metal.emulator.signature import Signature, dtype_name, write
 from billfish.backends.metal.emulator.sites import Sites
 from billfish.backends.metal.emulator.translate import translate
@@ -79,7 +80,7 @@ class metal_kernel:
         self.name, self.source, self.header = name, source, header
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         self.ensure_row_contiguous, self.atomic_outputs = ensure_row_contiguous, atomic_outputs
-        self._libraries: dict[tuple[str, bool, bool], ctypes.CDLL] = {}
+        self._libraries: dict[tuple[str, bool, bool, bool], ctypes.CDLL] = {}
 
     def signature(
         self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[tuple[str, Any]] | None = None
@@ -98,12 +99,16 @@ class metal_kernel:
             self.atomic_outputs,
         )
 
-    def compile(self, text: Signature, *, instrumented: bool, hostile: bool = False) -> ctypes.CDLL:
+    def compile(
+        self, text: Signature, *, instrumented: bool, hostile: bool = False, counted: bool = False
+    ) -> ctypes.CDLL:
         """The library for a signature, from the cache if it is there."""
-        key = (text.text, instrumented, hostile)
+        key = (text.text, instrumented, hostile, counted)
         if key not in self._libraries:
             try:
-                path = kernel_library(translate(text, self.name), instrumented=instrumented, hostile=hostile)
+                path = kernel_library(
+                    translate(text, self.name), instrumented=instrumented, hostile=hostile, counted=counted
+                )
             except CompileError as error:
                 raise CompileError(f"[metal_kernel] {self.name} does not compile:\n{error}") from None
             self._libraries[key] = load(path)
@@ -140,14 +145,18 @@ class metal_kernel:
         text = self.signature(arrays, output_dtypes, template)
         if verbose:
             print(f"Generated source code for `{self.name}`:\n```\n{text.text}\n```")
-        chosen, log = current_options(), current_log()
-        instrumented = chosen.check or log is not None
-        library = self.compile(text, instrumented=instrumented, hostile=chosen.hostile)
+        chosen, recording = current_options(), current_recording()
+        instrumented = chosen.check or recording is not None
+        counted = recording is not None and recording.instructions
+        library = self.compile(text, instrumented=instrumented, hostile=chosen.hostile, counted=counted)
         memory = runtime.threadgroup_memory(library)
         if memory > MOST_MEMORY:
             raise self._too_much_memory(library, memory)
 
         buffers = self._buffers(text, arrays, output_shapes, output_dtypes, init_value)
+        counters = Counted(library) if counted else None
+        if counters is not None:
+            counters.clear()
         outcome = runtime.launch(
             library,
             buffers,
@@ -157,11 +166,27 @@ class metal_kernel:
             seed=chosen.seed,
             check=chosen.check,
             hostile=chosen.hostile,
+            most=recording.most if recording is not None else 0,
         )
         if outcome.fault is not None:
             raise describe(outcome, self.name, self.source, self.header, Sites(library), grid, threadgroup)
-        if log is not None:
-            log.append(Launch.of(self.name, text.name, outcome, memory, library))
+        if recording is not None:
+            threadgroups = math.prod(-(-size // part) for size, part in zip(grid, threadgroup, strict=True))
+            instructions = None if counters is None else counters.instructions()
+            sizes = {b.name: b.nbytes for a, b in zip(text.arguments, buffers, strict=True) if not a.constant}
+            launch = Launch.of(
+                self.name,
+                text.name,
+                outcome,
+                memory,
+                library,
+                threadgroups,
+                math.prod(threadgroup),
+                sizes,
+                instructions,
+            )
+            ran = min(recording.most or threadgroups, threadgroups)
+            recording.log.append(launch if ran == threadgroups else launch.scaled(threadgroups / ran))
         outputs = buffers[-len(self.output_names) :]
         results = [
             buffer.bytes.view(_numpy_dtype(dtype)).reshape(tuple(shape))

@@ -17,6 +17,7 @@ from billfish.backends.metal.emulator.compiler import load, runtime_library
 ORDERS = ("forward", "reverse", "random")
 # Of memory before and behind each buffer, so that a wrong index does not reach another one.
 MARGIN = 65536
+WIDTHS = (1, 2, 4, 8, 16)  # bytes of an access
 _REDZONE = 65536
 
 
@@ -53,6 +54,8 @@ class _Range(ctypes.Structure):
         ("writable", ctypes.c_bool),
         ("bytes_read", ctypes.c_ulong),
         ("bytes_written", ctypes.c_ulong),
+        ("reads", ctypes.c_ulong * len(WIDTHS)),
+        ("writes", ctypes.c_ulong * len(WIDTHS)),
         ("cells", ctypes.c_void_p),
     ]
 
@@ -85,6 +88,7 @@ class _Request(ctypes.Structure):
         ("seed", ctypes.c_uint),
         ("checked", ctypes.c_uint),
         ("flush", ctypes.c_uint),
+        ("most", ctypes.c_uint),
     ]
 
 
@@ -124,6 +128,8 @@ class Outcome:
     written: dict[str, int]
     threadgroup_read: dict[str, int]
     threadgroup_written: dict[str, int]
+    loads: dict[str, dict[int, int]]  # by space, then by width in bytes
+    stores: dict[str, dict[int, int]]
 
 
 # The runtime has one set of fibers.
@@ -164,8 +170,9 @@ def launch(
     seed: int,
     check: bool,
     hostile: bool,
+    most: int = 0,
 ) -> Outcome:
-    """Runs the whole grid, one threadgroup after another."""
+    """Runs the grid, one threadgroup after another: all of them, or `most` that are spread over it."""
     shared = variables(library)
     ranges = (_Range * (len(buffers) + len(shared)))()
     for i, buffer in enumerate(buffers):
@@ -184,6 +191,7 @@ def launch(
         seed & 0xFFFFFFFF,
         check,
         hostile,
+        most,
     )
     runtime = _runtime()
     with _LOCK:
@@ -203,7 +211,17 @@ def launch(
         {buffer.name: r.bytes_written for buffer, r in device},
         totals((name, r.bytes_read) for name, r in local),
         totals((name, r.bytes_written) for name, r in local),
+        _by_width({"device": [r.reads for _, r in device], "threadgroup": [r.reads for _, r in local]}),
+        _by_width({"device": [r.writes for _, r in device], "threadgroup": [r.writes for _, r in local]}),
     )
+
+
+def _by_width(spaces: dict[str, list[ctypes.Array[ctypes.c_ulong]]]) -> dict[str, dict[int, int]]:
+    """Accesses by WIDTHS, of all ranges of a space together."""
+    return {
+        space: {width: sum(int(each[i]) for each in counts) for i, width in enumerate(WIDTHS)}
+        for space, counts in spaces.items()
+    }
 
 
 def threadgroup_memory(library: Any) -> int:

@@ -6,9 +6,10 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from billfish.backends.metal.emulator import runtime
+from billfish.backends.metal.emulator.counting import Instructions
 from billfish.errors import FormatError, complaint
 
 
@@ -38,9 +39,26 @@ class Launch:
     simdgroup_barriers: int  # for each simdgroup once
     matrix_multiplies: int  # of 8x8 simdgroup matrices, for each simdgroup once
     atomics: int
+    loads: dict[str, dict[int, int]]  # of "device" and "threadgroup" memory, by width in bytes
+    stores: dict[str, dict[int, int]]
+    threadgroups: int
+    threads: int  # of a threadgroup
+    sizes: dict[str, int]  # bytes of each buffer in device memory
+    instructions: Instructions | None  # if asked for
 
     @classmethod
-    def of(cls, name: str, full_name: str, outcome: runtime.Outcome, memory: int, library: ctypes.CDLL) -> Launch:
+    def of(
+        cls,
+        name: str,
+        full_name: str,
+        outcome: runtime.Outcome,
+        memory: int,
+        library: ctypes.CDLL,
+        threadgroups: int,
+        threads: int,
+        sizes: dict[str, int],
+        instructions: Instructions | None,
+    ) -> Launch:
         counters = outcome.counters
         return cls(
             name,
@@ -55,19 +73,58 @@ class Launch:
             counters.simdgroup_barriers,
             counters.matrix_multiplies,
             counters.atomics,
+            outcome.loads,
+            outcome.stores,
+            threadgroups,
+            threads,
+            sizes,
+            instructions,
+        )
+
+    def scaled(self, factor: float) -> Launch:
+        """As if `factor` times as many threadgroups had run."""
+
+        def times(counts: dict[str, int]) -> dict[str, int]:
+            return {name: round(factor * count) for name, count in counts.items()}
+
+        def each(counts: dict[str, dict[int, int]]) -> dict[str, dict[int, int]]:
+            return {space: {width: round(factor * n) for width, n in by.items()} for space, by in counts.items()}
+
+        return replace(
+            self,
+            read=times(self.read),
+            written=times(self.written),
+            threadgroup_read=times(self.threadgroup_read),
+            threadgroup_written=times(self.threadgroup_written),
+            threadgroup_barriers=round(factor * self.threadgroup_barriers),
+            simdgroup_barriers=round(factor * self.simdgroup_barriers),
+            matrix_multiplies=round(factor * self.matrix_multiplies),
+            atomics=round(factor * self.atomics),
+            loads=each(self.loads),
+            stores=each(self.stores),
+            instructions=None if self.instructions is None else self.instructions.scaled(factor),
         )
 
 
+@dataclass
+class Recording:
+    """See `launches`."""
+
+    instructions: bool
+    most: int
+    log: list[Launch] = field(default_factory=list)
+
+
 _OPTIONS: ContextVar[Options] = ContextVar("options", default=Options())  # noqa: B039  (it is frozen)
-_LOG: ContextVar[list[Launch] | None] = ContextVar("log", default=None)
+_RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 def current_options() -> Options:
     return _OPTIONS.get()
 
 
-def current_log() -> list[Launch] | None:
-    return _LOG.get()
+def current_recording() -> Recording | None:
+    return _RECORDING.get()
 
 
 @contextmanager
@@ -93,11 +150,16 @@ def options(
 
 
 @contextmanager
-def launches() -> Iterator[list[Launch]]:
-    """Records every launch inside the `with` block, with the bytes that it moved."""
-    log: list[Launch] = []
-    token = _LOG.set(log)
+def launches(*, instructions: bool = False, most: int = 0) -> Iterator[list[Launch]]:
+    """Records every launch inside the `with` block, with the bytes that it moved.
+
+    instructions: count what lanes execute, too.
+    most: run so many threadgroups, spread over the grid, and scale the counts to all of them. The rest of the output is
+        not written.
+    """
+    recording = Recording(instructions, most)
+    token = _RECORDING.set(recording)
     try:
-        yield log
+        yield recording.log
     finally:
-        _LOG.reset(token)
+        _RECORDING.reset(token)

@@ -42,6 +42,7 @@ struct Request {
   unsigned seed;
   unsigned checked;
   unsigned flush;  // subnormal numbers to zero
+  unsigned most;   // threadgroups that run, spread over the grid; 0: all
 };
 
 // The floating-point control register, with the bits set that make the processor flush subnormal numbers to zero.
@@ -80,8 +81,9 @@ void run_grid(const Request& request) {
     sequence[i - 1] = sequence[j];
     sequence[j] = item;
   }
-  for (unsigned i = 0; i < total && !fault.kind; i++) {
-    unsigned index = sequence[i];
+  unsigned long runs = request.most ? least(request.most, total) : total;
+  for (unsigned i = 0; i < runs && !fault.kind; i++) {
+    unsigned index = sequence[i * (unsigned long)total / runs];
     Uint3 at{index % groups.x, index / groups.x % groups.y, index / (groups.x * groups.y)};
     Uint3 first{at.x * most.x, at.y * most.y, at.z * most.z};
     Uint3 size{least(most.x, grid.x - first.x), least(most.y, grid.y - first.y), least(most.z, grid.z - first.z)};

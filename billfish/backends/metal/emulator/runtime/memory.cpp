@@ -150,8 +150,15 @@ void access(unsigned long address, unsigned size, bool reads, bool writes, bool 
     if (!in_margin(address) && module_of(address) == module_of_code) return;
     report_outside(address, size, writes, site);
   }
-  if (reads) range->bytes_read += size;
-  if (writes) range->bytes_written += size;
+  unsigned width = size < 16 ? 31 - __builtin_clz(size) : 4;
+  if (reads) {
+    range->bytes_read += size;
+    range->reads[width]++;
+  }
+  if (writes) {
+    range->bytes_written += size;
+    range->writes[width]++;
+  }
   if (!checking) return;
   unsigned long offset = address - range->address;
   if (offset + size > range->size) report(out_of_bounds, range, address, size, writes, site);

@@ -27,6 +27,7 @@ struct Range {
   Space space;
   bool initialised, writable;
   unsigned long bytes_read, bytes_written;
+  unsigned long reads[5], writes[5];  // accesses of 1, 2, 4, 8 and 16 bytes
   Cell* cells;  // one for each byte, where it can be written and the launch is checked
 };
 
