@@ -40,6 +40,7 @@ EMULATED __m512 _mm512_loadu_ps(const void* p) { return {__m512i::at(p)}; }
 EMULATED void _mm512_storeu_si512(void* p, __m512i v) { std::memcpy(p, v.bytes, 64); }
 EMULATED void _mm512_storeu_ps(void* p, __m512 v) { std::memcpy(p, v.bytes, 64); }
 EMULATED __m512 _mm512_castsi512_ps(__m512i v) { return {v}; }
+EMULATED __m512i _mm512_castps_si512(__m512 v) { return __m512i::at(v.bytes); }
 
 EMULATED __m512i _mm512_set1_epi8(char x) { return __m512i::of<char>([=](int) { return x; }); }
 EMULATED __m512i _mm512_set1_epi32(int x) { return __m512i::of<int>([=](int) { return x; }); }
@@ -60,6 +61,10 @@ LANEWISE(_mm512_add_ps, __m512, float, +)
 LANEWISE(_mm512_sub_ps, __m512, float, -)
 LANEWISE(_mm512_mul_ps, __m512, float, *)
 #undef LANEWISE
+// The second one where either is NaN, as the instruction has it.
+EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) {
+  return {__m512i::of<float>([=](int i) { return a.get<float>(i) > b.get<float>(i) ? a.get<float>(i) : b.get<float>(i); })};
+}
 
 #define SHIFTED(name, vector, type, direction) \
   EMULATED vector name(vector v, int count) { return vector::of<type>([=](int i) { return v.get<type>(i) direction count; }); }
