@@ -161,7 +161,7 @@ def test_decoder(level, threads):
     x = gaussian((rows, hidden)) * np.float32(2.0**-130)
 
     def results() -> list[np.ndarray]:
-        keys, values = np.zeros((1, 1, 1, head_size, 16), np.float32), np.zeros((1, 1, 16, head_size), np.float32)
+        keys, values = (np.zeros((1, 1, 1, _cpu.CACHE_BLOCK * head_size), np.float32) for _ in range(2))
         logits, through = np.empty((rows, 100), np.float32), x.copy()
         decoder.finish(x, 0, logits)
         decoder.run(through, [(keys, values, 0, rows)], 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -109,6 +110,13 @@ def test_a_chat(driver, server, monkeypatch):
 
 def test_stop_cancels_the_answer(driver, server, monkeypatch):
     monkeypatch.setattr(server.model.tokenizer, "ends", set())  # it would go on for a while
+    choose = server.model.decoder.choose
+
+    def slowly(*arguments):
+        time.sleep(0.1)  # so that the click comes before the end
+        return choose(*arguments)
+
+    monkeypatch.setattr(server.model.decoder, "choose", slowly)
     driver.get(server.url)
     say(driver, "ab")
     wait(driver, lambda: len(articles(driver)) == 2 and articles(driver)[1][1] != "")
