@@ -23,7 +23,7 @@ from billfish.backends.metal.emulator.shader import compile_shader
 MPS = torch.device("mps", 0)
 MARK = "_emulated_mps"  # of memory: torch keeps one object for it, whoever has a tensor there
 _TOO_WIDE = (torch.float64, torch.complex128)
-_Tensor = torch.Tensor
+_Tensor: Any = torch.Tensor
 # These look at tensors, or write to one from anywhere.
 _FREE = (_Tensor.copy_, _Tensor.data.__set__, _Tensor.grad.__set__, torch._has_compatible_shallow_copy_type)
 _GETTERS: dict[Any, Any] = {
