@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import shlex
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import billfish as bf
 from billfish import bench
+from billfish.backends.metal import emulator
 from billfish.bench import report
 from billfish.bench.engines import GpuLimits
-from billfish.cli import main
+from billfish.cli import main, parser
 from billfish.errors import BackendUnavailable
 
 FIELDS = {"report", "emulated", "machine", "versions", "notes", "checks", "times", "counts", "limits", "complete"}
 SMALL = ["--backend", "metal", "--formats", "q4_1", "--shapes", "512x96", "--m", "1"]
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "first-hour-on-a-mac.md").read_text()
+
+
+def test_the_page_has_three_commands_that_exist():
+    lines = re.findall(r"^    billfish (.*)$", PAGE, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        arguments = vars(parser().parse_args(shlex.split(line)))
+        arguments.pop("run")
+        if arguments.pop("command") == "bench":
+            assert len(bench.Settings.parse(**arguments).cases) in (1, 14)
+
+
+def test_the_page_names_every_field_of_the_file():
+    rows = PAGE.split("| field | is |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert {row.split("`")[1] for row in rows} == FIELDS
+
+
+def test_the_page_shows_the_table_of_checks():
+    shown = PAGE.split("beside exact ones:\n\n")[1].split("\n\n")[0]
+    made = report.MacReport(True, {}, {}, [], [], [], [])
+    for line in shown.splitlines()[1:]:
+        bridge, format, m, error, allowed, verdict = line.split()
+        record = {"bridge": bridge, "format": format, "m": int(m), "right": verdict == "right"}
+        made.checks.append(record | {"error": float(error), "allowed": float(allowed)})
+        assert 0 < float(error) <= float(allowed)
+    out = io.StringIO()
+    report._print_checks(made, out)
+    assert textwrap.dedent(shown).strip() == "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def test_the_example_of_the_page(capsys, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    names = {}
+    with emulator.mps():
+        exec(example, names)
+        assert names["y"].device.type == "mps"
+    assert capsys.readouterr().out.startswith("2 layers, 3 products, ")
 
 
 @pytest.fixture
@@ -120,7 +166,7 @@ def test_on_a_mac(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(bench, "Bench", Timed)
     path = tmp_path / "mac.json"
     settings = replace(bench.Settings.parse(backend="metal", formats="q4_1", shapes="512x96", m="1"), report=path)
-    made = report.run(settings, open("/dev/null", "w"))  # noqa: SIM115
+    made = report.run(settings, io.StringIO())
     content = json.loads(path.read_text())
     assert (content["emulated"], content["complete"], made.complete) == (False, error is None, error is None)
     assert content["machine"]["gpu"] == "Apple M0"
