@@ -130,6 +130,17 @@ def test_faults_and_counts():
     assert log[0].sizes == {"out": 64}
 
 
+def test_an_offset_may_be_no_place_for_vectors():
+    source = "kernel void sum(const device float4* x, device float* y) { y[0] = x[0].x + x[0].y + x[0].z + x[0].w; }"
+    library, x, y = emulator.compile_shader(source), torch.ones(16, device="mps"), torch.zeros(1, device="mps")
+    with emulator.options(check=True):
+        library.sum(x[4:], y, threads=1)
+        assert y.tolist() == [4]
+        with pytest.raises(emulator.KernelFault) as caught:
+            library.sum(x[1:], y, threads=1)
+    assert (caught.value.kind, caught.value.buffer) == ("misaligned", "x")
+
+
 # ---- the device ---------------------------------------------------------------------------------------------------
 
 

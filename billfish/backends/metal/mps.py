@@ -68,23 +68,15 @@ class shader_kernel:
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
 
-    def text(
-        self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[tuple[str, Any]] = ()
-    ) -> str:
-        """The shader for these arguments."""
-        return PRELUDE + self._signature(inputs, output_dtypes, template).text
-
-    def _signature(self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[Any]) -> Any:
-        outputs = self.output_names, output_dtypes, template
-        return write(self.name, self.input_names, inputs, *outputs, self.header, self.source, atomic_outputs=False)
-
     def _compile(self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[Any]) -> Compiled:
         import torch
 
-        signature = self._signature(inputs, output_dtypes, template)
-        casts = {i: "int32" for i, argument in enumerate(signature.arguments) if is_list(argument)}
-        library = torch.mps.compile_shader(PRELUDE + signature.text)
-        return Compiled(getattr(library, signature.name), signature.arguments, casts)
+        outputs = self.output_names, output_dtypes, template
+        made = write(self.name, self.input_names, inputs, *outputs, self.header, self.source, atomic_outputs=False)
+        integers = [argument.constant and argument.type in ("int", "int32_t") for argument in made.arguments]
+        casts = {i: "int32" for i, is_integer in enumerate(integers) if is_integer}
+        library = torch.mps.compile_shader(PRELUDE + made.text)
+        return Compiled(getattr(library, made.name), made.arguments, casts)
 
     def __call__(
         self,
@@ -112,25 +104,21 @@ class shader_kernel:
                 given.append(outputs[argument.index])
                 continue
             tensor = inputs[argument.index]
-            if argument.kind == "shape":
-                given.append(list(tensor.shape))
-            elif is_list(argument):
-                given.append(tensor.tolist())
+            if argument.kind == "input":
+                given.append(tensor.tolist() if argument.constant and tensor.is_cpu else bindable(tensor))
             else:
-                given.append(bindable(tensor))
+                assert argument.kind == "shape"  # our kernels ask for nothing else
+                given.append(list(tensor.shape))
         kernel(*given, threads=list(grid), group_size=list(threadgroup), arg_casts=casts)
         return outputs
 
 
-def is_list(argument: Argument) -> bool:
-    """Whether an argument is a few integers in constant memory: a shape, or an input of fewer than 8."""
-    return argument.constant and not argument.by_reference
-
-
 def bindable(tensor: Any) -> Any:
     """The tensor, or a copy, row by row from an address that vectors can be read from: torch binds memory as it is."""
-    tensor = tensor.detach().resolve_neg().contiguous()
-    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNMENT else tensor
+    if tensor.is_contiguous() and not tensor.is_neg() and tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0:
+        return tensor
+    copy = tensor.new_empty(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def on_device(place: str, array: NDArray[Any]) -> Any:

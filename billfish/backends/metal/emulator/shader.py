@@ -151,10 +151,17 @@ class Kernel:
         buffers, written = [], []
         for i, (parameter, value) in enumerate(zip(self.buffers, arguments, strict=True)):
             memory = self._memory(i, value, arg_casts)
-            buffer = runtime.Buffer.of(parameter.name, memory.nbytes, initialised=True, writable=parameter.writable)
+            is_tensor = isinstance(value, torch.Tensor)
+            buffer = runtime.Buffer.of(
+                parameter.name,
+                memory.nbytes,
+                initialised=True,
+                writable=parameter.writable,
+                offset=value.storage_offset() * value.itemsize if is_tensor else 0,
+            )
             buffer.bytes[:] = memory
             buffers.append(buffer)
-            if parameter.writable and isinstance(value, torch.Tensor):
+            if parameter.writable and is_tensor:
                 written.append((memory, buffer))
         in_device_memory = [not parameter.constant for parameter in self.buffers]
         ones = (1,) * (3 - len(grid))
