@@ -39,25 +39,21 @@ def make_layer(format: str = "q4_0", bias: bool = True) -> MarlinLinear:
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "rows", "kernels"),
+    ("format", "dtype", "rows"),
     [
-        ("q4_0", torch.float16, 1, ["gemv_q4_0"]),
-        ("q4_0", torch.float16, 20, ["gemm_q4_0_striped", "reduce"]),
-        ("u4", torch.bfloat16, 5, ["gemv_rows_u4"]),
-        ("nvfp4", torch.bfloat16, 9, ["gemm_nvfp4_striped", "reduce"]),
-        ("mxfp4", torch.float32, 1, ["gemv_mxfp4"]),
-        ("fp4", torch.float32, 12, ["gemm_fused_fp4"]),
-        ("q4_k", torch.float16, 3, ["gemv_rows_q4_k"]),
-        ("q8_0", torch.float32, 2, ["gemv_rows_q8_0"]),
+        ("q4_0", torch.float16, 6),
+        ("q4_0", torch.float16, 20),  # in two launches, as there are few tiles
+        ("u4", torch.bfloat16, 5),
+        ("mxfp4", torch.float32, 1),
+        ("fp4", torch.float32, 12),
+        ("q4_k", torch.float16, 6),
     ],
 )
-def test_products_keep_the_contract(format, dtype, rows, kernels):
+def test_products_keep_the_contract(format, dtype, rows):
     q, bias = quantized(format, 96, 512), torch.from_numpy(gaussian((96,), 2)).to(dtype)
     x = torch.from_numpy(gaussian((rows, 512), 1)).to(dtype)
-    with emulator.launches() as log:
-        y = bf.quantized_linear(x.to("mps"), q, bias=bias.to("mps"))
+    y = bf.quantized_linear(x.to("mps"), q, bias=bias.to("mps"))
     assert (y.device.type, y.dtype, tuple(y.shape)) == ("mps", dtype, (rows, 96))
-    assert [launch.name.removeprefix("custom_kernel_marlin_").split("__")[0] for launch in log] == kernels
     assert_within_contract(to_numpy(y), to_numpy(x), q, to_numpy(bias))
 
 
@@ -68,7 +64,7 @@ def test_the_bits_are_those_of_the_path_for_mlx():
     assert_same_bits(to_numpy(y), Kernels(emulator.metal_kernel).multiply(x, lay_out(q)))
 
 
-@pytest.mark.parametrize("shape", [(512,), (2, 3, 512), (0, 512), (2, 0, 512)])
+@pytest.mark.parametrize("shape", [(512,), (3, 1, 512), (0, 512), (2, 0, 512)])
 def test_shapes(shape):
     x = torch.from_numpy(gaussian(shape, 1)).half().to("mps")
     y = bf.quantized_linear(x, quantized("q4_0", 96, 512))
@@ -76,13 +72,13 @@ def test_shapes(shape):
 
 
 def test_x_in_any_order_and_at_any_address():
-    q, numbers = quantized("q4_0", 96, 512), gaussian((6, 513), 1).astype(np.float16)
+    q, numbers = quantized("q4_0", 96, 512), gaussian((2, 513), 1).astype(np.float16)
     x = torch.from_numpy(numbers).to("mps")
-    expected = bf.quantized_linear(torch.from_numpy(numbers[::2, 1:].copy()).to("mps"), q)
-    with emulator.options(check=True):
-        assert torch.equal(bf.quantized_linear(x[::2, 1:], q), expected)
-        flat = x.reshape(-1)[1 : 1 + 512]  # begins at 2 bytes
-        assert torch.equal(bf.quantized_linear(flat, q), bf.quantized_linear(flat.clone(), q))
+    strided = torch.stack([x, x], -1)[..., 0]
+    with emulator.options(check=True), emulator.launches() as log:
+        for row in (x[0, :512], x[0, 1:], strided[1, 1:]):  # from 0, 2 and 2054 bytes on, the last with gaps
+            assert torch.equal(bf.quantized_linear(row, q), bf.quantized_linear(row.clone(), q))
+    assert {launch.name.split("__")[0] for launch in log} == {"custom_kernel_marlin_gemv_q4_0"}
 
 
 def test_few_numbers():
@@ -153,7 +149,7 @@ def test_gradients():
     plain = layer.to_linear()
     assert plain.weight.device.type == "mps"
     plain = plain.cpu().double()
-    x = torch.from_numpy(gaussian((5, 256), 2)).to("mps").requires_grad_()
+    x = torch.from_numpy(gaussian((1, 256), 2)).to("mps").requires_grad_()
     exact = x.detach().cpu().double().requires_grad_()
     y, expected = layer(x), plain(exact)
     tolerance = 1e-5
@@ -167,15 +163,15 @@ def test_gradients():
 
 def test_weights_that_are_written_to():
     """Nothing that was made of other weights is multiplied with."""
-    layer, other = make_layer().to("mps"), MarlinLinear.from_quantized(quantized("q4_0", 96, 256, seed=5)).to("mps")
-    x = torch.from_numpy(gaussian((4, 256), 2)).half().to("mps")
-    layer.bias.data.zero_()
+    layer = make_layer(bias=False).to("mps")
+    other = MarlinLinear.from_quantized(quantized("q4_0", 96, 256, seed=5)).to("mps")
+    x = torch.from_numpy(gaussian((1, 256), 2)).half().to("mps")
     with torch.no_grad():
         before, wanted = layer(x), other(x)
         assert not torch.equal(before, wanted)
         layer.blocks.copy_(other.blocks)
         assert torch.equal(layer(x), wanted)
-        layer.blocks.data[:] = make_layer().to("mps").blocks  # which torch does not count
+        layer.blocks.data[:] = make_layer(bias=False).to("mps").blocks  # which torch does not count
         assert torch.equal(layer(x), before)
         layer.blocks = other.blocks
         assert torch.equal(layer(x), wanted)
@@ -200,7 +196,7 @@ def test_copies_and_pickles():
 
 def test_a_model():
     model = torch.nn.Sequential(torch.nn.Linear(256, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).to("mps")
-    x = torch.from_numpy(gaussian((2, 256), 2)).to("mps")
+    x = torch.from_numpy(gaussian((1, 256), 2)).to("mps")
     dense = model(x)
     bf.quantize_model(model, "q8_0", progress=False)
     assert [type(layer) for layer in model[::2]] == [MarlinLinear] * 2
