@@ -17,7 +17,7 @@ Multiply = Callable[[int], None]  # so many rows of zeros with one layer
 
 
 class WarmUp(NamedTuple):
-    """What warm_up did."""
+    """What warm_up did: with how many `layers`, in how many `products`, in how many `seconds`."""
 
     layers: int
     products: int
