@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
-    from billfish.nn import MarlinLinear, ModelReport, load_into, quantize_model
+    from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
 
 __all__ = [
     "BACKENDS",
@@ -81,6 +81,7 @@ __all__ = [
     "ShapeError",
     "Statistics",
     "VerificationReport",
+    "WarmUp",
     "calibrate",
     "calibrate_checkpoint",
     "convert",
@@ -120,6 +121,7 @@ __all__ = [
     "unpack_s4_weights",
     "unpack_u4_weights",
     "verify",
+    "warm_up",
 ]
 
 # Where the names are that not everybody needs; they are imported when they are first used.
@@ -130,6 +132,7 @@ _ELSEWHERE = {
     "ModelReport": "billfish.nn",
     "Statistics": "billfish.calibration",
     "VerificationReport": "billfish.checkpoints.reports",
+    "WarmUp": "billfish.nn",
     "calibrate": "billfish.calibration.hooks",
     "calibrate_checkpoint": "billfish.calibration.running",
     "convert": "billfish.checkpoints.conversion",
@@ -139,6 +142,7 @@ _ELSEWHERE = {
     "quantize_model": "billfish.nn",
     "save": "billfish.checkpoints.conversion",
     "verify": "billfish.checkpoints.verification",
+    "warm_up": "billfish.nn",
 }
 
 

@@ -227,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--peers", default="all", metavar="LIST", help="all, none, or names such as ggml,numpy (all)")
     bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
     bench.add_argument("--plot", metavar="FILE.png", help="draw the roofline there; needs billfish[bench]")
+    bench.add_argument("--report", metavar="FILE", help="with --backend metal: checks, times and counts, to be sent")
     bench.set_defaults(run=_bench)
 
     profile = commands.add_parser("profile", help="count what the Metal kernels do, beside MLX's, and estimate times")
@@ -351,6 +352,12 @@ def _bench(arguments: argparse.Namespace) -> None:
     from billfish import bench
 
     settings = bench.Settings.parse(**_options(arguments))
+    if settings.report is not None:
+        from billfish.bench import report
+
+        if not report.run(settings, sys.stdout).complete:
+            raise SystemExit(1)
+        return
     try:
         complete = bench.run(settings).complete
     except KeyboardInterrupt:  # before the first measurement

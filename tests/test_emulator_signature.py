@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from billfish.backends.metal import emulator
-from billfish.backends.metal.emulator.signature import ATTRIBUTES, TYPES
+from billfish.backends.metal.signature import ATTRIBUTES, TYPES
 from billfish.errors import BillfishError
 
 

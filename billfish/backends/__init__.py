@@ -62,6 +62,7 @@ class Backends(MutableMapping[str, Backend]):
 
 BACKENDS = Backends(
     Entry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
+    Entry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
     Entry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
     Entry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
     Entry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),

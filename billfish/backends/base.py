@@ -176,6 +176,7 @@ class Backend(ABC):
 
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 
+    packed_is_enough: bool = False  # whether products and `dequantize` read packed weights alone
     unpacks: bool = False  # whether a torch layer holds packed weights from the start, and storage when it is asked for
 
     def to_tensors(self, weights: Any) -> tuple[list[Any], str] | None:

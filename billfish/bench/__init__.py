@@ -51,6 +51,7 @@ class Settings:
     budget: float = 0.7  # seconds for each contender in each measurement
     cold_bytes: int | None = None  # None: what the engine says
     backend: str = "cpu"
+    report: Path | None = None  # of a Mac, see billfish.bench.report
 
     @classmethod
     def parse(
@@ -65,6 +66,7 @@ class Settings:
         peers: str = "all",
         json: str | None = None,
         plot: str | None = None,
+        report: str | None = None,
     ) -> Settings:
         """Comma-separated lists, checked. A format may carry its group size, such as u4b8:128."""
         if backend not in ENGINES:
@@ -83,7 +85,9 @@ class Settings:
         check_threads("bench", "--threads", count)
         rows = [_positive("--m", text, "positive integers, such as 1,16,256") for text in m.split(",")]
         files = _destination("--json", json), _destination("--plot", plot)
-        return cls(cases, rows, count, peers, *files, backend=backend)
+        if report is not None and backend != "metal":
+            raise BackendUnavailable(complaint("bench", "--report", f"--backend {backend}", "--backend metal"))
+        return cls(cases, rows, count, peers, *files, backend=backend, report=_destination("--report", report))
 
 
 def _case(format: str, shape: str, activations: str) -> Case:

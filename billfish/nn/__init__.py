@@ -3,6 +3,7 @@
     bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)
     bf.quantize_model(model, format="fp4", group_size=128)
     bf.load_into(model, "a folder or file that bf.load opens")
+    bf.warm_up(model)
 
 `billfish.nn.torch` and `billfish.nn.mlx` hold the layers, `billfish.nn.transformers` the plug-in for that library, and
 `billfish.nn.parallel` layers that are spread over several processes. None is imported unless it is used.
@@ -11,5 +12,6 @@
 from billfish.nn.base import MarlinLinear
 from billfish.nn.loading import load_into
 from billfish.nn.model import ModelReport, quantize_model
+from billfish.nn.warming import WarmUp, warm_up
 
-__all__ = ["MarlinLinear", "ModelReport", "load_into", "quantize_model"]
+__all__ = ["MarlinLinear", "ModelReport", "WarmUp", "load_into", "quantize_model", "warm_up"]

@@ -5,8 +5,9 @@ The tensors are those of a layer (billfish.nn.torch_weights): its storage, or it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +26,26 @@ torch.library.define(
 torch.library.define(
     "billfish::dequantize", "(Tensor[] weights, str format, int group_size, int n, int k, str form) -> Tensor"
 )
+DEVICES = ("cpu", "cuda", "mps")
+KERNELS: dict[str, Callable[..., Any]] = {}  # what operators do, by name
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def operator_kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """Function decorator: this is what the operator does, on every device."""
+
+    def register(function: Kernel) -> Kernel:
+        KERNELS[name] = function
+        torch.library.impl(name, DEVICES, lambda *arguments: KERNELS[name](*arguments))
+        return function
+
+    return register
+
+
 LINEAR, DEQUANTIZE = torch.ops.billfish.linear.default, torch.ops.billfish.dequantize.default
 
 
-@torch.library.impl("billfish::linear", ["cpu", "cuda"])
+@operator_kernel("billfish::linear")
 def _linear(
     x: Tensor,
     weights: list[Tensor],
@@ -48,7 +65,7 @@ def _linear_fake(x: Tensor, weights: Any, bias: Any, format: str, group_size: in
     return x.new_empty(*x.shape[:-1], n)
 
 
-@torch.library.impl("billfish::dequantize", ["cpu", "cuda"])
+@operator_kernel("billfish::dequantize")
 def _dequantize(weights: list[Tensor], format: str, group_size: int, n: int, k: int, form: str) -> Tensor:
     with matrix_of(weights, get_format(format), (n, k), group_size, form) as matrix:
         return dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))

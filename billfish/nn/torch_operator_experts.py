@@ -17,7 +17,7 @@ from billfish.expert_ops import experts
 from billfish.experts import QuantizedExperts
 from billfish.format import get_format
 from billfish.gates import CLAMP, STEEPNESS
-from billfish.nn.torch_operator import without_autocast
+from billfish.nn.torch_operator import operator_kernel, without_autocast
 from billfish.nn.torch_weights import made_of
 from billfish.ops import dequantize
 from billfish.typing import Gate
@@ -69,7 +69,7 @@ def run_block(
     return y
 
 
-@torch.library.impl("billfish::experts", ["cpu", "cuda"])
+@operator_kernel("billfish::experts")
 def _experts(
     x: Tensor,
     ids: Tensor,
@@ -108,7 +108,7 @@ def opened(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, T
     return g * s * u, (s + g * s * (1 - s) * slope) * u * slope_g, g * s * slope_u
 
 
-@torch.library.impl("billfish::experts_backward", ["cpu", "cuda"])
+@operator_kernel("billfish::experts_backward")
 def _gradients(gradient: Tensor, *arguments: Any) -> list[Tensor]:
     with without_autocast(gradient.device.type):
         return gradients(gradient, *arguments)

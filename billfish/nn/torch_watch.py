@@ -254,6 +254,8 @@ def view_of(tensor: Tensor, on_cpu: bool) -> Any:
 
 def digest_of(array: Any) -> int:
     """64 bits that tell other contents apart, at the speed of memory."""
+    if not isinstance(array, np.ndarray) and not array.is_cuda:  # such as mps, which lacks some of what is below
+        array = to_numpy(array)
     if isinstance(array, np.ndarray):
         return int(_cpu.digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
     total = 0

@@ -58,7 +58,7 @@ class Made:
         if (
             self.copied
             and isinstance(self.tensor, QuantizedTensor)
-            and any(key[0] in BACKENDS and BACKENDS[key[0]].unpacks for key in self.tensor._made)
+            and any(key[0] in BACKENDS and BACKENDS[key[0]].packed_is_enough for key in self.tensor._made)
         ):
             about = self.tensor.format, self.tensor.shape, self.tensor.group_size
             self.tensor = QuantizedTensor.packed_only(*about, self.tensor._made)
@@ -348,6 +348,7 @@ class Weights(dict[str, Any]):
             if packed is not None:
                 self._hold(made, packed)
                 return
+        made.drop_copy()
 
     def pack(self, activations: str) -> None:
         """Hold a packed form alone before any product, where a backend does so on the storage's device."""

@@ -39,7 +39,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
-    unpacks = True
+    packed_is_enough = unpacks = True
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device not in ("cuda", "cpu"):

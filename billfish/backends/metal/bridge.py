@@ -1,12 +1,11 @@
 """From arrays to kernels: the sources as MLX wants them, and the calls.
 
-A `metal_kernel` is `mx.fast.metal_kernel` or the emulator's, which takes the same arguments; arrays are MLX's or
-NumPy's.
+A `metal_kernel` is `mx.fast.metal_kernel`, the emulator's or the one for torch (mps.py), which take the same arguments;
+arrays are MLX's, NumPy's or torch's.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from billfish.backends.metal import libraries
 from billfish.backends.metal.choose import MOST_PARTS, choose, choose_experts, launch, launch_experts, up
 from billfish.backends.metal.layout import LEAST_SIZE, Axes, MetalWeights
+from billfish.backends.metal.libraries import library, more_numbers, more_rows
 
 FOLDER = Path(__file__).parent
 WEIGHT_INPUTS = ["codes", "high", "scales", "offsets", "factor", "size"]
@@ -54,24 +55,6 @@ INPUTS = {
     "fused_experts": ["x", *WEIGHT_INPUTS, "bias", "ids", "order", "choices"],
     "dequantize": WEIGHT_INPUTS,
 }
-
-
-def library(array: Any) -> Any:
-    """NumPy or mlx.core, whose array it is; what we call on it is the same in both."""
-    return np if isinstance(array, np.ndarray) else sys.modules["mlx.core"]
-
-
-def more_rows(x: Any) -> Any:
-    """With rows of zeros behind, until there are 8 numbers; see layout.LEAST_SIZE."""
-    if x.size >= LEAST_SIZE:
-        return x
-    xp, width = library(x), x.shape[-1]
-    return xp.concatenate([x, xp.zeros((up(LEAST_SIZE - x.size, width), width), x.dtype)])
-
-
-def more_numbers(v: Any) -> Any:
-    """As `more_rows`, of a vector."""
-    return more_rows(v.reshape(1, -1)).reshape(-1)
 
 
 @cache
@@ -138,7 +121,7 @@ class Kernels:
     def multiply(self, x: Any, w: MetalWeights, bias: Any = None, kernel: str | None = None) -> Any:
         """x [M, K] @ W.T + bias [N] -> [M, N] of x's type. `kernel` is one of PRODUCTS; the best unless given."""
         (m, k), n = x.shape, w.shape[0]
-        if x.size < LEAST_SIZE:
+        if libraries.count(x) < LEAST_SIZE:
             return self.multiply(more_rows(x), w, bias, kernel)[:m]
         chosen = launch(kernel or choose(m, n, k, x.itemsize), m, n, k)
         added = x if bias is None else more_numbers(bias)
@@ -177,17 +160,17 @@ class Kernels:
         x = more_rows(x)
         if ids.itemsize == 8:  # 2**32 + 1 is no expert, and is 1 in 32 bits
             ids = xp.clip(ids, -1, experts)
-        keys, routing = ids.astype(xp.uint32), []
+        keys, routing = libraries.keys(ids), []
         if chosen.kernel != "gemv_experts":
             order = xp.argsort(keys)
             keys = keys[order]
-            routing = [more_numbers(order.astype(xp.uint32)), xp.array([choices], xp.int32)]
+            routing = [libraries.words(order), libraries.constants([choices], beside=ids)]
         (y,) = self.product(chosen.kernel, w)(
             inputs=[
                 x,
                 *(w.arrays[name] for name in WEIGHT_INPUTS),
                 x if bias is None else more_rows(bias),
-                more_numbers(keys),
+                libraries.words(keys),
                 *routing,
             ],
             template=list(template.items()),

@@ -1,4 +1,4 @@
-"""Products with experts, of NumPy or MLX arrays: nothing here looks at a value, so nobody waits for the GPU."""
+"""Products with experts, of NumPy, MLX or torch arrays: nothing here looks at a value, so nobody waits for the GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
-from billfish.backends.metal.bridge import Kernels, library
+from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.layout import MetalWeights
+from billfish.backends.metal.libraries import cast, library, zeros
 from billfish.gates import CLAMP, STEEPNESS
 
 # x [T, K] or [T, k, K], packed weights [E, N, K], ids [T, k], biases [E, N] or none, type of y -> y [T, k, N]
@@ -19,7 +20,7 @@ def multiply(kernels: Kernels, x: Any, w: MetalWeights, ids: Any, biases: Any, d
     """y [T, k, N] = W[ids] times x [T, K] or [T, k, K], + biases[ids]."""
     (tokens, chosen), n = ids.shape, w.shape[1]
     if tokens == 0:
-        return library(x).zeros((0, chosen, n), dtype)
+        return zeros((0, chosen, n), dtype, beside=x)
     y = kernels.multiply_experts(x.reshape(-1, x.shape[-1]), w, ids.reshape(-1), biases, dtype=dtype)
     return y.reshape(tokens, chosen, n)
 
@@ -41,10 +42,10 @@ def block(
     parts = [multiply(x, w, ids, b, x.dtype) for w, b in zip(gate_up, gate_up_biases, strict=True)]
     inner = parts[0].shape[-1] // 2
     gate, up = parts if len(parts) == 2 else (parts[0][..., :inner], parts[0][..., inner:])
-    h = open_gate(gate.astype(float32), up.astype(float32), activation).astype(x.dtype)
-    results, weights = multiply(h, down, ids, down_biases, float32), routing.astype(float32)[..., None]
+    h = cast(open_gate(cast(gate, float32), cast(up, float32), activation), x.dtype)
+    results, weights = multiply(h, down, ids, down_biases, float32), cast(routing, float32)[..., None]
     in_order = (weights[:, j] * results[:, j] for j in range(ids.shape[1]))
-    return reduce(lambda total, one: total + one, in_order).astype(x.dtype)
+    return cast(reduce(lambda total, one: total + one, in_order), x.dtype)
 
 
 class MetalExperts:
@@ -79,12 +80,11 @@ class MetalExperts:
 
 
 def open_gate(gate: Any, up: Any, activation: str) -> Any:
-    """As billfish.gates.open_gate, of float32 MLX arrays."""
-    import mlx.core as mx
-
+    """As billfish.gates.open_gate, of float32 arrays of MLX or torch."""
+    xp = library(gate)
     if activation == "clamped_silu":
-        g = mx.minimum(gate, CLAMP)
-        return g * mx.sigmoid(STEEPNESS * g) * (mx.clip(up, -CLAMP, CLAMP) + 1)
+        g = xp.clip(gate, None, CLAMP)
+        return g * xp.sigmoid(STEEPNESS * g) * (xp.clip(up, -CLAMP, CLAMP) + 1)
     if activation == "gelu":
-        return gate * mx.sigmoid(math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)) * up
-    return gate * mx.sigmoid(gate) * up
+        return gate * xp.sigmoid(math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)) * up
+    return gate * xp.sigmoid(gate) * up

@@ -1,4 +1,4 @@
-"""Metal kernels on the CPU: the source that MLX would hand to Metal, compiled by clang and run, thread by thread.
+"""Metal kernels on the CPU: the source that MLX or torch hands to Metal, compiled by clang and run, thread by thread.
 
     from billfish.backends.metal import emulator
 
@@ -8,6 +8,10 @@
                       output_shapes=[(256,)], output_dtypes=[np.float16])
 
 `metal_kernel` takes MLX's arguments, and NumPy or MLX arrays; MLX arrays or types give MLX arrays back.
+
+    library = emulator.compile_shader(text)   # as torch.mps.compile_shader
+    with emulator.mps():                      # a device "mps" for torch, whose compile_shader is the emulator's
+        library.kernel(x.to("mps"), 3, threads=256, group_size=64)
 
 `options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block.
 A checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`,
@@ -23,10 +27,21 @@ threadgroups and scales.
 `kernel.signature(inputs, output_dtypes, template).text` is the text that MLX would compile.
 """
 
+from contextlib import AbstractContextManager
+
 from billfish.backends.metal.emulator.counting import Instructions
 from billfish.backends.metal.emulator.faults import KINDS, CompileError, KernelFault, Site
 from billfish.backends.metal.emulator.kernel import metal_kernel
 from billfish.backends.metal.emulator.settings import Launch, Options, launches, options
+from billfish.backends.metal.emulator.shader import compile_shader
+
+
+def mps() -> AbstractContextManager[None]:
+    """torch with a device "mps" inside the `with` block: tensors in CPU memory, and the emulator for kernels."""
+    from billfish.backends.metal.emulator.torch_device import mps  # here, because it needs torch
+
+    return mps()
+
 
 __all__ = [
     "KINDS",
@@ -36,7 +51,9 @@ __all__ = [
     "Launch",
     "Options",
     "Site",
+    "compile_shader",
     "launches",
     "metal_kernel",
+    "mps",
     "options",
 ]

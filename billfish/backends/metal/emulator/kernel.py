@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +11,10 @@ from numpy.typing import NDArray
 
 from billfish.arrays import ADAPTERS, MlxArrays, bfloat16
 from billfish.backends.metal.emulator import runtime
-from billfish.backends.metal.emulator.compiler import kernel_library, load
-from billfish.backends.metal.emulator.counting import Counted
-from billfish.backends.metal.emulator.faults import CompileError, KernelFault
-from billfish.backends.metal.emulator.report import describe
-from billfish.backends.metal.emulator.settings import Launch, current_options, current_recording
-from billfish.backends.metal.emulator.signature import Signature, dtype_name, write
-from billfish.backends.metal.emulator.sites import Sites
+from billfish.backends.metal.emulator.program import Program
 from billfish.backends.metal.emulator.translate import translate
+from billfish.backends.metal.signature import Signature, dtype_name, write
 from billfish.errors import DTypeError, ShapeError, complaint
-
-# Of a threadgroup on every Apple GPU.
-MOST_MEMORY = 32768
-MOST_THREADS = 1024
 
 _MLX = MlxArrays()
 
@@ -80,7 +70,7 @@ class metal_kernel:
         self.name, self.source, self.header = name, source, header
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         self.ensure_row_contiguous, self.atomic_outputs = ensure_row_contiguous, atomic_outputs
-        self._libraries: dict[tuple[str, bool, bool, bool], ctypes.CDLL] = {}
+        self._programs: dict[str, Program] = {}
 
     def signature(
         self, inputs: Sequence[Any], output_dtypes: Sequence[Any], template: Sequence[tuple[str, Any]] | None = None
@@ -99,20 +89,11 @@ class metal_kernel:
             self.atomic_outputs,
         )
 
-    def compile(
-        self, text: Signature, *, instrumented: bool, hostile: bool = False, counted: bool = False
-    ) -> ctypes.CDLL:
-        """The library for a signature, from the cache if it is there."""
-        key = (text.text, instrumented, hostile, counted)
-        if key not in self._libraries:
-            try:
-                path = kernel_library(
-                    translate(text, self.name), instrumented=instrumented, hostile=hostile, counted=counted
-                )
-            except CompileError as error:
-                raise CompileError(f"[metal_kernel] {self.name} does not compile:\n{error}") from None
-            self._libraries[key] = load(path)
-        return self._libraries[key]
+    def _program(self, text: Signature) -> Program:
+        if text.text not in self._programs:
+            translated = translate(text, self.name)
+            self._programs[text.text] = Program(self.name, text.name, translated, self.source, self.header)
+        return self._programs[text.text]
 
     def __call__(
         self,
@@ -136,57 +117,14 @@ class metal_kernel:
             if len(given) != len(names):
                 raise ShapeError(complaint("metal_kernel", argument, f"{len(given)}", f"{len(names)} for {self.name}"))
         grid, threadgroup = _three("grid", grid), _three("threadgroup", threadgroup)
-        # As MLX does: a threadgroup is no larger than the grid.
-        threadgroup = tuple(map(min, threadgroup, grid))
-        if math.prod(threadgroup) > MOST_THREADS:
-            raise ShapeError(complaint("metal_kernel", "threadgroup", threadgroup, f"at most {MOST_THREADS} threads"))
 
         arrays = [_array(name, value) for name, value in zip(self.input_names, inputs, strict=True)]
         text = self.signature(arrays, output_dtypes, template)
         if verbose:
             print(f"Generated source code for `{self.name}`:\n```\n{text.text}\n```")
-        chosen, recording = current_options(), current_recording()
-        instrumented = chosen.check or recording is not None
-        counted = recording is not None and recording.instructions
-        library = self.compile(text, instrumented=instrumented, hostile=chosen.hostile, counted=counted)
-        memory = runtime.threadgroup_memory(library)
-        if memory > MOST_MEMORY:
-            raise self._too_much_memory(library, memory)
-
         buffers = self._buffers(text, arrays, output_shapes, output_dtypes, init_value)
-        counters = Counted(library) if counted else None
-        if counters is not None:
-            counters.clear()
-        outcome = runtime.launch(
-            library,
-            buffers,
-            grid,
-            threadgroup,
-            order=chosen.order,
-            seed=chosen.seed,
-            check=chosen.check,
-            hostile=chosen.hostile,
-            most=recording.most if recording is not None else 0,
-        )
-        if outcome.fault is not None:
-            raise describe(outcome, self.name, self.source, self.header, Sites(library), grid, threadgroup)
-        if recording is not None:
-            threadgroups = math.prod(-(-size // part) for size, part in zip(grid, threadgroup, strict=True))
-            instructions = None if counters is None else counters.instructions()
-            sizes = {b.name: b.nbytes for a, b in zip(text.arguments, buffers, strict=True) if not a.constant}
-            launch = Launch.of(
-                self.name,
-                text.name,
-                outcome,
-                memory,
-                library,
-                threadgroups,
-                math.prod(threadgroup),
-                sizes,
-                instructions,
-            )
-            ran = min(recording.most or threadgroups, threadgroups)
-            recording.log.append(launch if ran == threadgroups else launch.scaled(threadgroups / ran))
+        in_device_memory = [not argument.constant for argument in text.arguments]
+        self._program(text).run(buffers, in_device_memory, grid, threadgroup)
         outputs = buffers[-len(self.output_names) :]
         results = [
             buffer.bytes.view(_numpy_dtype(dtype)).reshape(tuple(shape))
@@ -232,15 +170,6 @@ class metal_kernel:
             buffer.bytes[:] = raw
             buffers.append(buffer)
         return buffers
-
-    def _too_much_memory(self, library: ctypes.CDLL, memory: int) -> KernelFault:
-        parts = ", ".join(f"{v.name.decode()} {v.size}" for v in runtime.variables(library))
-        return KernelFault(
-            f"[metal_kernel] {self.name}: {memory} bytes of threadgroup memory ({parts}); "
-            f"a threadgroup has {MOST_MEMORY}",
-            kernel=self.name,
-            kind="threadgroup-memory",
-        )
 
 
 def _span(array: NDArray[Any]) -> NDArray[Any]:

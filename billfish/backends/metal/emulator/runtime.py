@@ -103,9 +103,10 @@ class Buffer:
     writable: bool
 
     @classmethod
-    def of(cls, name: str, nbytes: int, *, initialised: bool, writable: bool) -> Buffer:
-        block = np.empty(nbytes + 2 * MARGIN + 64, np.uint8)
-        skip = MARGIN + -(block.ctypes.data + MARGIN) % 64
+    def of(cls, name: str, nbytes: int, *, initialised: bool, writable: bool, offset: int = 0) -> Buffer:
+        """offset: of its address, from a multiple of 64 bytes."""
+        block = np.empty(nbytes + 2 * MARGIN + 128, np.uint8)
+        skip = MARGIN + -(block.ctypes.data + MARGIN) % 64 + offset % 64
         return cls(name, block[skip:], nbytes, initialised, writable)
 
     @property

@@ -7,13 +7,38 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from billfish.backends.metal.emulator.faults import CompileError
-from billfish.backends.metal.emulator.signature import ATTRIBUTES, Signature
+from billfish.backends.metal.signature import Argument, Signature
 
 SHIM = Path(__file__).parent / "shim"
+
+# What a kernel may ask about its threads, and how the emulator answers.
+ANSWERS = {
+    "dispatch_quadgroups_per_threadgroup": "(emulator::dispatch.threads + 3) / 4",
+    "dispatch_simdgroups_per_threadgroup": "emulator::dispatch.simdgroups",
+    "dispatch_threads_per_threadgroup": "emulator_uint3(emulator::dispatch.threads_per_threadgroup)",
+    "grid_origin": "uint3(0, 0, 0)",
+    "grid_size": "emulator_uint3(emulator::dispatch.grid)",
+    "quadgroup_index_in_threadgroup": "emulator::position->index / 4",
+    "quadgroups_per_threadgroup": "(emulator::dispatch.threads + 3) / 4",
+    "simdgroup_index_in_threadgroup": "emulator::position->simdgroup",
+    "simdgroups_per_threadgroup": "emulator::dispatch.simdgroups",
+    "thread_execution_width": "emulator::simd_width",
+    "thread_index_in_quadgroup": "emulator::position->lane % 4",
+    "thread_index_in_simdgroup": "emulator::position->lane",
+    "thread_index_in_threadgroup": "emulator::position->index",
+    "thread_position_in_grid": "emulator_uint3(emulator::position->in_grid)",
+    "thread_position_in_threadgroup": "emulator_uint3(emulator::position->in_threadgroup)",
+    "threadgroup_position_in_grid": "emulator_uint3(emulator::dispatch.threadgroup_position)",
+    "threadgroups_per_grid": "emulator_uint3(emulator::dispatch.threadgroups)",
+    "threads_per_grid": "emulator_uint3(emulator::dispatch.grid)",
+    "threads_per_simdgroup": "emulator::simd_width",
+    "threads_per_threadgroup": "emulator_uint3(emulator::dispatch.threads_per_threadgroup)",
+}
 
 _COMMENT = re.compile(r"(?P<kept>\"(?:\\.|[^\"\\\n])*\")|//[^\n]*|/\*.*?\*/", re.DOTALL)
 # `template [[host_name("x")]] [[kernel]] decltype(f<T>) f<T>;` makes an instance and gives it a name.
@@ -161,11 +186,20 @@ def unit(text: str, label: str) -> str:
 
 def translate(signature: Signature, label: str) -> str:
     """A whole translation unit: the kernel, and a function that calls it with an array of pointers."""
-    passed = [argument.passed(i) for i, argument in enumerate(signature.arguments)]
-    passed += [ATTRIBUTES[attribute][1] for attribute in signature.attributes]
+    passed = [_passed(argument, i) for i, argument in enumerate(signature.arguments)]
+    passed += [ANSWERS[attribute] for attribute in signature.attributes]
+    return unit(marked(signature, label), f"{label} header") + entry(signature.instance, passed)
+
+
+def _passed(argument: Argument, position: int) -> str:
+    pointer = f"({'' if argument.kind == 'output' else 'const '}{argument.type}*)arguments[{position}]"
+    return f"*{pointer}" if argument.by_reference else pointer
+
+
+def entry(instance: str, passed: Sequence[str]) -> str:
+    """The function that calls a kernel with these arguments."""
     return (
-        unit(marked(signature, label), f"{label} header")
-        + '\n#line 1 "entry"\n#include "entry.h"\n'
-        + 'extern "C" EMULATOR_UNSEEN void emulator_kernel(void** arguments) {\n'
-        + f"  {signature.instance}({', '.join(passed)});\n}}\n"
+        '\n#line 1 "entry"\n#include "entry.h"\n'
+        'extern "C" EMULATOR_UNSEEN void emulator_kernel(void** arguments) {\n'
+        f"  {instance}({', '.join(passed)});\n}}\n"
     )

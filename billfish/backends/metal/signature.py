@@ -1,18 +1,19 @@
-"""The text that MLX hands to Metal: header, a signature made from the arguments, the source as its body.
+"""The text that Metal compiles: header, a signature made from the arguments, the source as its body.
 
 `mx.fast.metal_kernel` writes the same text, character for character; the tests compare the two. That goes for its
-habits too: what looks like a name in `source` counts as one, even inside a longer word or a comment.
+habits too: what looks like a name in `source` counts as one, even inside a longer word or a comment. torch writes no
+text, so torch gets this one (mps.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from billfish.errors import DTypeError, complaint
 
@@ -35,34 +36,34 @@ TYPES = {
     "complex64": "complex64_t",
 }
 
-# What a kernel may ask about its threads, in MLX's order, and how the emulator answers.
+# What a kernel may ask about its threads, in MLX's order, and the type of the answer.
 ATTRIBUTES = {
-    "dispatch_quadgroups_per_threadgroup": ("uint", "(emulator::dispatch.threads + 3) / 4"),
-    "dispatch_simdgroups_per_threadgroup": ("uint", "emulator::dispatch.simdgroups"),
-    "dispatch_threads_per_threadgroup": ("uint3", "emulator_uint3(emulator::dispatch.threads_per_threadgroup)"),
-    "grid_origin": ("uint3", "uint3(0, 0, 0)"),
-    "grid_size": ("uint3", "emulator_uint3(emulator::dispatch.grid)"),
-    "quadgroup_index_in_threadgroup": ("uint", "emulator::position->index / 4"),
-    "quadgroups_per_threadgroup": ("uint", "(emulator::dispatch.threads + 3) / 4"),
-    "simdgroup_index_in_threadgroup": ("uint", "emulator::position->simdgroup"),
-    "simdgroups_per_threadgroup": ("uint", "emulator::dispatch.simdgroups"),
-    "thread_execution_width": ("uint", "emulator::simd_width"),
-    "thread_index_in_quadgroup": ("uint", "emulator::position->lane % 4"),
-    "thread_index_in_simdgroup": ("uint", "emulator::position->lane"),
-    "thread_index_in_threadgroup": ("uint", "emulator::position->index"),
-    "thread_position_in_grid": ("uint3", "emulator_uint3(emulator::position->in_grid)"),
-    "thread_position_in_threadgroup": ("uint3", "emulator_uint3(emulator::position->in_threadgroup)"),
-    "threadgroup_position_in_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroup_position)"),
-    "threadgroups_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.threadgroups)"),
-    "threads_per_grid": ("uint3", "emulator_uint3(emulator::dispatch.grid)"),
-    "threads_per_simdgroup": ("uint", "emulator::simd_width"),
-    "threads_per_threadgroup": ("uint3", "emulator_uint3(emulator::dispatch.threads_per_threadgroup)"),
+    "dispatch_quadgroups_per_threadgroup": "uint",
+    "dispatch_simdgroups_per_threadgroup": "uint",
+    "dispatch_threads_per_threadgroup": "uint3",
+    "grid_origin": "uint3",
+    "grid_size": "uint3",
+    "quadgroup_index_in_threadgroup": "uint",
+    "quadgroups_per_threadgroup": "uint",
+    "simdgroup_index_in_threadgroup": "uint",
+    "simdgroups_per_threadgroup": "uint",
+    "thread_execution_width": "uint",
+    "thread_index_in_quadgroup": "uint",
+    "thread_index_in_simdgroup": "uint",
+    "thread_index_in_threadgroup": "uint",
+    "thread_position_in_grid": "uint3",
+    "thread_position_in_threadgroup": "uint3",
+    "threadgroup_position_in_grid": "uint3",
+    "threadgroups_per_grid": "uint3",
+    "threads_per_grid": "uint3",
+    "threads_per_simdgroup": "uint",
+    "threads_per_threadgroup": "uint3",
 }
 
 
 def dtype_name(dtype: Any) -> str:
-    """Such as "float16", of a NumPy or MLX type."""
-    if type(dtype).__module__.startswith("mlx"):
+    """Such as "float16", of a type of NumPy, MLX or torch."""
+    if type(dtype).__module__.startswith(("mlx", "torch")):
         return str(dtype).rsplit(".", 1)[-1]
     try:
         return np.dtype(dtype).name
@@ -89,14 +90,10 @@ class Argument:
     constant: bool = False
     by_reference: bool = False
 
-    def passed(self, position: int) -> str:
-        pointer = f"({'' if self.kind == 'output' else 'const '}{self.type}*)arguments[{position}]"
-        return f"*{pointer}" if self.by_reference else pointer
-
 
 @dataclass(frozen=True)
 class Signature:
-    """The generated text in the pieces that the emulator needs apart; `text` is all of it, as MLX prints it."""
+    """The generated text in pieces; `text` is all of it, as MLX prints it."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -121,12 +118,24 @@ def _template_value(value: Any) -> tuple[str, str]:
     return "typename", type_name("template", value)
 
 
-def _input_arguments(names: Sequence[str], inputs: Sequence[NDArray[Any]], source: str) -> list[Argument]:
+class Shaped(Protocol):
+    """As much of an array as its argument depends on."""
+
+    @property
+    def dtype(self) -> Any: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def _is_small(array: Shaped) -> bool:
+    return math.prod(array.shape) < SMALLEST_DEVICE_ARRAY
+
+
+def _input_arguments(names: Sequence[str], inputs: Sequence[Shaped], source: str) -> list[Argument]:
     arguments = []
     for i, (name, array) in enumerate(zip(names, inputs, strict=True)):
-        small = array.size < SMALLEST_DEVICE_ARRAY
-        scalar = array.ndim == 0
-        arguments.append(Argument(name, "input", i, type_name("inputs", array.dtype), small, scalar))
+        scalar = len(array.shape) == 0
+        arguments.append(Argument(name, "input", i, type_name("inputs", array.dtype), _is_small(array), scalar))
         if scalar:
             continue
         for kind, type_ in (("shape", "int"), ("strides", "int64_t"), ("ndim", "int")):
@@ -138,7 +147,7 @@ def _input_arguments(names: Sequence[str], inputs: Sequence[NDArray[Any]], sourc
 def write(
     name: str,
     input_names: Sequence[str],
-    inputs: Sequence[NDArray[Any]],
+    inputs: Sequence[Shaped],
     output_names: Sequence[str],
     output_dtypes: Sequence[Any],
     template: Sequence[tuple[str, Any]],
@@ -156,7 +165,7 @@ def write(
         full_name += "_" + re.sub(r"<|>|, |-", "_", given)[:-1]
     for array in inputs:
         full_name += "_" + type_name("inputs", array.dtype)
-        full_name += "s" if array.ndim == 0 else "c" if array.size < SMALLEST_DEVICE_ARRAY else ""
+        full_name += "s" if len(array.shape) == 0 else "c" if _is_small(array) else ""
     full_name += "".join(f"_{type_}" for type_ in outputs)
 
     opening = ""
@@ -180,7 +189,7 @@ def write(
         more = position < len(inputs) + len(output_names) - 1 or attributes
         opening += ",\n" if more else ") {\n"
         arguments.append(Argument(output, "output", i, written))
-    opening += ",\n".join(f"  {ATTRIBUTES[attribute][0]} {attribute} [[{attribute}]]" for attribute in attributes)
+    opening += ",\n".join(f"  {ATTRIBUTES[attribute]} {attribute} [[{attribute}]]" for attribute in attributes)
     opening += ") {\n" if attributes else ""
 
     instance = full_name + given
