@@ -117,7 +117,7 @@ def count_ours(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any], ke
 
 
 def count_mlx(q: QuantizedTensor, x: np.ndarray[Any, Any]) -> Count:
-    """MLX's for the same problem. Where it cuts K, the kernel that adds up is not counted."""
+    """MLX's for the same problem: two launches where it cuts K."""
     with emulator.launches(instructions=True, most=part_of_grid(q, len(x))) as log:
         run_mlx(q, x)
     return count_launches(MLX, log, q, len(x))
