@@ -18,7 +18,6 @@ from nn_frameworks import MLX, TORCH
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.checkpoints.names import by_model_names
 from billfish.nn.mlx import MarlinLinear
 
 LAYOUTS = [("gptq", False), ("gptq", True), ("awq", False), ("compressed-tensors", False)]

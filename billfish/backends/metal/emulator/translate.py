@@ -28,7 +28,7 @@ _FLOAT_LITERAL = re.compile(
 )
 # A constructor such as `vec<T, 4>(x)`. Those of named types, `half4(x)`, are macros.
 _VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
-# A variable with a constructor, `short2 at(x, y);`, which is not the declaration of a function: no type begins the list.
+# A variable with a constructor, `short2 at(x, y);`. It is not the declaration of a function: no type begins the list.
 _TYPE = r"(?:bool|u?(?:char|short|int|long)|half|b?float)"
 _CONSTRUCTED = re.compile(
     rf"\b({_TYPE}[234])\s+([A-Za-z_]\w*)(?=\(\s*(?!(?:const|thread|device|constant|threadgroup|{_TYPE}[234]?)\s)[^;{{}}]+\)\s*;)"
