@@ -231,7 +231,8 @@ def parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
 
     profile = commands.add_parser("profile", help="count what the Metal kernels do, beside MLX's, and estimate times")
-    formats, shapes, rows = "u4b8,q4_0,mxfp4,nvfp4,affine4", "4096x4096,4096x14336", "1,8,64,512"
+    formats = "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4"
+    shapes, rows = "4096x4096,4096x14336", "1,2,4,8,64,512"
     profile.add_argument("--formats", default=formats, metavar="LIST", help=f"({formats})")
     profile.add_argument("--shape", default=shapes, metavar="LIST", help=f"KxN of the weights ({shapes})")
     profile.add_argument("--m", default=rows, metavar="LIST", help=f"rows of x ({rows})")

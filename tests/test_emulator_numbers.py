@@ -90,7 +90,8 @@ class TestNumbers:
         source = """
             if (i >= 16) return;
             half4 v = ((const device half4*)a)[i];
-            half4 w = half4(v.wz, v.y, half(float(v.x)));
+            half4 turned = half4(v.wz, v.y, half(float(v.x)));
+            half4 w(turned.xy, turned.zw);
             ((device half4*)y)[i] = w * half(2) + half4(1);
         """
         y = each(source, [x], HALF)

@@ -99,6 +99,33 @@ def test_all_hostile_products(kernel, dtype, name):
         check_hostile(kernel, name, dtype, shape)
 
 
+# ---- numbers at the ends of their range ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 9])
+@pytest.mark.parametrize("name", ["q4_0", "u4", "affine4", "q2_k", "mxfp4"])
+def test_infinities_and_nans_are_those_of_a_dense_product(name, m):
+    """inf times a weight has its sign, and inf times 0 is NaN, whatever is added for the sum of x."""
+    q = quantized(name, 24, 512)
+    x = gaussian((m, 512), 1).astype(np.float16)
+    x[0, 7], x[-1, 300], x[-1, 301] = np.inf, -np.inf if m > 1 else 1, np.nan if m == 9 else 1
+    y = multiply("gemv" if m < 9 else "gemm", x, q).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        expected = x.astype(np.float64) @ bf.dequantize(q, backend="reference").astype(np.float64).T
+    np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+    np.testing.assert_allclose(y, expected, rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("gemv", FLOAT32), ("fused", FLOAT32), ("gemm", BFLOAT16)])
+def test_the_largest_scales(kernel, dtype):
+    """Of E8M0, up to 2^125: 6 times that is a number, and what a code lacks, 2^14, does not come on top of it."""
+    codes = np.tile(np.arange(16, dtype=np.uint8), (16, 4))
+    scale = np.arange(221, 253, dtype=np.uint8).reshape(16, 2)
+    q = bf.QuantizedTensor.from_planes("mxfp4", {"codes": codes, "scale": scale})
+    x = (gaussian((8 if kernel == "gemv" else 9, 64)) * 2.0**-100).astype(dtype)
+    assert_within_contract(multiply(kernel, x, q), x, q, None)
+
+
 # ---- dequantize -------------------------------------------------------------------------------------------------
 
 

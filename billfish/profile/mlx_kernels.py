@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,17 @@ TILE_PLACE = f"threadgroup_position_in_grid, thread_index_in_threadgroup, {PLACE
 WIDE_ROWS, WIDE_LANES = 5, 16
 # Threadgroups that MLX would like to have for tiles; where there are fewer it cuts K.
 ENOUGH_TILES = 512
+# What adds slices of K up, where there are fewer than 32: 4 numbers for each of 32 lanes, and up to 8 rows of lanes.
+REDUCTION, REDUCTION_NUMBERS, REDUCTION_ROWS = "col_reduce_small", 128, 8
+# As in MLX's ops.h, without the atomics that it has for others.
+REDUCTION_OPERATION = """
+constexpr constant uint8_t simd_size = 32;
+template <typename U>
+struct Sum {
+  static constexpr constant U init = U(0);
+  U operator()(U a, U b) thread { return a + b; }
+};
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class MlxKernel:
     source: str
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
-    slices: int = 1  # of K; partial sums are float32 [slices, M, N], which another kernel adds up
+    slices: int = 1  # of K; partial sums are float32 [slices, STRIDE], which REDUCTION adds up
     sizes: dict[str, int] = field(default_factory=dict)  # more inputs
 
 
@@ -89,7 +101,9 @@ def _tiled(family: str, m: int, n: int, k: int, group: int) -> MlxKernel:
     planes = PLANES[family].removesuffix(", nullptr")
     arguments = f"{planes}, x, y, K, N, M, PART, STRIDE, {TILE_PLACE}"
     built = _kernel(family, "qmm_t_splitk", f"4, {aligned}", arguments, grid, threadgroup)
-    return MlxKernel(built.name, built.source, grid, threadgroup, slices, {"PART": k // slices, "STRIDE": m * n})
+    # Padded: threads of REDUCTION that have no number return before a barrier, which the emulator reports.
+    stride = REDUCTION_NUMBERS * up(m * n, REDUCTION_NUMBERS)
+    return MlxKernel(built.name, built.source, grid, threadgroup, slices, {"PART": k // slices, "STRIDE": stride})
 
 
 def slices_of_k(tiles: int, k: int, group: int) -> int:
@@ -141,15 +155,49 @@ def run_mlx(tensor: QuantizedTensor, x: Array) -> Array:
         template=[("T", x.dtype), ("GROUP", tensor.group_size)],
         grid=kernel.grid,
         threadgroup=kernel.threadgroup,
-        output_shapes=[(kernel.slices, m, n) if sliced else (m, n)],
+        output_shapes=[(kernel.slices, kernel.sizes["STRIDE"]) if sliced else (m, n)],
         output_dtypes=[np.float32 if sliced else x.dtype],
     )
-    if not sliced:
-        return np.asarray(y)
-    with np.errstate(all="ignore"):  # of a part of the grid the rest is no number
-        return np.asarray(y).sum(axis=0).astype(x.dtype)
+    return _add_up(y, x.dtype)[: m * n].reshape(m, n) if sliced else np.asarray(y)
+
+
+def _add_up(partials: Array, dtype: np.dtype[Any]) -> Array:
+    """y [count] of partial sums [slices, count], straight in its type: the headers do not say whether MLX needs one
+    kernel more for that."""
+    slices, count = partials.shape
+    arguments = "partials, y, SLICES[0], STRIDE[0], ONE, STRIDE, 0, ONE, STRIDE, 1, SINGLE[0]"
+    place = (
+        "threadgroup_position_in_grid, threadgroups_per_grid, thread_position_in_threadgroup, threads_per_threadgroup"
+    )
+    sizes = {
+        "SLICES": np.array([slices], np.uint64),
+        "STRIDE": np.array([count], np.int64),
+        "ONE": np.array([1], np.int32),
+        "SINGLE": np.array([1], np.uint64),
+    }
+    built = emulator.metal_kernel(
+        name=REDUCTION,
+        input_names=["partials", *sizes],
+        output_names=["y"],
+        source=f"{REDUCTION}<float, T, Sum<T>, uint, 1>({arguments}, {place});",
+        header=REDUCTION_OPERATION + _included(["reduction/reduce_col.h"]),
+    )
+    rows = min(slices, REDUCTION_ROWS)
+    (y,) = built(
+        inputs=[partials, *sizes.values()],
+        template=[("T", dtype)],
+        grid=(count // REDUCTION_NUMBERS * 32, rows, 1),
+        threadgroup=(32, rows, 1),
+        output_shapes=[(count,)],
+        output_dtypes=[dtype],
+    )
+    return np.asarray(y)
 
 
 def header(family: str) -> str:
     """The headers with a family's kernels."""
-    return "".join(f'#include "{FOLDER}/{file}"\n' for file in HEADERS[family])
+    return _included(HEADERS[family])
+
+
+def _included(files: Sequence[str]) -> str:
+    return "".join(f'#include "{FOLDER}/{file}"\n' for file in files)

@@ -137,6 +137,31 @@ METAL_FUNC void multiply_finished(const device T* x, int m, W w, thread const Ru
   }
 }
 
+// Weights one by one, as the reference has them, added to sums [ROWS][COLUMNS]: where x has an infinity, what offsets add for the
+// sum of x would be inf - inf. Words are read again, as registers have no index.
+template <int ROWS, int COLUMNS, typename T, typename W>
+METAL_FUNC void add_plainly(const device T* x, int m, W w, int run, int column, thread const Group* groups, thread float* sums) {
+  #pragma unroll
+  for (int c = 0; c < COLUMNS; c++) {
+    #pragma nounroll
+    for (int i = 0; i < 4; i++) {
+      const Part part = W::Element::part(w.words(run, column + c), w.high_words(run, column + c), i);
+      #pragma unroll
+      for (int t = 0; t < 4; t++) {
+        const float2 v = W::weights(W::Element::pair(part, t), t, groups[t / 2 % W::halves * COLUMNS + c]);
+        const int k = run * RUN + 8 * t + 2 * i;
+        #pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          const device T* pair = x + (min(r, m - 1) * w.k + k);
+          if (k < w.k) sums[r * COLUMNS + c] = fma(v.y, float(pair[1]), fma(v.x, float(pair[0]), sums[r * COLUMNS + c]));
+        }
+      }
+    }
+  }
+}
+
+METAL_FUNC bool is_number(float v) { return (as_type<uint>(v) & 0x7F800000u) != 0x7F800000u; }
+
 // ---- all of them
 
 // sums [ROWS][COLUMNS] of x rows times the first panel of w, for the k of this lane and this simdgroup, which is `part` of `parts`.
@@ -144,7 +169,7 @@ template <int ROWS, int COLUMNS, typename T, typename W>
 METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, int lane, thread float* sums) {
   constexpr int lanes = 2 * COLUMNS, halves = W::halves;
   constexpr int group_runs = W::group_k > RUN ? W::group_k / RUN : 1;
-  constexpr bool raw = ROWS <= 2, scaled = !raw && W::adds;
+  constexpr bool raw = ROWS <= 2, scaled = !raw && W::adds, summed = raw && (W::subtracts || W::adds);
   const int column = lane / lanes * COLUMNS;
   Group groups[halves * COLUMNS] = {};
   if (W::group_k == 0) {  // one lane reads what all of them need
@@ -159,13 +184,23 @@ METAL_FUNC void sum_panel(const device T* x, int m, W w, int part, int parts, in
   for (int group = part * lanes + lane % lanes; group * group_runs < w.runs(); group += parts * lanes) {
     if (W::group_k != 0) w.template groups<COLUMNS>(group * group_runs, column, groups);
     float products[halves * ROWS * COLUMNS] = {0}, x_sums[halves * ROWS] = {0};
-    for (int run = group * group_runs; run < min((group + 1) * group_runs, w.runs()); run++) {
+    const int end = min((group + 1) * group_runs, w.runs());
+    for (int run = group * group_runs; run < end; run++) {
       Runs<COLUMNS, W> runs;
       runs.fetch(w, run, column);
       if (raw) {
         multiply_raw<ROWS, COLUMNS>(x, m, w, runs, run * RUN, products, x_sums);
       } else {
         multiply_finished<ROWS, COLUMNS>(x, m, w, runs, run * RUN, groups, products);
+      }
+    }
+    if (summed) {
+      bool numbers = true;
+      #pragma unroll
+      for (int i = 0; i < halves * ROWS; i++) numbers = numbers && is_number(x_sums[i]);
+      if (!numbers) {
+        for (int run = group * group_runs; run < end; run++) add_plainly<ROWS, COLUMNS>(x, m, w, run, column, groups, sums);
+        continue;
       }
     }
     #pragma unroll

@@ -276,8 +276,11 @@ struct Weights {
     return v;
   }
 
-  // The same in fewer steps, where a weight will be rounded to half anyway.
-  static METAL_FUNC float2 near_weights(half2 pair, int t, Group g) {
+  // The same for T. Fewer steps will do where a weight is rounded to half anyway: there a scale that unit(t) makes infinite gives
+  // infinite weights in any case.
+  template <typename T>
+  static METAL_FUNC float2 weights_as(half2 pair, int t, Group g) {
+    if (!is_same_v<T, half>) return weights(pair, t, g);
     if (adds) return fma(float2(pair), float2(Codes::unit(t) * g.scale), float2(g.minimum));
     if (subtracts) return fma(float2(pair), float2(Codes::unit(t)), float2(-g.zero)) * g.scale;
     return float2(pair) * (Codes::unit(t) * g.scale);

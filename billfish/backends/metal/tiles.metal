@@ -101,7 +101,7 @@ struct WeightParts {
   template <typename T>
   METAL_FUNC void matrix(int j, int t, thread simdgroup_matrix<T, 8, 8>& out) const thread {
     const Group group = groups[j * W::halves + t / 2 % W::halves];
-    const float2 v = W::near_weights(W::Element::pair(parts[j], t), t, group);
+    const float2 v = W::template weights_as<T>(W::Element::pair(parts[j], t), t, group);
     out.thread_elements()[0] = T(v.x);
     out.thread_elements()[1] = T(v.y);
   }

@@ -53,6 +53,11 @@ _FLOAT_LITERAL = re.compile(
 )
 # A constructor such as `vec<T, 4>(x)`. Those of named types, `half4(x)`, are macros.
 _VECTOR = re.compile(r"(?<!operator )\b(?:metal::)?(vec<[^<>;(){}]*>)\s*\(")
+# A variable with a constructor, `short2 at(x, y);`. It is not the declaration of a function: no type begins the list.
+_TYPE = r"(?:bool|u?(?:char|short|int|long)|half|b?float)"
+_CONSTRUCTED = re.compile(
+    rf"\b({_TYPE}[234])\s+([A-Za-z_]\w*)(?=\(\s*(?!(?:const|thread|device|constant|threadgroup|{_TYPE}[234]?)\s)[^;{{}}]+\)\s*;)"
+)
 # A constant that Metal would be given when it makes the pipeline; MLX gives none to custom kernels. It is zero here.
 _FUNCTION_CONSTANT = re.compile(r"\[\[\s*function_constant\([^\]]*\)\s*\]\]\s*;")
 _THREADGROUP_ARGUMENT = re.compile(r"\[\[\s*threadgroup\([^\]]*\)\s*\]\]")
@@ -109,6 +114,7 @@ def rewrite(text: str) -> str:
     text = _THREADGROUP_ARGUMENT.sub("", _FUNCTION_CONSTANT.sub(" = {};", text))
     text = _FLOAT_LITERAL.sub(r"\1f", text)
     text = _HALF_LITERAL.sub(lambda found: f"(({'half' if found[2] in 'hH' else 'bfloat'})({found[1]}))", text)
+    text = _CONSTRUCTED.sub(r"\1 \2 = \1", text)
     text = _VECTOR.sub(r"metal::make<\1>(", text)
     return threadgroup_variables(text)
 
