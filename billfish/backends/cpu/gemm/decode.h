@@ -41,7 +41,7 @@ inline Bytes unsigned_bytes(Bytes v) {
 }
 
 // A decoder has three views of a vector. `dotted` is what dot() takes: cheap, and perhaps with something in it that the
-// sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
+// sums make up for (fill_starts, gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
 // bias is 8. `code` is unsigned, the value plus code_bias(w.bias).
 //
 // A decoder that has `dotted`, an unsigned code, and nothing in it to make up for.
