@@ -158,6 +158,17 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
 
 using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t, float*);
 
+// The kernel for codes that are indices into a table, or null.
+template <class Decoder> FewKernel looked_kernel(Scales scales, bool halves) {
+  switch (scales) {
+    case Scales::f16: return halves ? add_chunks<Decoder, Scales::f16, 2> : add_chunks<Decoder, Scales::f16, 1>;
+    case Scales::e8m0: return halves ? nullptr : add_chunks<Decoder, Scales::e8m0, 1>;
+    case Scales::e4m3: return halves ? add_chunks<Decoder, Scales::e4m3, 2> : nullptr;
+    case Scales::sub: return halves ? nullptr : add_chunks<Decoder, Scales::sub, 1>;
+    default: return nullptr;
+  }
+}
+
 // The kernel for the combinations of codes and scales that formats have, each of which is four more to compile; or null.
 inline FewKernel few_kernel(const Weights& w) {
   const bool halves = w.group == 16;
@@ -184,14 +195,10 @@ inline FewKernel few_kernel(const Weights& w) {
       }
     case Codes::u6: return halves && w.scales == Scales::sub ? add_chunks<Sixes, Scales::sub, 2> : nullptr;
     case Codes::s8: return !halves && w.scales == Scales::f16 ? add_chunks<Whole, Scales::f16, 1> : nullptr;
-    case Codes::table:
-      switch (w.scales) {
-        case Scales::f16: return halves ? add_chunks<Looked, Scales::f16, 2> : add_chunks<Looked, Scales::f16, 1>;
-        case Scales::e8m0: return halves ? nullptr : add_chunks<Looked, Scales::e8m0, 1>;
-        case Scales::e4m3: return halves ? add_chunks<Looked, Scales::e4m3, 2> : nullptr;
-        case Scales::sub: return halves ? nullptr : add_chunks<Looked, Scales::sub, 1>;
-        default: return nullptr;
-      }
+    case Codes::table: return looked_kernel<Looked>(w.scales, halves);
+    case Codes::small_table:
+      if constexpr (SMALL_TABLES) return looked_kernel<SmallLooked>(w.scales, halves);
+      else return nullptr;
     case Codes::e4m3: case Codes::floats: case Codes::f32: case Codes::f16: case Codes::bf16: return nullptr;
   }
   return nullptr;

@@ -77,7 +77,7 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void deco
   for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
     p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
     unroll<VECTORS>([&](auto v) {
-      if constexpr (BufferOf<Decoder>::operand == Operand::codes) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
+      if constexpr (has_codes(BufferOf<Decoder>::operand)) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
       else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, table.values, bias));
     });
   }

@@ -61,10 +61,12 @@ template <class P> struct BlockOfX {
 // sum = the dot products of a half of a block, or of all of it, with the codes of x. Of four digits, each pair makes one sum, in digits 1 and 3.
 // The order of statements is that of the instructions, and was chosen by measurement.
 template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+  constexpr Operand operand = P::Decoder::operand;
   constexpr int quads = 8 / P::HALVES, together = P::T * P::COUNT * P::DIGITS <= 8 ? QUADS_TOGETHER : 1;
   Activations x_now[P::T][P::DIGITS];
+  [[maybe_unused]] typename P::Sums narrow;  // of 16 bits, where a level has them
   unroll<quads / together>([&](auto step) INLINED {
-    constexpr int quad = HALF * quads + decltype(step)::value * together;
+    constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * together;
     if constexpr (quad % 4 == 0)
       unroll<P::T>([&](auto t) INLINED {
         unroll<P::DIGITS>([&](auto p) INLINED { x_now[t][p] = load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4); });
@@ -78,9 +80,15 @@ template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes,
     unroll<P::COUNT>([&](auto r) INLINED {
       unroll<P::T>([&](auto t) INLINED {
         unroll<P::DIGITS>([&](auto p) INLINED {
-          if constexpr (decltype(step)::value == 0)
-            sum[t][p][r] = x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>();
-          unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, P::Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+          const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
+          if constexpr (narrow_quads(operand) == 0) {
+            if constexpr (nth == 0) sum[t][p][r] = start();
+            unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+          } else {
+            constexpr int round = std::min(narrow_quads(operand), quads);
+            narrow[t][p][r] = dot<quad % 4, operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
+            if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round ? start() : sum[t][p][r], widen(narrow[t][p][r]));
+          }
         });
       });
     });
