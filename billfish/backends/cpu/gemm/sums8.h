@@ -64,7 +64,7 @@ template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes,
   constexpr Operand operand = P::Decoder::operand;
   constexpr int quads = 8 / P::HALVES, together = P::T * P::COUNT * P::DIGITS <= 8 ? QUADS_TOGETHER : 1;
   Activations x_now[P::T][P::DIGITS];
-  [[maybe_unused]] typename P::Sums narrow;  // of 16 bits, where a level has them
+  [[maybe_unused]] typename P::Sums narrow;  // where a level has them: of 16 bits, from 0 on, and then added to sums that have a start
   unroll<quads / together>([&](auto step) INLINED {
     constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * together;
     if constexpr (quad % 4 == 0)
