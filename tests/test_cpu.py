@@ -375,6 +375,26 @@ def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["packed.npz"]
 
 
+def test_streams_begin_with_a_cache_line(tmp_path):
+    packed = bf.prepack(bf.quantize(gaussian((37, 512)), "q4_0"))
+    packed.save(tmp_path / "packed.npz")
+    stack = BACKENDS["cpu"].pack_experts(gaussian((3, 37, 64)))
+    plain = BACKENDS["cpu"].pack_all([gaussian((37, 64))])[0]
+    for weights in (packed, bf.PackedWeights.load(tmp_path / "packed.npz"), stack, plain):
+        assert weights.data.ctypes.data % 64 == 0
+
+
+@pytest.mark.skipif("avx_vnni" not in _cpu.levels(), reason="no AVX-VNNI")
+@pytest.mark.parametrize("name", bf.FORMATS)
+def test_avx_vnni_gives_the_bits_of_avx2(name):
+    tensor = bf.quantize(gaussian((50, 512)), name)
+    weights = [backend_at(level).pack(tensor) for level in ("avx2", "avx_vnni")]
+    for activations in ACTIVATIONS:
+        for m in (1, 4, 9, 33):
+            x = gaussian((m, 512), seed=m)
+            assert_same_bits(*(bf.quantized_linear(x, w, activations=activations) for w in weights))
+
+
 @pytest.mark.skipif("neon_dotprod" not in _cpu.levels(), reason="of NEON")
 def test_neon_levels_take_files_of_each_other(tmp_path):
     packed = backend_at("neon_dotprod").pack(bf.quantize(gaussian((37, 512)), "q4_0"))

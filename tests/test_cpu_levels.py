@@ -1,4 +1,4 @@
-"""ISA levels: no two share a function, and avx512_vnni runs on any machine, compiled against emulated instructions."""
+"""ISA levels: no two share a function, and those of x86 run on any machine, compiled against emulated instructions."""
 
 from __future__ import annotations
 
@@ -27,12 +27,35 @@ def sources() -> list[tuple[str, str]]:
     return sorted((str(path), path.read_text()) for path in files)
 
 
-@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
-def test_avx512_emulated_multiplies_like_portable(tmp_path):
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+@pytest.fixture
+def compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if found is None:
         pytest.skip("no C++ compiler")
+    return found
 
+
+def of_level(name: str, header: str) -> list[str]:
+    return [f"-DBILLFISH_ISA={name}", f'-DBILLFISH_SIMD="{header}"']
+
+
+@pytest.mark.parametrize("level", ["avx2", "avx_vnni"])
+def test_sums_of_blocks_are_exact(compiler, level):
+    """Sums of 16 bits do not overflow, whatever codes and x are."""
+    flags = [*FLAGS, f"-I{EMULATED}", *of_level(level, f"simd/{level}.h")]
+    command = [compiler, *flags, str(EMULATED / "compare_sums.cpp")]
+
+    def build(program: Path) -> None:
+        subprocess.run([*command, "-o", str(program)], check=True)
+
+    program = kept(f"compare-sums-{level}", (command, sources()), build)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("sums, 0 wrong\n")
+
+
+@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
+def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
     def compile_to(name: str, source: Path, *more: str) -> str:
         out = str(tmp_path / name)
         result = subprocess.run([compiler, *FLAGS, *more, "-c", str(source), "-o", out], capture_output=True, text=True)
@@ -40,8 +63,7 @@ def test_avx512_emulated_multiplies_like_portable(tmp_path):
         return out
 
     def level(name: str, header: str, *more: str) -> str:
-        named = (f"-DBILLFISH_ISA={name}", f'-DBILLFISH_SIMD="{header}"', *more)
-        return compile_to(f"{name}.o", SOURCES / "level/level.cpp", *named)
+        return compile_to(f"{name}.o", SOURCES / "level/level.cpp", *of_level(name, header), *more)
 
     def build(program: Path) -> None:
         jobs = [

@@ -42,6 +42,7 @@ const Kind KINDS[] = {
     {"mxfp8", Codes::e4m3, Scales::e8m0, 32, 0},     {"nf4", Codes::floats, Scales::f32, 64, 0},
 };
 const int8_t TWICE_E2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 std::mt19937 source(1);
 int random_below(int end) { return int(source() % uint32_t(end)); }
@@ -99,11 +100,13 @@ struct Matrix {
   // y [m, n] of this level, for x [m, k]; digits as in Prepared.
   std::vector<float> multiply(const Level& level, const std::vector<float>& x, int digits) const {
     Weights w = weights;
+    uint8_t table[64];
     for (int i = 0; i < 16; i++) {
       const float number = float(i * i - 100) / 99;
-      if (w.codes == Codes::floats) std::memcpy(w.table + 4 * i, &number, 4);
-      else w.table[i] = uint8_t(TWICE_E2M1[i] + level.signed_bias);
+      if (w.codes == Codes::floats) std::memcpy(table + 4 * i, &number, 4);
+      else table[i] = uint8_t((w.scales == Scales::sub ? IQ4 : TWICE_E2M1)[i]);
     }
+    take_table(w, level, table, w.codes == Codes::floats ? 64 : 16);
     const TileShape shape(w, level.tile_rows);
     const int64_t tiles = (w.n + shape.rows - 1) / shape.rows, m = int64_t(x.size()) / w.k;
     std::vector<uint8_t> stream(size_t(tiles) * shape.tile_bytes);

@@ -27,7 +27,7 @@ from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem,
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
-from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights
+from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_for_stream
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.errors import BackendUnavailable, FormatError, complaint
@@ -151,7 +151,7 @@ class CpuBackend(Backend):
         """PackedWeights whose stream is not written yet."""
         axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
         about = tensor.format, tensor.shape, tensor.group_size, self.level, axes
-        stream = np.empty(_cpu.packed_bytes(self.level, axes.describe(tensor.shape)), np.uint8)
+        stream = room_for_stream(_cpu.packed_bytes(self.level, axes.describe(tensor.shape)))
         return PackedWeights(*about, stream, tensor.permutation)
 
     def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:

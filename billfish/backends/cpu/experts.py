@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
-from billfish.backends.cpu.packed import Axes, check_stream
+from billfish.backends.cpu.packed import Axes, check_stream, room_for_stream
 from billfish.backends.cpu.plain import GROUP, PLAIN_TYPES, describe_plain
 from billfish.backends.cpu.source import codes_of, prepack_fields
 from billfish.errors import BackendUnavailable, DTypeError, ShapeError, complaint
@@ -113,7 +113,7 @@ def _room_for(level: str, stack: QuantizedExperts, layouts: Sequence[Layout]) ->
     factors = np.array([layout.factor for layout in layouts], np.float32)
     room = len(stack) * _cpu.packed_bytes(level, axes.describe(stack.shape[1:]))
     own = factors if (factors != factors[0]).any() else None
-    return PackedExperts(stack.format.name, stack.shape, level, axes, np.empty(room, np.uint8), own)
+    return PackedExperts(stack.format.name, stack.shape, level, axes, room_for_stream(room), own)
 
 
 def _pack_plain(level: str, stack: Array) -> PackedExperts:
@@ -122,7 +122,7 @@ def _pack_plain(level: str, stack: Array) -> PackedExperts:
         raise DTypeError(complaint("pack_experts", "stack", got, takes))
     experts, n, k = stack.shape
     description = describe_plain(stack.dtype.name, (n, k))
-    data = np.empty(experts * _cpu.packed_bytes(level, description), np.uint8)
+    data = room_for_stream(experts * _cpu.packed_bytes(level, description))
     packed = PackedExperts(stack.dtype.name, (experts, n, k), level, None, data)
     for e, matrix in enumerate(np.ascontiguousarray(stack)):
         _cpu.prepack_plain(level, description, matrix.reshape(-1).view(np.uint8), packed.part(e))

@@ -39,6 +39,17 @@ GROUPS = (16, 32, 64, 128, 256)
 LAYOUT = 3  # changes with the order of bytes in the stream
 ONE_STREAM = (("neon_i8mm", "neon_dotprod"),)  # levels that read what the others pack, best first
 
+LINE = 64  # bytes of a cache line
+
+
+def room_for_stream(count: int) -> NDArray[np.uint8]:
+    """So many bytes from the beginning of a cache line on, where NumPy's own room begins 16 or 48 bytes behind it.
+
+    A vector that crosses the end of a line takes two loads.
+    """
+    room = np.empty(count + LINE - 1, np.uint8)
+    return room[-room.ctypes.data % LINE :][:count]
+
 
 @dataclass(frozen=True)
 class Axes:
@@ -140,7 +151,11 @@ class PackedWeights:
             readers = next((levels for levels in ONE_STREAM if about["level"] in levels), (about["level"],))
             level = next((level for level in readers if level in _cpu.levels()), about["level"])
             format, shape = get_format(str(about["format"]), call), tuple(about["shape"])
-            return cls(format, shape, about["group_size"], level, axes, arrays["data"], arrays.get("permutation"))
+            data = arrays["data"]
+            if data.dtype == np.uint8 and data.ndim == 1:  # else it is refused
+                data = room_for_stream(data.size)
+                data[:] = arrays["data"]
+            return cls(format, shape, about["group_size"], level, axes, data, arrays.get("permutation"))
         except BackendUnavailable:
             raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.backends.cpu.packed import CODES, SCALES, check_stream
+from billfish.backends.cpu.packed import CODES, SCALES, check_stream, room_for_stream
 from billfish.errors import DTypeError, complaint
 
 # Types of plain weights, numbered behind CODES in the enum Codes of layout/problem.h.
@@ -53,7 +53,7 @@ def pack_plain(level: str, matrix: NDArray[Any]) -> PlainWeights:
     """W [N, K] of one of PLAIN_TYPES, packed. The numbers keep their type."""
     n, k = matrix.shape
     description = describe_plain(matrix.dtype.name, (n, k))
-    data = np.empty(_cpu.packed_bytes(level, description), np.uint8)
+    data = room_for_stream(_cpu.packed_bytes(level, description))
     if data.size:
         _cpu.prepack_plain(level, description, np.ascontiguousarray(matrix).reshape(-1).view(np.uint8), data)
     return PlainWeights(matrix.dtype.name, (n, k), level, data)

@@ -45,12 +45,11 @@ struct Description {
   int64_t n, k;
   int codes, scales, bias, group;
   float factor;
-  std::vector<int> table;
+  std::vector<uint8_t> table;
 
   Weights weights(const Level& level, const uint8_t* stream) const {
     Weights w{stream, n, k, Codes(codes), Scales(scales), bias, group, factor, {}};
-    const int bias = w.codes == Codes::table ? level.signed_bias : 0;
-    for (size_t i = 0; i < std::min(table.size(), sizeof w.table); i++) w.table[i] = uint8_t(table[i] + bias);
+    take_table(w, level, table.data(), std::min(table.size(), sizeof w.table));
     return w;
   }
 };

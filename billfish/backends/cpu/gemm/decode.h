@@ -41,13 +41,13 @@ inline Bytes unsigned_bytes(Bytes v) {
 }
 
 // A decoder has three views of a vector. `dotted` is what dot() takes: cheap, and perhaps with something in it that the
-// sums make up for (gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
+// sums make up for (fill_starts, gemm8.h). `byte` is the value of each weight plus SIGNED_BIAS, as Whole keeps it; CENTRED says that the
 // bias is 8. `code` is unsigned, the value plus code_bias(w.bias).
 //
 // A decoder that has `dotted`, an unsigned code, and nothing in it to make up for.
-template <class Decoder, int BITS> struct Unsigned {
+template <class Decoder, int BITS, Operand BELOW> struct Unsigned {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES * BITS / 8;
-  static constexpr Operand operand = Operand::codes;
+  static constexpr Operand operand = BELOW;
   static constexpr bool in_place = false;
   template <int V, bool CENTRED> static Bytes byte(const uint8_t* block, const uint8_t* table, int bias) {
     return subtract(Decoder::template dotted<V>(block, table), splat_byte(uint8_t(bias - SIGNED_BIAS)));
@@ -57,12 +57,12 @@ template <class Decoder, int BITS> struct Unsigned {
 };
 
 // Two bits: fields of a byte, four vectors in one.
-struct Twos : Unsigned<Twos, 2> {
+struct Twos : Unsigned<Twos, 2, Operand::below_16> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) { return field<2, V>(block); }
 };
 
 // Five bits: vector 2i at the bottom of a byte, and above it the low three bits of 2i+1. Its other two bits are fields of bytes behind.
-struct Fives : Unsigned<Fives, 5> {
+struct Fives : Unsigned<Fives, 5, Operand::below_32> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     const Bytes both = load_bytes(block + V / 2 * VECTOR_BYTES);
     if constexpr (V % 2 == 0) return bit_and(both, splat_byte(31));
@@ -71,7 +71,7 @@ struct Fives : Unsigned<Fives, 5> {
 };
 
 // Six bits: vectors 4i, 4i+1 and 4i+2 at the bottom of three bytes, and above them 4i+3, its upper bits first.
-struct Sixes : Unsigned<Sixes, 6> {
+struct Sixes : Unsigned<Sixes, 6, Operand::below_64> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V % 4 < 3) return bit_and(load_bytes(block + (V / 4 * 3 + V % 4) * VECTOR_BYTES), splat_byte(63));
     else return shift_right<2>(tops<V / 4>(block));
@@ -84,7 +84,7 @@ struct Sixes : Unsigned<Sixes, 6> {
 };
 
 // Three bits: vectors 2i and 2i+1 are the low and the high half of six.
-struct Threes : Unsigned<Threes, 3> {
+struct Threes : Unsigned<Threes, 3, Operand::below_16> {
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V / 2 % 4 < 3) {
       const Bytes six = load_bytes(block + (V / 8 * 3 + V / 2 % 4) * VECTOR_BYTES);
@@ -102,7 +102,7 @@ struct Threes : Unsigned<Threes, 3> {
 // mask for two vectors instead of a mask and a shift. Where bytes are signed, prepack stores the high code less 8.
 struct Nibbles {
   static constexpr int block_bytes = VECTORS * VECTOR_BYTES / 2;
-  static constexpr Operand operand = Operand::codes;
+  static constexpr Operand operand = Operand::below_16;
   static constexpr bool in_place = WHOLE_BYTES_FIT;
   template <int V> static Bytes dotted(const uint8_t* block, const uint8_t*) {
     if constexpr (V % 2 && in_place) return load_bytes(block + V / 2 * VECTOR_BYTES);
@@ -130,6 +130,11 @@ struct Looked {
   template <int V, bool> static Bytes byte(const uint8_t* block, const uint8_t* table, int) { return dotted<V>(block, table); }
   template <int V> static Bytes code(const uint8_t* block, const uint8_t* table) { return unsigned_bytes(dotted<V>(block, table)); }
   static constexpr int code_bias(int) { return 128; }
+};
+
+// The same of a small table, which has values plus the bias: see take_table of layout/problem.h.
+struct SmallLooked : Unsigned<SmallLooked, 4, Operand::below_32> {
+  template <int V> static Bytes dotted(const uint8_t* block, const uint8_t* table) { return lookup(table, field<4, V>(block)); }
 };
 
 // A byte each: values plus SIGNED_BIAS, or unsigned codes.
@@ -161,6 +166,9 @@ template <class F> inline void with_decoder(billfish::Codes codes, F&& f) {
     case billfish::Codes::u6: return f(Sixes{});
     case billfish::Codes::s8: return f(Whole{});
     case billfish::Codes::table: return f(Looked{});
+    case billfish::Codes::small_table:
+      if constexpr (SMALL_TABLES) f(SmallLooked{});
+      return;
     case billfish::Codes::e4m3: case billfish::Codes::floats: case billfish::Codes::f32: case billfish::Codes::f16: case billfish::Codes::bf16: return;
   }
 }

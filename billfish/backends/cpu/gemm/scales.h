@@ -23,7 +23,7 @@ template <Scales S> struct Reader {
   const uint8_t* group = nullptr;  // where the scales of this span are
 
   // Two levels: a float16 for each chunk, times the small integer of a group. With several rows of x they are multiplied here, with what
-  // is the same for the whole chunk worked out once; with one row, each level is applied to sums (gemm8.h).
+  // is the same for the whole chunk worked out once; with one row, each level is applied to sums (few8.h).
   struct Chunk {
     Floats d[ROW_VECTORS] = {}, m[ROW_VECTORS] = {};
     alignas(64) float d_offset[TILE_ROWS] = {}, m_offset[TILE_ROWS] = {};

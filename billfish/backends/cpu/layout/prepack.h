@@ -62,7 +62,7 @@ struct BlockPacker {
       case Codes::u2: put_fields<2>(0, 0, out); break;
       case Codes::u3: put_sixes<2>(out); break;
       case Codes::u4: put_fields<4>(0, 0x10101010u * high_flip, out); break;  // every other vector's codes
-      case Codes::table: case Codes::floats: put_fields<4>(0, 0, out); break;
+      case Codes::table: case Codes::small_table: case Codes::floats: put_fields<4>(0, 0, out); break;
       case Codes::u5: put_fives(out); break;
       case Codes::u6: put_sixes<1>(out); break;
       case Codes::s8: case Codes::e4m3: put_fields<8>(0, 0, out); break;
@@ -98,7 +98,10 @@ struct CodeReader {
   uint8_t padding;
 
   CodeReader(const Level& level, const Storage& storage, bool words, const Weights& w)
-      : level(level), storage(storage), words(words), kind(w.codes), padding(kind == Codes::s8 || kind == Codes::table ? 0 : uint8_t(w.bias)) {}
+      : level(level), storage(storage), words(words), kind(w.codes), padding(counts(kind) ? uint8_t(w.bias) : 0) {}
+
+  // Whether a code is its value and the bias.
+  static bool counts(Codes kind) { return kind != Codes::s8 && kind != Codes::table && kind != Codes::small_table; }
 
   void operator()(int64_t row, int64_t chunk, uint8_t* to) const {
     const Storage& s = storage;

@@ -13,11 +13,13 @@ constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once fo
 constexpr size_t KEPT_BYTES = 8 << 20;
 
 // How the bits of a code are stored; see gemm/decode.h. Those of e4m3 and floats stand for numbers that int8 does not hold: bytes of E4M3,
-// and nibbles that are indices into 16 float32. The last three are plain weights: no codes but the numbers themselves.
-enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, e4m3, floats, f32, f16, bf16 };
+// and nibbles that are indices into 16 float32. f32, f16 and bf16 are plain weights: no codes but the numbers themselves. A table becomes a
+// small one where a level wants that: see take_table.
+enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, e4m3, floats, f32, f16, bf16, small_table };
 
-// What may be in the bytes that dot() gets: unsigned codes below 64, signed values above -128, or any signed bytes.
-enum class Operand { codes, values, bytes };
+// What may be in the bytes that dot() gets: unsigned codes, signed values above -128, or any signed bytes.
+enum class Operand { below_16, below_32, below_64, values, bytes };
+constexpr bool has_codes(Operand operand) { return operand <= Operand::below_64; }
 
 // How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
@@ -33,7 +35,7 @@ struct Weights {
   int32_t bias;           // what a code has more than its value
   int32_t group;          // k that share a scale: 16, 32, 64, 128 or 256
   float factor;           // multiplies every scale; 1 where there are minimums
-  uint8_t table[64];      // for Codes::table, 16 bytes; for Codes::floats, 16 float32
+  uint8_t table[64];      // for Codes::table and small_table, 16 bytes; for Codes::floats, 16 float32
   const int32_t* order = nullptr;  // [k], or null: column j of the stream is multiplied with x[order[j]]
 };
 
@@ -151,6 +153,7 @@ struct Storage {
 struct Level {
   const char* name;
   int32_t tile_rows, vector_bytes, row_lanes, high_flip, signed_bias;
+  bool small_tables;
   // Blocks [first, last) of a row of x.
   void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
   // Of x for these weights, with so many rows and digits: how many rows go together, and the stride of the starts.
@@ -176,6 +179,18 @@ struct Level {
   float (*fma_rounds)(int64_t rounds);
   double dot_operations, fma_operations;
 };
+
+// The values of a small table and so much more are unsigned, and below 32.
+constexpr int SMALL_BIAS = 16;
+
+// Gives weights their table of `count` bytes as a level's kernels have it: integers plus what dot() wants them to have more, or floats.
+inline void take_table(Weights& w, const Level& level, const uint8_t* table, size_t count) {
+  bool small = level.small_tables && w.codes == Codes::table;
+  for (size_t i = 0; i < count; i++) small = small && int8_t(table[i]) >= -SMALL_BIAS && int8_t(table[i]) < SMALL_BIAS;
+  if (small) w.codes = Codes::small_table, w.bias = SMALL_BIAS;
+  const int more = small ? SMALL_BIAS : w.codes == Codes::table ? level.signed_bias : 0;
+  for (size_t i = 0; i < count; i++) w.table[i] = uint8_t(table[i] + more);
+}
 
 inline int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
 

@@ -22,7 +22,7 @@ inline void multiply_floats(const Weights& w, const ActivationsExact& x, const f
 
 extern const billfish::Level level;
 const billfish::Level level = {
-    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, quantize_row, lanes_of_x, start_stride, fill_starts, exact_in_digits, lay_out_row,
+    NAME_OF(BILLFISH_ISA), TILE_ROWS, VECTOR_BYTES, LANES, HIGH_FLIP, SIGNED_BIAS, SMALL_TABLES, quantize_row, lanes_of_x, start_stride, fill_starts, exact_in_digits, lay_out_row,
     multiply8, multiply_exact, multiply_floats, open_gate, dequantize_rows, dequantize_words, read_codes, read_all, dot_rounds, fma_rounds, DOT_OPERATIONS, FMA_OPERATIONS,
 };
 

@@ -31,7 +31,7 @@ inline float dot_rounds(int64_t rounds) {
     const Bytes w = load_bytes(w_bytes);
     const Activations x = load_activations(x_bytes);
     unroll<4>([&](auto q) {
-      unroll<8>([&](auto i) { sum[i] = dot<decltype(q)::value, Operand::codes>(sum[i], w, x); });
+      unroll<8>([&](auto i) { sum[i] = dot<decltype(q)::value, Operand::below_16>(sum[i], w, x); });
     });
   }
   Floats total = splat(0);

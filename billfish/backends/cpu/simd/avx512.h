@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "simd/wide_sums.h"
+
 namespace BILLFISH_ISA {
 
 constexpr int LANES = 16;
@@ -78,14 +80,23 @@ inline Floats times_power(Floats p, Floats shifted) {
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
 }
 
-// Integer sums start at zero and are converted; see simd/neon.h for the other way.
-constexpr int32_t SUM_START = 0;
-constexpr float SUM_OFFSET = 0;
+// Integer sums below 2^22 that start at the bits of 1.5 * 2^23 are floats when they end; see simd/neon.h.
+constexpr int32_t SUM_START = 0x4b400000;
+constexpr float SUM_OFFSET = 12582912.0f;
 constexpr int START_INTS = 1;
 inline Ints load_start(const int32_t* p) { return {_mm512_set1_epi32(*p)}; }
-template <bool MAGIC> Floats sum_to_floats(Ints v) { return to_floats(v); }
-template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) { return to_floats(subtract(a, b)); }
-template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float*) { return multiply(to_floats(v), scale); }
+template <bool MAGIC> Floats sum_to_floats(Ints v) {
+  if constexpr (MAGIC) return _mm512_sub_ps(_mm512_castsi512_ps(v.v), splat(SUM_OFFSET));
+  else return to_floats(v);
+}
+template <bool MAGIC> Floats difference_to_floats(Ints a, Ints b) {
+  if constexpr (MAGIC) return _mm512_sub_ps(_mm512_castsi512_ps(a.v), _mm512_castsi512_ps(b.v));
+  else return to_floats(subtract(a, b));
+}
+template <bool MAGIC> Floats scale_sum(Ints v, Floats scale, const float* offset) {
+  if constexpr (MAGIC) return _mm512_fmadd_ps(_mm512_castsi512_ps(v.v), scale, load_floats(offset));
+  else return multiply(to_floats(v), scale);
+}
 
 // Byte K of each 32-bit lane, less byte_offset(bias).
 inline Floats byte_offset(int bias) { return splat(float(bias)); }

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "simd/wide_sums.h"
+
 namespace BILLFISH_ISA {
 
 constexpr int LANES = 4;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "simd/halves.h"
+#include "simd/wide_sums.h"
 
 namespace BILLFISH_ISA {
 

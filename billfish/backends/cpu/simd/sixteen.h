@@ -276,7 +276,7 @@ struct Lookup {
   explicit Lookup(const float* t) : table(load_floats(t)) {}
   INLINED Values operator()(Sixteen codes) const { return {{_mm512_permutexvar_ps(widened(codes), table)}}; }
 };
-#elif defined(BILLFISH_simd_avx2)
+#elif defined(BILLFISH_simd_avx2) || defined(BILLFISH_simd_avx_vnni)
 template <int HALF> __m256i widened(Sixteen codes) {
   const __m128i v = reinterpret_cast<__m128i>(codes);
   return _mm256_cvtepu8_epi32(HALF ? _mm_unpackhi_epi64(v, v) : v);

@@ -1,0 +1,254 @@
+// Products in integers with few rows of x, straight from the stream: codes and scales are decoded as they are read, in the order in
+// which they lie.
+#pragma once
+#include "gemm/sums8.h"
+#include "gemm/wide.h"
+
+namespace BILLFISH_ISA {
+
+using billfish::EXACT_DIGITS;
+
+#define KERNEL __attribute__((flatten, noinline))
+
+// Lines of 64 bytes that each block asks for ahead with several rows of x, so that memory works while products are made, not only while
+// codes are read: half the lines of a block's codes and one for scales, since NEON passes over a tile twice, with two of its four row vectors
+// at a time.
+template <class Decoder> constexpr int STREAM_LINES = Decoder::block_bytes / 128 + 1;
+
+template <int LINES> INLINED inline void ask_for(const uint8_t* at) {
+  unroll<LINES>([&](auto line) INLINED { __builtin_prefetch(at + line * 64); });
+}
+// With one row, and where a level asks at all.
+template <class Decoder> INLINED inline void ask_for_stream(const uint8_t* p) {
+  if constexpr (ONE_ROW_AHEAD > 0) ask_for<Decoder::block_bytes / 64 + 1>(p + ONE_ROW_AHEAD);
+}
+
+// Whether a block is the first of its span.
+inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 1)) == 0; }
+
+// ---- one row of x ----------------------------------------------------------------------------------------------------
+
+// Adds blocks of a tile times row `row` of x to sums [TILE_ROWS].
+template <class P, class Source> KERNEL void add_one_row(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
+  Source source;
+  typename P::Totals total;
+  P::load(total, sums);
+  BlockOfX<P> x_block(x, row, run.first);
+  typename P::GroupFloats scale = {}, minimum = {};  // of this span
+  const uint8_t* p = run.stream;
+  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes, x_block.next()) {
+    const bool begins = begins_span(run, b);
+    if (begins) source.group = p, p += run.span_header;
+    ask_for_stream<typename P::Decoder>(p);
+    unroll<P::HALVES>([&](auto half) INLINED {
+      typename P::Sums sum;
+      sum_codes<P, decltype(half)::value>(p, w.table, x_block, sum);
+      if (__builtin_expect(begins, 1))
+        unroll<P::COUNT>([&](auto r) INLINED {
+          scale[half][r] = source.template scale<P::row_at(r)>(half);
+          if constexpr (Source::minimums) minimum[half][r] = source.template minimum<P::row_at(r)>(half);
+        });
+      const FloatActivations x_scales[2] = {x_block.scales(false), x_block.scales(true)}, x_total = x_block.total(half);
+      P::each([&](auto t, auto r) INLINED {
+        total[t][r] = add_scaled<P>(total[t][r], sum, t, r, x_scales[P::in_place(r)], scale[half][r]);
+        if constexpr (Source::minimums) total[t][r] = multiply_add_x<0>(total[t][r], minimum[half][r], x_total);
+      });
+    });
+  }
+  P::store(total, sums);
+}
+
+// The same where scales have two levels: sums are multiplied by their small integers, and once for a chunk by what these have in common.
+template <class P, class Source> KERNEL void add_one_row_by_level(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
+  Source source;
+  typename P::Totals total, of_scales = {}, of_minimums = {};  // the latter of this chunk
+  P::load(total, sums);
+  BlockOfX<P> x_block(x, row, run.first);
+  typename P::GroupFloats scale = {}, minimum = {};  // of this span
+  const uint8_t *p = run.stream, *chunk = p;
+  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes, x_block.next()) {
+    if ((b & 7) == 0) {
+      chunk = p, p += run.chunk_header;
+      P::each([&](auto t, auto r) INLINED { of_scales[t][r] = of_minimums[t][r] = splat(0); });
+    }
+    const bool begins = begins_span(run, b);
+    if (begins) source.group = p, p += run.span_header;
+    ask_for_stream<typename P::Decoder>(p);
+    unroll<P::HALVES>([&](auto half) INLINED {
+      typename P::Sums sum;
+      sum_codes<P, decltype(half)::value>(p, w.table, x_block, sum);
+      if (__builtin_expect(begins, 1))
+        unroll<P::COUNT>([&](auto r) INLINED {
+          scale[half][r] = source.template lower_scale<P::row_at(r)>(half);
+          if constexpr (Source::minimums) minimum[half][r] = source.template lower_minimum<P::row_at(r)>(half);
+        });
+      const FloatActivations x_scales[2] = {x_block.scales(false), x_block.scales(true)}, x_total = x_block.total(half);
+      P::each([&](auto t, auto r) INLINED {
+        of_scales[t][r] = add_scaled<P>(of_scales[t][r], sum, t, r, x_scales[P::in_place(r)], scale[half][r]);
+        if constexpr (Source::minimums) of_minimums[t][r] = multiply_add_x<0>(of_minimums[t][r], minimum[half][r], x_total);
+      });
+    });
+    if ((b & 7) == 7 || b + 1 == run.count)
+      P::each([&](auto t, auto r) INLINED {
+        total[t][r] = multiply_add(total[t][r], of_scales[t][r], Source::template upper_scale<P::row_at(r)>(chunk));
+        if constexpr (Source::minimums) total[t][r] = multiply_add(total[t][r], of_minimums[t][r], Source::template upper_minimum<P::row_at(r)>(chunk));
+      });
+  }
+  P::store(total, sums);
+}
+
+// ---- several rows of x -----------------------------------------------------------------------------------------------
+
+// Adds blocks of row vectors of a tile times the rows of x [row, row + T) to sums [T][TILE_ROWS]. Each sum is multiplied by the scale of
+// its group first, so that one vector of four scales of x serves all rows.
+template <class P, class Source> KERNEL void add_rows(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
+  Source source;
+  typename P::Totals total;
+  P::load(total, sums);
+  BlockOfX<P> x_block(x, row, run.first);
+  typename P::GroupFloats scale = {}, minimum = {};  // of this span
+  const uint8_t *p = run.stream, *ahead = run.ahead;
+  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes, x_block.next()) {
+    if constexpr (Source::two_levels)
+      if ((b & 7) == 0) source.template begin_chunk<P::FIRST, P::COUNT>(p), p += run.chunk_header;
+    const bool begins = begins_span(run, b);
+    if (begins) source.group = p, p += run.span_header;
+    ask_for<STREAM_LINES<typename P::Decoder>>(ahead), ahead += STREAM_LINES<typename P::Decoder> * 64;
+    unroll<P::HALVES>([&](auto half) INLINED {
+      typename P::Sums sum;
+      sum_codes<P, decltype(half)::value>(p, w.table, x_block, sum);
+      if (__builtin_expect(begins, 1))
+        unroll<P::COUNT>([&](auto r) INLINED {
+          scale[half][r] = source.template scale<P::row_at(r)>(half);
+          if constexpr (Source::minimums) minimum[half][r] = source.template minimum<P::row_at(r)>(half);
+        });
+      const FloatActivations x_scales[2] = {x_block.scales(false), x_block.scales(true)}, x_total = x_block.total(half);
+      unroll<P::COUNT>([&](auto r) INLINED {
+        Floats scaled[P::T];
+        unroll<P::T>([&](auto t) INLINED { scaled[t] = multiply(sum_as_floats<P>(sum, t, r), scale[half][r]); });
+        unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[P::in_place(r)]); });
+        if constexpr (Source::minimums)
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], x_total); });
+      });
+    });
+  }
+  P::store(total, sums);
+}
+
+// ---- which kernel ----------------------------------------------------------------------------------------------------
+
+// Adds chunks of a tile times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]: there is room for so many.
+template <class Decoder, Scales S, int HALVES>
+void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row, float* sums) {
+  using Source = Reader<S>;
+  const auto one_row = [&](auto digits) {
+    using P = Piece<Decoder, 1, decltype(digits)::value, HALVES, decltype(digits)::value != EXACT_DIGITS, 0, ROW_VECTORS>;
+    if constexpr (Source::two_levels) add_one_row_by_level<P, Source>(w, run, x, row, sums);
+    else add_one_row<P, Source>(w, run, x, row, sums);
+  };
+  if (x.lanes == X_ROWS)
+    unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
+      add_rows<Piece<Decoder, X_ROWS, 1, HALVES, true, decltype(pair)::value * 2, 2>, Source>(w, run, x, row, sums);
+      run.ahead += run.count * STREAM_LINES<Decoder> * 64;
+    });
+  else if (x.digits == 1) one_row(std::integral_constant<int, 1>{});
+  else if (x.digits == 2) one_row(std::integral_constant<int, 2>{});
+  else if constexpr (EXACT_IN_DIGITS) one_row(std::integral_constant<int, EXACT_DIGITS>{});
+}
+
+using FewKernel = void (*)(const Weights&, Blocks, const Activations8&, int64_t, float*);
+
+// The kernel for codes that are indices into a table, or null.
+template <class Decoder> FewKernel looked_kernel(Scales scales, bool halves) {
+  switch (scales) {
+    case Scales::f16: return halves ? add_chunks<Decoder, Scales::f16, 2> : add_chunks<Decoder, Scales::f16, 1>;
+    case Scales::e8m0: return halves ? nullptr : add_chunks<Decoder, Scales::e8m0, 1>;
+    case Scales::e4m3: return halves ? add_chunks<Decoder, Scales::e4m3, 2> : nullptr;
+    case Scales::sub: return halves ? nullptr : add_chunks<Decoder, Scales::sub, 1>;
+    default: return nullptr;
+  }
+}
+
+// The kernel for the combinations of codes and scales that formats have, each of which is four more to compile; or null.
+inline FewKernel few_kernel(const Weights& w) {
+  const bool halves = w.group == 16;
+  switch (w.codes) {
+    case Codes::u2: return halves && w.scales == Scales::sub_nibbles ? add_chunks<Twos, Scales::sub_nibbles, 2> : nullptr;
+    case Codes::u3: return halves && w.scales == Scales::sub ? add_chunks<Threes, Scales::sub, 2> : nullptr;
+    case Codes::u4:
+      if (halves) return nullptr;
+      switch (w.scales) {
+        case Scales::f16: return add_chunks<Nibbles, Scales::f16, 1>;
+        case Scales::f16_minimum: return add_chunks<Nibbles, Scales::f16_minimum, 1>;
+        case Scales::f16_zero8: return add_chunks<Nibbles, Scales::f16_zero8, 1>;
+        case Scales::f16_zero16: return add_chunks<Nibbles, Scales::f16_zero16, 1>;
+        case Scales::sub_minimum: return add_chunks<Nibbles, Scales::sub_minimum, 1>;
+        default: return nullptr;
+      }
+    case Codes::u5:
+      if (halves) return nullptr;
+      switch (w.scales) {
+        case Scales::f16: return add_chunks<Fives, Scales::f16, 1>;
+        case Scales::f16_minimum: return add_chunks<Fives, Scales::f16_minimum, 1>;
+        case Scales::sub_minimum: return add_chunks<Fives, Scales::sub_minimum, 1>;
+        default: return nullptr;
+      }
+    case Codes::u6: return halves && w.scales == Scales::sub ? add_chunks<Sixes, Scales::sub, 2> : nullptr;
+    case Codes::s8: return !halves && w.scales == Scales::f16 ? add_chunks<Whole, Scales::f16, 1> : nullptr;
+    case Codes::table: return looked_kernel<Looked>(w.scales, halves);
+    case Codes::small_table:
+      if constexpr (SMALL_TABLES) return looked_kernel<SmallLooked>(w.scales, halves);
+      else return nullptr;
+    case Codes::e4m3: case Codes::floats: case Codes::f32: case Codes::f16: case Codes::bf16: return nullptr;
+  }
+  return nullptr;
+}
+
+// Up to so many rows, one at a time is quicker than several. With two digits there is as much to multiply as to decode, and nibbles
+// and bytes, which hardly need decoding, may be decoded again for every row.
+inline int64_t one_by_one(const Weights& w, int32_t digits) {
+  return digits == 1 ? 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
+}
+
+inline bool buffered(const Weights& w, int64_t m, int32_t digits) {
+  return m >= (digits == 1 ? BUFFER_ROWS : MANY_ROWS) || !few_kernel(w) || (digits == 2 && m > one_by_one(w, digits));
+}
+
+// Whether exact products of few rows are made here, in four digits.
+inline bool exact_in_digits(const Weights& w, int64_t m) { return EXACT_IN_DIGITS && !buffered(w, m, EXACT_DIGITS); }
+
+// How many rows of x go together, for this many of them.
+inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t digits) {
+  return digits == EXACT_DIGITS || (m <= one_by_one(w, digits) && !buffered(w, m, digits)) ? 1 : X_ROWS;
+}
+
+inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  const TileShape shape(w, TILE_ROWS);
+  const FewKernel kernel = few_kernel(w);
+  auto add = [&](int64_t tile, int64_t chunk, int64_t blocks, float* sums) {
+    Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
+    run.ahead = run.stream + shape.tile_bytes;
+    for (int64_t row = 0; row < x.m; row += x.lanes) kernel(w, run, x, row, sums + row * TILE_ROWS);
+  };
+  if (x.lanes == 1) {
+    for (int64_t tile = first; tile < last; tile++) {
+      alignas(64) float sums[MANY_ROWS * TILE_ROWS];
+      std::fill(sums, sums + x.m * TILE_ROWS, 0.0f);
+      add(tile, 0, shape.blocks, sums);
+      write_tile(sums, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
+      if (x.wide) add_wide_blocks(w, shape, x, tile, y);
+    }
+    return;
+  }
+  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
+  const int64_t each = x.bundles() * x.lanes * TILE_ROWS;
+  Room room;
+  float* sums = room.take((last - first) * each);
+  std::fill_n(sums, (last - first) * each, 0.0f);
+  each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+    for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums + (tile - first) * each);
+  });
+  for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
+}
+
+}  // namespace BILLFISH_ISA

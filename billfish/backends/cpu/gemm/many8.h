@@ -1,0 +1,102 @@
+// Products in integers with many rows of x: a slice of a tile is decoded once into a buffer that stays in the first-level cache, then
+// multiplied with all rows, four at a time.
+#pragma once
+#include "gemm/few8.h"
+
+namespace BILLFISH_ISA {
+
+// Lines of 64 bytes that each block asks for ahead, for every four rows of x: nine rows, from which on NEON has a buffer, ask for 384 bytes with
+// each block; a tile of 16 rows with nibbles and float16 scales has 288.
+constexpr int BUFFER_LINES = 2;
+
+// Adds blocks of row vectors of a tile times the rows of x [row, row + T) to sums [T][TILE_ROWS]. Codes are in a buffer, or in the stream
+// where they are whole bytes; `group` is the scales of the first block's.
+template <class P, bool MINIMUMS>
+KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
+  typename P::Totals total;
+  P::load(total, sums);
+  BlockOfX<P> x_block(x, row, run.first);
+  const uint8_t *p = run.stream, *ahead = run.ahead;
+  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes, x_block.next()) {
+    if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
+    ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64;
+    unroll<P::HALVES>([&](auto half) INLINED {
+      typename P::Sums sum;
+      sum_codes<P, decltype(half)::value>(p, w.table, x_block, sum);
+      const FloatActivations x_scales = x_block.scales(false), x_total = x_block.total(half);
+      unroll<P::COUNT>([&](auto r) INLINED {
+        const Floats scale = load_floats(group[half].scale + P::row_at(r));
+        if constexpr (P::DIGITS > 1 || !P::MAGIC) {
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P>(total[t][r], sum, t, r, x_scales, scale); });
+        } else {
+          Floats scaled[P::T];
+          unroll<P::T>([&](auto t) INLINED { scaled[t] = scale_sum<true>(sum[t][0][r], scale, group[half].offset + P::row_at(r)); });
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales); });
+        }
+        if constexpr (MINIMUMS) {
+          const Floats minimum = load_floats(group[half].minimum + P::row_at(r));
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum, x_total); });
+        }
+      });
+    });
+  }
+  P::store(total, sums);
+}
+
+// Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
+template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
+  const auto call = [&](auto rows, auto digits, auto halves, auto magic) {
+    constexpr int T = decltype(rows)::value;
+    for (int part = 0; part < X_ROWS; part += T)
+      unroll<ROW_VECTORS / 2>([&](auto pair) {
+        Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
+        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
+        else run.ahead += run.count * BUFFER_LINES * 64;
+        using P = Piece<Buffer, T, decltype(digits)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
+        add_buffered<P, MINIMUMS>(w, now, scales, x, row + part, sums + part * TILE_ROWS);
+      });
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, X_ROWS> four;
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (x.digits == 2) w.group == 16 ? call(two, two, two, yes) : call(two, two, one, yes);
+  else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
+  else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
+}
+
+// What a buffer has: values, but where dot() does not take any byte, what it takes gladly.
+template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;
+
+// Blocks of the stream to bytes, as the buffer has them.
+template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void decode_blocks(const Weights& w, Blocks run, uint8_t* out) {
+  const Table table(w);
+  const int bias = CENTRED ? 8 : w.bias;  // a copy, for the same reason
+  const uint8_t* p = run.stream;
+  for (int64_t b = 0; b < run.count; b++, p += Decoder::block_bytes, out += Whole::block_bytes) {
+    p += ((b & 7) == 0 ? run.chunk_header : 0) + ((b & (run.span - 1)) == 0 ? run.span_header : 0);
+    unroll<VECTORS>([&](auto v) {
+      if constexpr (has_codes(BufferOf<Decoder>::operand)) store_bytes(out + v * VECTOR_BYTES, Decoder::template code<decltype(v)::value>(p, table.values));
+      else store_bytes(out + v * VECTOR_BYTES, Decoder::template byte<decltype(v)::value, CENTRED>(p, table.values, bias));
+    });
+  }
+}
+
+template <class Decoder>
+void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+  alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
+  GroupScales scales[SLICE * 16];
+  auto decode = [&](const TileShape& shape, Blocks& run) {
+    read_scales<SUM_OFFSET != 0>(w, shape, run.stream, run.count, scales, -SUM_OFFSET, 1);
+    if (std::is_same_v<Decoder, Whole>) return;  // bytes are multiplied where they lie
+    (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
+    run.stream = bytes, run.span_header = run.chunk_header = 0;
+  };
+  multiply_panels(w, x, bias, y, first, last, decode, [&](Blocks& run, int64_t row, float* sums) {
+    using Buffer = BufferOf<Decoder>;
+    (has_minimum(w.scales) ? add_blocks_to_rows<Buffer, true> : add_blocks_to_rows<Buffer, false>)(w, run, scales, x, row, sums);
+  });
+}
+
+}  // namespace BILLFISH_ISA

@@ -1,0 +1,119 @@
+// The integer sums of a block, and what they are as floats: what all kernels of gemm8.h have in common.
+#pragma once
+#include "gemm/tiles.h"
+
+namespace BILLFISH_ISA {
+
+// What a kernel holds in registers: T rows of x, of DIGITS digits each, by the row vectors FIRST .. FIRST + COUNT - 1 of a tile.
+// HALVES: 2 where a group of weights is half a block. MAGIC: whether sums start at SUM_START.
+template <class DECODER, int ROWS, int X_DIGITS, int GROUPS_IN_BLOCK, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT> struct Piece {
+  using Decoder = DECODER;
+  static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = GROUPS_IN_BLOCK, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
+  static constexpr bool MAGIC = FROM_START;
+  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less where there are two digits
+  using Sums = Ints[T][DIGITS][COUNT];
+  using Totals = Floats[T][COUNT];
+  using GroupFloats = Floats[HALVES][COUNT];  // a scale or a minimum for each row and group
+
+  // f(t, r) for each row of x and each row vector.
+  template <class F> static INLINED void each(F&& f) {
+    unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { f(t, r); }); });
+  }
+  static INLINED void load(Totals& total, const float* sums) {
+    each([&](auto t, auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); });
+  }
+  static INLINED void store(const Totals& total, float* sums) {
+    each([&](auto t, auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); });
+  }
+  // The first of the tile's rows that a row vector has.
+  template <class R> static constexpr int row_at(R) { return (FIRST + R::value) * LANES; }
+  // Whether a row vector's sums are 16 times too large, and have those of the one before in them: see Nibbles.
+  template <class R> static constexpr bool in_place(R) { return Decoder::in_place && (FIRST + R::value) % 2; }
+};
+
+// Where the next block of x is, for the rows of a piece.
+template <class P> struct BlockOfX {
+  const int8_t* codes;
+  const float *scale, *totals;
+  const int32_t* starts;
+  const int64_t start_stride;
+
+  // A constant number of lanes, and not x.lanes: divisions are slow.
+  INLINED BlockOfX(const Activations8& x, int64_t row, int64_t block) : start_stride(x.start_stride) {
+    const int64_t at = row / P::lanes * x.blocks + block, lane = row % P::lanes;
+    codes = x.codes + (at * P::DIGITS * P::lanes + lane) * 32;
+    scale = x.scale + at * 2 * P::lanes + lane;
+    totals = x.totals + at * 3 * P::lanes + lane;
+    starts = x.starts + at * start_stride + lane * START_INTS;
+  }
+  INLINED void next() { codes += P::DIGITS * P::lanes * 32, scale += 2 * P::lanes, totals += 3 * P::lanes, starts += start_stride; }
+
+  // What the sums of a digit begin with: the sums of a part begin with its last digit's.
+  template <int HALF, int ROW_VECTOR, int T, int DIGIT> INLINED Ints start() const {
+    constexpr int parts = P::DIGITS == 1 ? 1 : 2, each = P::DIGITS / parts, part = DIGIT / each;
+    if constexpr (DIGIT % each == each - 1) return load_start(starts + (((HALF * 2 + ROW_VECTOR % 2) * parts + part) * P::lanes + T) * START_INTS);
+    else return splat_int(0);
+  }
+  INLINED FloatActivations scales(bool in_place) const { return load_x(scale + in_place * P::lanes); }
+  INLINED FloatActivations total(int half) const { return load_x(totals + (P::HALVES == 2 ? half : 2) * P::lanes); }
+};
+
+// sum = the dot products of a half of a block, or of all of it, with the codes of x. Of four digits, each pair makes one sum, in digits 1 and 3.
+// The order of statements is that of the instructions, and was chosen by measurement.
+template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+  constexpr Operand operand = P::Decoder::operand;
+  constexpr int quads = 8 / P::HALVES, together = P::T * P::COUNT * P::DIGITS <= 8 ? QUADS_TOGETHER : 1;
+  Activations x_now[P::T][P::DIGITS];
+  [[maybe_unused]] typename P::Sums narrow;  // where a level has them: of 16 bits, from 0 on, and then added to sums that have a start
+  unroll<quads / together>([&](auto step) INLINED {
+    constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * together;
+    if constexpr (quad % 4 == 0)
+      unroll<P::T>([&](auto t) INLINED {
+        unroll<P::DIGITS>([&](auto p) INLINED { x_now[t][p] = load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4); });
+      });
+    Bytes bytes[together][P::COUNT];
+    unroll<together>([&](auto i) INLINED {
+      unroll<P::COUNT>([&](auto r) INLINED {
+        bytes[i][r] = P::Decoder::template dotted<(quad + decltype(i)::value) * ROW_VECTORS + P::FIRST + decltype(r)::value>(codes, table);
+      });
+    });
+    unroll<P::COUNT>([&](auto r) INLINED {
+      unroll<P::T>([&](auto t) INLINED {
+        unroll<P::DIGITS>([&](auto p) INLINED {
+          const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
+          if constexpr (narrow_quads(operand) == 0) {
+            if constexpr (nth == 0) sum[t][p][r] = start();
+            unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+          } else {
+            constexpr int round = std::min(narrow_quads(operand), quads);
+            narrow[t][p][r] = dot<quad % 4, operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
+            if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round ? start() : sum[t][p][r], widen(narrow[t][p][r]));
+          }
+        });
+      });
+    });
+  });
+  if constexpr (P::DIGITS == 4)
+    P::each([&](auto t, auto r) INLINED {
+      unroll<2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+    });
+}
+
+// The sums of a row of x and a row vector as floats, all digits together.
+template <class P, class T, class R> INLINED inline Floats sum_as_floats(const typename P::Sums& sum, T t, R r) {
+  const auto digit = [&](auto p) INLINED {
+    if constexpr (P::in_place(R{})) return difference_to_floats<P::MAGIC>(sum[t][p][r], sum[t][p][r - 1]);
+    else return sum_to_floats<P::MAGIC>(sum[t][p][r]);
+  };
+  const Floats last = digit(std::integral_constant<int, P::DIGITS - 1>{});
+  if constexpr (P::DIGITS == 1) return last;
+  else return multiply_add(last, digit(std::integral_constant<int, P::DIGITS / 2 - 1>{}), splat(P::DIGITS == 2 ? 256 : 65536));
+}
+
+// total + sum * (scale of x) * scale. The scale of x comes first: a product of two scales might be too small for a float, and one with
+// any float32 scale too large.
+template <class P, class T, class R> INLINED inline Floats add_scaled(Floats total, const typename P::Sums& sum, T t, R r, FloatActivations x_scales, Floats scale) {
+  return multiply_add(total, multiply_x<T::value>(sum_as_floats<P>(sum, t, r), x_scales), scale);
+}
+
+}  // namespace BILLFISH_ISA
