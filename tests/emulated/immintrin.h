@@ -60,6 +60,7 @@ LANEWISE(_mm512_sub_epi32, __m512i, uint32_t, -)
 LANEWISE(_mm512_add_ps, __m512, float, +)
 LANEWISE(_mm512_sub_ps, __m512, float, -)
 LANEWISE(_mm512_mul_ps, __m512, float, *)
+LANEWISE(_mm512_div_ps, __m512, float, /)
 #undef LANEWISE
 // The second one where either is NaN, as the instruction has it.
 EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) {
