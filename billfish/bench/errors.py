@@ -9,7 +9,7 @@ from billfish.bench.peers.base import Case, Floats, Prepared
 from billfish.ops import dequantize
 
 COLUMNS = 64  # of y that are looked at
-OUTLIER = 1000.0  # among values of size 1: hidden states of language models have values that are hundreds of times the others
+OUTLIER = 1000.0  # one value among others of size 1. In language models they are hundreds of times as large
 
 Doubles = NDArray[np.float64]
 
@@ -38,7 +38,8 @@ def errors(case: Case, x: Floats, contender: Prepared) -> tuple[float, float]:
 
 
 def _product(x: Floats, weights: Doubles) -> Doubles:
-    return x.astype(np.float64) @ weights.T
+    product: Doubles = x.astype(np.float64) @ weights.T
+    return product
 
 
 def _relative(contender: Prepared, expected: Doubles, size: Doubles) -> float:
