@@ -47,6 +47,7 @@ ROWS = {
     "generation after 4096": "32 tokens after 4096",
     "prompt of 512": "prompt of 512 tokens",
     "prompt of 4096": "prompt of 4096 tokens",
+    "streams: 1": "one stream",
     **{f"streams: {n}": f"{n} streams together" for n in (2, 4, 8, 16)},
     "cold start": COLD,
 }
