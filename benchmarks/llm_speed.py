@@ -1,11 +1,11 @@
-"""SmolLM2-135M-Instruct: billfish beside llama.cpp, in one process and interleaved; medians. The tables of docs/llm.md.
+"""SmolLM2-135M-Instruct: billfish beside ik_llama.cpp and llama.cpp, in one process and in turns; medians.
 
-    pip install llama-cpp-python       (compiled for this machine)
-    python benchmarks/llm_speed.py [--threads 2] [--rounds 3] [--json FILE]
+    pip install ik-llama-cpp-python llama-cpp-python       (the second compiles for this machine)
+    python benchmarks/llm_speed.py [--threads 2] [--rounds 3] [--only streams] [--json FILE]
 
-Generation is 128 tokens from an empty context, the prompt 512 tokens. A cold start goes from the start of a process to
-the first token of a 20-token prompt on its output, with the file in the page cache and Python's modules compiled, as
-pip leaves them.
+The tables of docs/llm.md. A cold start goes from the start of a process to the first token of a 20-token prompt on its
+output, with the file in the page cache and Python's modules compiled, as pip leaves them. With --json, records of the
+file that are not measured anew stay there: a peer that is not installed keeps its own.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llm_contenders import Contender, IkLlamaCpp, LlamaCpp, Ours, Peer
 
 import billfish
 from billfish.backends.cpu import _cpu
 from billfish.bench.limits import cpu_name
 from billfish.files import write_atomically
-from billfish.llm import Model, default_model, load
-from billfish.llm.sampling import Sampling
+from billfish.llm import default_model, load
 
 ACTIVATIONS = ("q8", "q16", "exact")
-PROMPT_TOKENS, GENERATED_TOKENS = 512, 128
+BEST_PEER = "ik_llama.cpp"
+PROMPTS = SHORT_PROMPT, LONG_PROMPT = 512, 4096
+CONTEXTS = (4096, 1024)
+STREAMS = (1, 2, 4, 8, 16)
+FIRST_TOKENS, TOKENS = 128, 32  # that are generated: from nothing; after a context, or in each stream
+POSITIONS = LONG_PROMPT + TOKENS  # that the first text has room for
+GROUPS = ("short", "long", "streams", "cold start")
 PROMPT = "One two three four five six seven eight nine ten one two three four five six seven eight nine ten"
 COLD_OURS = f"from billfish.cli import main; main(['run', '--raw', '-n', '1', '-p', {PROMPT!r}])"
 COLD_THEIRS = """
@@ -43,49 +49,14 @@ llama = llama_cpp.Llama(sys.argv[1], n_ctx=512, n_threads=threads, n_threads_bat
 llama.eval(llama.tokenize(sys.argv[3].encode(), add_bos=False))
 print(llama.detokenize([llama.sample(temp=0)]).decode(), flush=True)
 """
+COLD_IK = """
+import sys
+from ik_llama_cpp import IkLlama
+llama = IkLlama(sys.argv[1], n_ctx=512, n_threads=int(sys.argv[2]), verbose=False)
+print(llama.detokenize(llama.generate(llama.tokenize(sys.argv[3], add_bos=False), max_tokens=1)), flush=True)
+"""
 
-
-class LlamaCpp:
-    """llama.cpp through its Python package, at the level of single decode calls."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        import llama_cpp
-
-        self._api = llama_cpp
-        self.version = f"llama-cpp-python {llama_cpp.__version__}"
-        self._llama = llama_cpp.Llama(
-            str(path), n_ctx=1024, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
-        self._memory = llama_cpp.llama_get_memory(self._llama.ctx)
-
-    def decode(self, tokens: list[int]) -> None:
-        array = (self._api.llama_token * len(tokens))(*tokens)
-        batch = self._api.llama_batch_get_one(array, len(tokens))
-        assert self._api.llama_decode(self._llama.ctx, batch) == 0
-        self._api.llama_synchronize(self._llama.ctx)
-
-    def prompt(self, tokens: list[int]) -> None:
-        self._api.llama_memory_clear(self._memory, True)
-        self.decode(tokens)
-
-    def generate(self, tokens: list[int]) -> None:
-        self._api.llama_memory_clear(self._memory, True)
-        for token in tokens:
-            self.decode([token])
-
-
-class Ours:
-    def __init__(self, model: Model, activations: str) -> None:
-        self._decoder, self._activations = model.decoder, activations
-
-    def prompt(self, tokens: list[int]) -> None:
-        cache = self._decoder.cache(len(tokens))
-        self._decoder.go_on(cache, tokens, Sampling().sampler(), self._activations)
-
-    def generate(self, tokens: list[int]) -> None:
-        cache = self._decoder.cache()
-        for token in tokens:
-            self._decoder.logits(self._decoder.run([(cache, [token])], self._activations), self._activations)
+Timing = tuple[str, int, float]  # what, how many tokens, seconds
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -94,8 +65,52 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def seconds_to_first_output(arguments: list[str], compiled: str) -> float:
-    """Of a Python process; `compiled` is a folder for its modules."""
+def generate(contender: Contender, tokens: list[int], streams: int = 1) -> float:
+    """Seconds for all tokens, so many streams at a time."""
+    steps = [tokens[i : i + streams] for i in range(0, len(tokens), streams)]
+    return seconds(lambda: [contender.step(step) for step in steps])
+
+
+def short_texts(contender: Contender, tokens: list[int]) -> Iterator[Timing]:
+    contender.forget(0)
+    yield "generation", FIRST_TOKENS, generate(contender, tokens[:FIRST_TOKENS])
+    contender.forget(0)
+    yield f"prompt of {SHORT_PROMPT}", SHORT_PROMPT, seconds(lambda: contender.feed(tokens[:SHORT_PROMPT]))
+
+
+def long_texts(contender: Contender, tokens: list[int]) -> Iterator[Timing]:
+    contender.forget(0)
+    yield f"prompt of {LONG_PROMPT}", LONG_PROMPT, seconds(lambda: contender.feed(tokens))
+    for context in CONTEXTS:
+        contender.forget(context)
+        yield f"generation after {context}", TOKENS, generate(contender, tokens[:TOKENS])
+
+
+def many_texts(contender: Contender, tokens: list[int]) -> Iterator[Timing]:
+    for streams in STREAMS:
+        contender.forget(0)
+        count = streams * TOKENS
+        yield f"streams: {streams}", count, generate(contender, tokens[:count], streams)
+
+
+MEASUREMENTS = {"short": short_texts, "long": long_texts, "streams": many_texts}
+
+
+def cold_starts(path: Path, threads: int, compiled: str) -> Iterator[tuple[str, Timing]]:
+    """Of those that are installed."""
+    commands = {
+        LlamaCpp.name: [COLD_THEIRS, str(path), str(threads), PROMPT],
+        IkLlamaCpp.name: [COLD_IK, str(path), str(threads), PROMPT],
+        "billfish q16": [COLD_OURS],
+    }
+    for name, command in commands.items():
+        elapsed = seconds_to_first_output(command, compiled)
+        if elapsed is not None:
+            yield name, ("cold start", 1, elapsed)
+
+
+def seconds_to_first_output(arguments: list[str], compiled: str) -> float | None:
+    """Of a Python process; `compiled` is a folder for its modules. None if it fails without output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = compiled
     command = [sys.executable, "-c", *arguments]
@@ -105,60 +120,78 @@ def seconds_to_first_output(arguments: list[str], compiled: str) -> float:
         first = process.stdout.read(1)
         elapsed = time.perf_counter() - started
         process.stdout.read()
-    assert first
-    assert process.returncode == 0
-    return elapsed
+    return elapsed if first and process.returncode == 0 else None
+
+
+def peers(path: Path, threads: int) -> list[Peer]:
+    """Those that are installed."""
+    found: list[Peer] = []
+    for kind in (IkLlamaCpp, LlamaCpp):
+        try:
+            found.append(kind(path, threads, POSITIONS))
+        except ImportError as error:
+            print(f"{kind.name}: {error}; left out")
+    return found
+
+
+def records_of(times: dict[tuple[str, str, int], list[float]]) -> list[dict[str, Any]]:
+    return [
+        {"what": what, "who": who, "tokens": tokens, "seconds": statistics.median(values), "rounds": len(values)}
+        for (what, who, tokens), values in times.items()
+    ]
+
+
+def lines(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Each record, and how many times as fast as the best peer it is."""
+    theirs = {record["what"]: record["seconds"] for record in records if record["who"] == BEST_PEER}
+    for record in records:
+        what, took = record["what"], record["seconds"]
+        figure = f"{took:.3f} s" if what == "cold start" else f"{record['tokens'] / took:.1f} tok/s"
+        ratio = f"{theirs[what] / took:.2f} times {BEST_PEER}" if what in theirs else ""
+        yield f"{what:24} {record['who']:16} {figure:>14}   {ratio}"
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The new results, and the old records and peers that they do not have."""
+    measured = {(record["what"], record["who"]) for record in new["records"]}
+    kept = [record for record in old["records"] if (record["what"], record["who"]) not in measured]
+    about = new["about"] | {"peers": old["about"]["peers"] | new["about"]["peers"]}
+    return {"about": about, "records": kept + new["records"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--only",
-        choices=("generation", "prompt", "cold start"),
-        help="measure one of them, and keep the others' records",
-    )
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS)
     parser.add_argument("--json", metavar="FILE", help="write the records there")
     arguments = parser.parse_args()
     threads, path = arguments.threads, default_model()
     _cpu.set_threads(threads)
-    contenders: dict[str, Any] = {"llama.cpp": LlamaCpp(path, threads)}
-    model = load(path, device="cpu")
-    contenders |= {f"billfish {a}": Ours(model, a) for a in ACTIVATIONS}
-    tokens = np.random.default_rng(0).integers(100, 40000, PROMPT_TOKENS).tolist()
-    times: dict[tuple[str, str], list[float]] = {}
-    compiled = tempfile.TemporaryDirectory()
-    for round_ in range(arguments.rounds + 1):  # the first warms up
-        for name, contender in contenders.items():
-            work = {
-                "generation": lambda c=contender: c.generate(tokens[:GENERATED_TOKENS]),
-                "prompt": lambda c=contender: c.prompt(tokens),
-            }
-            for kind, call in work.items():
-                if arguments.only in (None, kind):
-                    elapsed = seconds(call)
-                    if round_:
-                        times.setdefault((kind, name), []).append(elapsed)
-        if arguments.only in (None, "cold start"):
-            for name, command in {
-                "llama.cpp": [COLD_THEIRS, str(path), str(threads), PROMPT],
-                "billfish q16": [COLD_OURS],
-            }.items():
-                elapsed = seconds_to_first_output(command, compiled.name)
-                if round_:
-                    times.setdefault(("cold start", name), []).append(elapsed)
-    count = {"generation": GENERATED_TOKENS, "prompt": PROMPT_TOKENS, "cold start": 1}
-    records = []
-    for kind in dict.fromkeys(kind for kind, _ in times):
-        theirs = statistics.median(times[kind, "llama.cpp"])
-        for (k, name), values in times.items():
-            if k == kind:
-                median = statistics.median(values)
-                record = {"what": kind, "who": name, "seconds": median, "ratio": theirs / median}
-                records.append({**record, "rounds": arguments.rounds})
-                figure = f"{median:.3f} s" if kind == "cold start" else f"{count[kind] / median:.1f} tok/s"
-                print(f"{kind:12} {name:16} {figure:>14}   {theirs / median:.2f} times llama.cpp")
+    model, found = load(path, device="cpu"), peers(path, threads)
+    contenders = [*found, *(Ours(model, activations, POSITIONS) for activations in arguments.activations)]
+    tokens = np.random.default_rng(0).integers(100, 40000, LONG_PROMPT).tolist()
+    times: dict[tuple[str, str, int], list[float]] = {}
+
+    def note(who: str, timing: Timing) -> None:
+        what, count, elapsed = timing
+        times.setdefault((what, who, count), []).append(elapsed)
+
+    for contender in contenders:  # to warm up
+        list(short_texts(contender, tokens))
+    with tempfile.TemporaryDirectory() as compiled:
+        if "cold start" in arguments.only:
+            list(cold_starts(path, threads, compiled))
+        for _ in range(arguments.rounds):
+            for group, measure in MEASUREMENTS.items():
+                for contender in contenders if group in arguments.only else ():
+                    for timing in measure(contender, tokens):
+                        note(contender.name, timing)
+            for who, timing in cold_starts(path, threads, compiled) if "cold start" in arguments.only else ():
+                note(who, timing)
+    records = records_of(times)
+    print("\n".join(lines(records)))
     if arguments.json:
         about = {
             "machine": platform.machine(),
@@ -166,13 +199,13 @@ def main() -> None:
             "threads": threads,
             "kernels": model.decoder.kernels,
             "billfish": billfish.__version__,
-            "peer": contenders["llama.cpp"].version,
+            "peers": {peer.name: {"version": peer.version, "date": time.strftime("%Y-%m-%d")} for peer in found},
             "model": path.name,
         }
-        path = Path(arguments.json)
-        others = json.loads(path.read_text())["records"] if arguments.only and path.exists() else []
-        records = [record for record in others if record["what"] != arguments.only] + records
-        write_atomically(path, (json.dumps({"about": about, "records": records}, indent=1) + "\n").encode())
+        results, file = {"about": about, "records": records}, Path(arguments.json)
+        if file.exists():
+            results = merged(json.loads(file.read_text()), results)
+        write_atomically(file, (json.dumps(results, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -39,25 +39,47 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n\n"
 
 
-def speed(results: Results) -> str:
-    """How fast, beside llama.cpp."""
+PEERS = ("llama.cpp", "ik_llama.cpp")
+COLD = "cold start to the first token, prompt of 20 tokens"
+ROWS = {
+    "generation": "128 tokens, empty context",
+    "generation after 1024": "32 tokens after 1024",
+    "generation after 4096": "32 tokens after 4096",
+    "prompt of 512": "prompt of 512 tokens",
+    "prompt of 4096": "prompt of 4096 tokens",
+    "streams: 1": "one stream",
+    **{f"streams: {n}": f"{n} streams together" for n in (2, 4, 8, 16)},
+    "cold start": COLD,
+}
+
+
+def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
+    """How fast, beside llama.cpp and ik_llama.cpp; in brackets, times as fast as the second."""
     about, records = results["about"], {(r["what"], r["who"]): r for r in results["records"]}
-    names = {"generation": "128 tokens, empty context", "prompt": "prompt of 512 tokens"}
-    counts = {"generation": 128, "prompt": 512}
-    who = ["llama.cpp", *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
-    rows = [[f"{about['cpu']}, {about['threads']} threads", "llama.cpp", "q8", "q16", "exact"]]
-    for what in ("generation", "prompt", "cold start"):
-        cells = []
+    who = [*PEERS, *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
+    lines = [[f"{about['cpu']}, {about['threads']} threads", *PEERS, "q8", "q16", "exact"]]
+    for what in rows:
+        cells, best = [], records[what, PEERS[-1]]["seconds"]
         for name in who:
             record = records.get((what, name))
             if record is None:
                 cells.append("")
                 continue
             seconds = record["seconds"]
-            cell = f"{counts[what] / seconds:.0f} tok/s" if what in counts else f"{seconds:.2f} s"
-            cells.append(cell if name == "llama.cpp" else f"{cell} ({record['ratio']:.2f})")
-        rows.append([names.get(what, "cold start to the first token, prompt of 20 tokens"), *cells])
-    return table(rows)
+            cell = f"{seconds:.2f} s" if what == "cold start" else f"{record['tokens'] / seconds:.0f} tok/s"
+            cells.append(cell if name in PEERS else f"{cell} ({best / seconds:.2f})")
+        lines.append([ROWS[what], *cells])
+    return table(lines)
+
+
+def speed_in_short(results: Results) -> str:
+    return speed(results, ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start"))
+
+
+def peers(results: Results) -> str:
+    """Whose figures the peers' columns are."""
+    found = results["about"]["peers"]
+    return "Peers: " + ", ".join(f"{found[name]['version']} ({found[name]['date']})" for name in PEERS) + "."
 
 
 def token(results: Results) -> str:
@@ -110,7 +132,8 @@ LLM, INSIDE, VLLM = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md"
 SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 PASSAGES = (
     Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
-    Passage("README.md", "llm_neoverse_n1.json", SPEED, speed),
+    Passage(LLM, "llm_neoverse_n1.json", r"Peers: [^\n]*\.", peers),
+    Passage("README.md", "llm_neoverse_n1.json", SPEED, speed_in_short),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
     Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),

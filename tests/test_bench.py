@@ -40,6 +40,8 @@ RECORD_KEYS = {
     "weight_gbps",
     "limit_fraction",
     "peers",
+    "error",
+    "peer_errors",
 }
 FAKE = Limits(1e9, 4e9, 1e9)
 
@@ -89,7 +91,7 @@ def test_one_record_for_each_measurement(peers):
     assert len(asked) == len(report.records)
     assert ("fp4:16", "q16", 17, 256, 7) in asked
     lines = out.getvalue().splitlines()
-    assert len(lines) == 1 + len(report.records) + 1
+    assert len(lines) == 1 + len(report.records) + 2
     assert ("numpy" in lines[0]) == (peers == "numpy")
     assert lines[-1] == "limits: memory 1 GB/s, int8 4 GOP/s, float32 1 GOP/s"
 

@@ -25,6 +25,7 @@ from billfish.activations import ACTIVATIONS
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.bench.cuda import CudaEngine
 from billfish.bench.engines import CpuEngine, Engine, MetalEngine
+from billfish.bench.errors import OUTLIER, errors
 from billfish.bench.limits import Limits, machine
 from billfish.bench.peers import Case, Peer, Prepared
 from billfish.bench.peers.turns import take_turns
@@ -197,8 +198,9 @@ class Bench:
             for m in rows:
                 what = f"{case.label} {case.activations} {case.k}x{case.n} M={m}"
                 self._draw(_bar(len(self.report.records), total, what))
-                seconds = self._time(case, m, prepared)
-                yield self._record(case, m, nbytes, seconds.pop(OURS), seconds)
+                seconds, found = self._time(case, m, prepared)
+                record = self._record(case, m, nbytes, seconds.pop(OURS), seconds)
+                yield record | {"error": found.pop(OURS), "peer_errors": found}
 
     def _prepare(self, peer: Peer, case: Case, cold_bytes: int) -> Prepared | None:
         able, reason = peer.can_run(case)
@@ -212,7 +214,10 @@ class Bench:
             self._note(f"{peer.name}: failed for {case.label} {case.activations}: {reason}")
             return None
 
-    def _time(self, case: Case, m: int, prepared: dict[str, Prepared]) -> dict[str, float]:
+    def _time(
+        self, case: Case, m: int, prepared: dict[str, Prepared]
+    ) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+        """Seconds, and the errors of those who multiply with the weights of the case itself."""
         x = np.random.default_rng(1).standard_normal((m, case.k), dtype=np.float32)
         chosen = {}
         for name, contender in prepared.items():
@@ -234,7 +239,8 @@ class Bench:
                 del times[name]
             elif m >= COLD_ROWS:  # where time grows with M
                 self.row_seconds[case, name] = times[name] / m
-        return times
+        alike = [name for name in times if ":" not in name]
+        return times, {name: errors(case, x, chosen[name]) for name in alike}
 
     def _record(self, case: Case, m: int, nbytes: int, seconds: float, peers: dict[str, float]) -> dict[str, Any]:
         operations = 2 * m * case.k * case.n
@@ -297,12 +303,20 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
     return report
 
 
+ABOUT_ERRORS = (
+    "error: against float64, in root mean squares; behind the stroke, with one value of x that is "
+    f"{OUTLIER:.0f} times the others, of what these give"
+)
+
+
 def print_table(report: Report, out: TextIO) -> None:
-    """Times in milliseconds, and behind each peer's how many times ours it is: above 1, we are faster."""
+    """Times in milliseconds, and behind each peer's how many times ours it is: above 1, we are faster. Then errors."""
     names = list(dict.fromkeys(name for record in report.records for name in record["peers"]))
-    rows = [["format", "x", "KxN", "M", "GOP/s", "GB/s", "limit", f"{OURS} ms", *names, "best peer"]]
+    beside = [column for name in names for column in (name, "error")]
+    rows = [["format", "x", "KxN", "M", "GOP/s", "GB/s", "limit", f"{OURS} ms", "error", *beside, "best peer"]]
     for record in report.records:
-        peers, ours = record["peers"], record["seconds"]
+        peers, ours, found = record["peers"], record["seconds"], record["peer_errors"]
+        times = {name: f"{seconds * 1e3:.4g} ({seconds / ours:.2f})" for name, seconds in peers.items()}
         rows.append(
             [
                 record["format"],
@@ -313,9 +327,15 @@ def print_table(report: Report, out: TextIO) -> None:
                 f"{record['weight_gbps']:.3g}",
                 f"{record['limit_fraction']:.0%}",
                 f"{ours * 1e3:.4g}",
-                *(f"{peers[name] * 1e3:.4g} ({peers[name] / ours:.2f})" if name in peers else "-" for name in names),
+                _error_cell(record["error"]),
+                *(cell for name in names for cell in (times.get(name, "-"), _error_cell(found.get(name)))),
                 f"{min(peers.values()) / ours:.2f}" if peers else "-",
             ]
         )
     tables.print_table(rows, out, left=3, keys=4)
+    print(ABOUT_ERRORS, file=out)
     print(report.limits, file=out)
+
+
+def _error_cell(found: tuple[float, float] | None) -> str:
+    return "-" if found is None else " / ".join(f"{each:.2g}" for each in found)

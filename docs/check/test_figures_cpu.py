@@ -88,3 +88,12 @@ def test_ratios_of_the_readme():
     for name, cells in rows:
         own = [record for record in records if record["format"] == name]
         assert cells == " | ".join(f"{min(r['peers'].values()) / r['seconds']:.2f}" for r in own)
+
+
+def test_errors_of_ours_and_of_peers():
+    name, rows = "cpu_neoverse_n1_errors.json", []
+    for record in recorded(name)["records"]:
+        found = {"billfish": record["error"], **record["peer_errors"]}
+        cells = [" / ".join(f"{e:.2g}" for e in found.get(who, ())) for who in ("billfish", "ggml", "onnxruntime")]
+        rows.append(f"| {record['format']} | {record['m']} | {' | '.join(cells)} |")
+    assert rows_after(page("docs/cpu.md"), name) == rows

@@ -64,6 +64,7 @@ struct __m512 : Lanes<64> {};
   LANEWISE(prefix##_add_ps, floats, float, +)                                                                                            \
   LANEWISE(prefix##_sub_ps, floats, float, -)                                                                                            \
   LANEWISE(prefix##_mul_ps, floats, float, *)                                                                                            \
+  LANEWISE(prefix##_div_ps, floats, float, /)                                                                                            \
   SHIFTED(prefix##_slli_epi16, integers, uint16_t, <<)                                                                                   \
   SHIFTED(prefix##_srli_epi16, integers, uint16_t, >>)                                                                                   \
   SHIFTED(prefix##_srai_epi16, integers, int16_t, >>)                                                                                    \

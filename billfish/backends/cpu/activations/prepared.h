@@ -32,29 +32,30 @@ class Prepared {
     }
   }
 
-  // Some of the rows, eight at the most, and some of their blocks.
+  // How many rows go side by side: a part is of whole bundles.
+  int64_t bundle() const { return digits_ > 0 ? integers.lanes : exact.lanes; }
+
+  // Some of the rows, and some of their blocks.
   struct Part {
     int64_t first_row, rows, first_block, last_block;
   };
 
-  // x [rows, k] of a part, in the order of the weights' columns.
-  void put(const float* x, const Part& part) {
+  // x [k] of one row of a part, in the order of the weights' columns; finish() comes after all of them.
+  void put(const float* x, int64_t number, const Part& part) {
     const int64_t k = kind_.k;
     std::vector<float> ordered(kind_.order ? size_t(k) : 0);
-    for (int64_t i = 0; i < part.rows; i++) {
-      const float* row = x + i * k;
-      if (kind_.order) {
-        for (int64_t j = 0; j < k; j++) ordered[size_t(j)] = row[kind_.order[j]];
-        row = ordered.data();
-      }
-      if (digits_ > 0) level_->quantize_row(row, k, integers, part.first_row + i, part.first_block, part.last_block);
-      else level_->lay_out_row(row, k, exact, part.first_row + i, part.first_block, part.last_block);
+    const float* row = x;
+    if (kind_.order) {
+      for (int64_t j = 0; j < k; j++) ordered[size_t(j)] = row[kind_.order[j]];
+      row = ordered.data();
     }
-    if (digits_ > 0) finish(part);
+    if (digits_ > 0) level_->quantize_row(row, k, integers, number, part.first_block, part.last_block);
+    else level_->lay_out_row(row, k, exact, number, part.first_block, part.last_block);
   }
 
-  // Where rows have been put into `integers` by somebody else.
+  // When all rows of a part have been put, or have come into `integers` by somebody else.
   void finish(const Part& part) {
+    if (digits_ == 0) return;
     const int64_t lanes = integers.lanes, last = part.first_row + part.rows;
     level_->finish_x(kind_, integers, part.first_row / lanes, (last + lanes - 1) / lanes, part.first_block, part.last_block);
   }
@@ -88,16 +89,16 @@ class Prepared {
   std::vector<uint8_t> wide_;
 };
 
-// f(part) for m rows eight by eight, on several threads. Where there are fewer eights than threads, each thread gets some of the
-// blocks, if `cut`.
-template <class F> void for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
-  const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
-  parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
+// f(part) for m rows bundle by bundle, on several threads. Where there are fewer bundles than threads, each thread gets some of the
+// blocks, if `cut` and they are worth a hand-over.
+template <class F> void for_each_part(int64_t m, int64_t bundle, int64_t blocks, bool cut, F f) {
+  const int64_t bundles = (m + bundle - 1) / bundle, cuts = !cut || bundles == 0 || m * blocks < 64 ? 1 : std::min<int64_t>(blocks, (threads() + bundles - 1) / bundles);
+  parallel_for(bundles * cuts, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
-      const int64_t row = i / cuts * 8, nth = i % cuts;
-      f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts});
+      const int64_t row = i / cuts * bundle, nth = i % cuts;
+      f(Prepared::Part{row, std::min<int64_t>(bundle, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts});
     }
-  });
+  }, 1);
 }
 
 }  // namespace billfish

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "activations/prepared.h"
@@ -27,13 +28,13 @@ class Rows {
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
     expect(weights);
-    for_each_part(m_, blocks_of(k_), false, [&](const Prepared::Part& part) { fill_part(part, make); });
+    for_each_part(m_, bundle(), blocks_of(k_), false, [&](const Prepared::Part& part) { fill_part(part, make); });
   }
 
   // The same with x [m, k] that is there already.
   void take(const std::vector<const Weights*>& weights, const float* x) {
     expect(weights);
-    for_each_part(m_, blocks_of(k_), true, [&](const Prepared::Part& part) { put(x + part.first_row * k_, part); });
+    for_each_part(m_, bundle(), blocks_of(k_), true, [&](const Prepared::Part& part) { put(part, [&](int64_t row) { return x + row * k_; }); });
   }
 
   // y = x W^T + bias for several W, whose tiles are shared out among the threads together.
@@ -61,9 +62,11 @@ class Rows {
   }
 
   template <class Make> void fill_part(const Prepared::Part& part, Make make) {
-    std::vector<float> made(size_t(k_ * part.rows));
-    for (int64_t i = 0; i < part.rows; i++) make(part.first_row + i, made.data() + i * k_);
-    put(made.data(), part);
+    const std::unique_ptr<float[]> made(new float[size_t(k_)]);  // not zeros, as a vector's
+    put(part, [&](int64_t row) {
+      make(row, made.get());
+      return made.get();
+    });
   }
 
   // Tiles [first, last) of a product.
@@ -92,9 +95,20 @@ class Rows {
     return p;
   }
 
-  // x [rows, k] of a part.
-  void put(const float* x, const Prepared::Part& part) {
-    for (Prepared* prepared : wanted_) prepared->put(x, part);
+  // The rows of a part, of which row_of(number) gives one [k] at a time.
+  template <class RowOf> void put(const Prepared::Part& part, RowOf row_of) {
+    for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
+      const float* x = row_of(row);
+      for (Prepared* prepared : wanted_) prepared->put(x, row, part);
+    }
+    for (Prepared* prepared : wanted_) prepared->finish(part);
+  }
+
+  // Rows that one thread prepares: bundles of all kinds are whole, as they have one row or four.
+  int64_t bundle() const {
+    int64_t rows = 1;
+    for (const Prepared* prepared : wanted_) rows = std::max(rows, prepared->bundle());
+    return rows;
   }
 
   int64_t tiles_of(const Weights& w) const { return (w.n + level_->tile_rows - 1) / level_->tile_rows; }

@@ -214,7 +214,7 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   const Computing computing;
   Prepared x;
   x.begin(level, w, m, 1);
-  for_each_part(m, blocks, true, [&](const Prepared::Part& part) {
+  for_each_part(m, x.bundle(), blocks, true, [&](const Prepared::Part& part) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
       const RowOfX out(x.integers, row);
       if (part.first_block == 0) out.set_power(1);

@@ -23,51 +23,67 @@ inline void begin_seen(float* seen, int64_t rows, int64_t stride) {
   for (int64_t row = 0; row < rows; row++) seen[row * stride + LARGEST] = -INFINITY;
 }
 
-// Scores [CACHE_BLOCK] of a block, of which the row sees those from `first` to before `last`, to weights; the others' are 0.
-inline void weigh(float* scores, int64_t first, int64_t last, float* seen, int64_t head_size) {
-  if (first >= last) {
-    std::fill_n(scores, CACHE_BLOCK, 0.0f);
-    return;
-  }
+constexpr int VECTORS16 = COLUMNS / LANES;  // that go together, as one would wait for itself
+
+// Of scores of a block, the row sees those from `first` to before `last`, some at least. The others up to `count`, which is at least `last` and a
+// multiple of 16, become -infinity. What it returns is the largest of all that the row has seen.
+inline float see_scores(float* scores, int64_t first, int64_t last, int64_t count, const float* seen) {
   std::fill(scores, scores + first, -INFINITY);
-  std::fill(scores + last, scores + CACHE_BLOCK, -INFINITY);
-  constexpr int VECTORS16 = COLUMNS / LANES;  // as many at a time, as one would wait for itself
-  Floats largest[VECTORS16], sums[VECTORS16];
-  unroll<VECTORS16>([&](auto c) { largest[c] = splat(seen[LARGEST]), sums[c] = splat(0); });
-  for (int64_t i = 0; i < CACHE_BLOCK; i += COLUMNS)
-    unroll<VECTORS16>([&](auto c) { largest[c] = larger(largest[c], load_floats(scores + i + c * LANES)); });
-  float sixteen[COLUMNS];
-  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, largest[c]); });
-  const float top = *std::max_element(sixteen, sixteen + COLUMNS);
-  for (int64_t i = 0; i < CACHE_BLOCK; i += COLUMNS)
-    unroll<VECTORS16>([&](auto c) {
-      const Floats weight = exponential(add(load_floats(scores + i + c * LANES), splat(-top)));
-      store_floats(scores + i + c * LANES, weight);
-      sums[c] = add(sums[c], weight);
-    });
-  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, sums[c]); });
-  std::fill(scores, scores + first, 0.0f);  // exponential() has a least number that is not 0, though nothing beside a sum of 1 or more
-  std::fill(scores + last, scores + CACHE_BLOCK, 0.0f);
+  std::fill(scores + last, scores + count, -INFINITY);
+  Floats top[VECTORS16];
+  unroll<VECTORS16>([&](auto c) { top[c] = splat(seen[LARGEST]); });
+  for (int64_t i = 0; i < count; i += COLUMNS)
+    unroll<VECTORS16>([&](auto c) { top[c] = larger(top[c], load_floats(scores + i + c * LANES)); });
+  for (int c = 1; c < VECTORS16; c++) top[0] = larger(top[0], top[c]);
+  return largest(top[0]);
+}
+
+// The scores become weights, e^(score - top), and 0 where the row does not see.
+inline void weigh(float* scores, int64_t first, int64_t last, int64_t count, float top, float* seen, int64_t head_size) {
+  Floats sums[VECTORS16];
+  unroll<VECTORS16>([&](auto c) { sums[c] = splat(0); });
+  const Floats minus_top = splat(-top);
+  for (int64_t i = 0; i < count; i += COLUMNS) {
+    Floats weights[VECTORS16];
+    unroll<VECTORS16>([&](auto c) { weights[c] = add(load_floats(scores + i + c * LANES), minus_top); });
+    exponentials(weights);
+    unroll<VECTORS16>([&](auto c) { store_floats(scores + i + c * LANES, weights[c]), sums[c] = add(sums[c], weights[c]); });
+  }
+  std::fill(scores, scores + first, 0.0f);  // exponentials() have a least number that is not 0, though nothing beside a sum of 1 or more
+  std::fill(scores + last, scores + count, 0.0f);
   if (top > seen[LARGEST]) {
     const float factor = exponential(seen[LARGEST] - top);
     seen[LARGEST] = top, seen[TOTAL] *= factor;
     for (int64_t i = OUT; i < OUT + head_size; i++) seen[i] *= factor;
   }
+  float sixteen[COLUMNS];
+  unroll<VECTORS16>([&](auto c) { store_floats(sixteen + c * LANES, sums[c]); });
   seen[TOTAL] += total_of(sixteen);
 }
 
 // T rows see one block. sight: relative to the block.
 template <int T, class Number>
 void see_block(const float* q, int64_t q_stride, const Number* keys, const Number* values, const Sight& sight, int64_t head_size, float* seen) {
-  const int64_t stride = OUT + head_size, count = std::min(CACHE_BLOCK, sight.seen + (T - 1) * sight.more);  // that some row sees
-  alignas(64) float scores[T * CACHE_BLOCK] = {};
-  for (int64_t i = 0; i < count; i += COLUMNS) combine<T>(q, q_stride, keys + i * head_size, head_size, scores + i, CACHE_BLOCK);
-  if (sight.cap > 0) soften(scores, T * CACHE_BLOCK, sight.cap);
-  for (int t = 0; t < T; t++)
-    weigh(scores + t * CACHE_BLOCK, std::max<int64_t>(sight.behind + t * sight.more, 0), std::min(CACHE_BLOCK, sight.seen + t * sight.more),
-          seen + t * stride, head_size);
-  const int64_t padded = (count + 3) / 4 * 4;
-  for (int64_t i = 0; i < head_size; i += COLUMNS) combine<T>(scores, CACHE_BLOCK, values + i * CACHE_BLOCK, padded, seen + OUT + i, stride);
+  const int64_t stride = OUT + head_size, some = std::min(CACHE_BLOCK, sight.seen + (T - 1) * sight.more);  // that some row sees
+  const int64_t count = (some + COLUMNS - 1) / COLUMNS * COLUMNS;
+  alignas(64) float scores[T * CACHE_BLOCK];
+  for (int64_t i = 0; i < count; i += COLUMNS) combine<T, true>(q, q_stride, keys + i * head_size, head_size, scores + i, CACHE_BLOCK);
+  // First the largest scores of all rows, then the weights: no row waits for another's.
+  int64_t first[T], last[T];
+  float top[T];
+  for (int t = 0; t < T; t++) {
+    float* row = scores + t * CACHE_BLOCK;
+    if (sight.cap > 0) soften(row, count, sight.cap);
+    first[t] = std::max<int64_t>(sight.behind + t * sight.more, 0), last[t] = std::min(CACHE_BLOCK, sight.seen + t * sight.more);
+    if (first[t] < last[t]) top[t] = see_scores(row, first[t], last[t], count, seen + t * stride);
+  }
+  for (int t = 0; t < T; t++) {
+    float* row = scores + t * CACHE_BLOCK;
+    if (first[t] < last[t]) weigh(row, first[t], last[t], count, top[t], seen + t * stride, head_size);
+    else std::fill_n(row, count, 0.0f);
+  }
+  const int64_t padded = (some + 3) / 4 * 4;
+  for (int64_t i = 0; i < head_size; i += COLUMNS) combine<T, false>(scores, CACHE_BLOCK, values + i * CACHE_BLOCK, padded, seen + OUT + i, stride);
 }
 
 template <class Number>
@@ -160,7 +176,8 @@ template <class Number> void store(Number* keys, Number* values, int64_t positio
   Number* key = keys + block + inside / COLUMNS * COLUMNS * head_size + inside % COLUMNS;
   Number* value = values + block + inside * COLUMNS;
   for (int64_t i = 0; i < head_size; i++) put_number(k[i], key + i * COLUMNS);
-  for (int64_t i = 0; i < head_size; i++) put_number(v[i], value + i / COLUMNS * COLUMNS * CACHE_BLOCK + i % COLUMNS);
+  for (int64_t i = 0; i < head_size; i += COLUMNS)
+    for (int j = 0; j < COLUMNS; j++) put_number(v[i + j], value + i * CACHE_BLOCK + j);
 }
 
 // k and v [head_size] of a position go into the cache.

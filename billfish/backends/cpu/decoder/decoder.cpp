@@ -82,10 +82,6 @@ class Stopwatch {
   std::chrono::steady_clock::time_point last_;
 };
 
-void add_to(float* x, const float* more, float scale, int64_t count) {
-  for (int64_t i = 0; i < count; i++) x[i] += more[i] * scale;
-}
-
 // Of all rows [m, pairs], for one Rotation.
 struct Angles {
   std::vector<float> cosine, sine;
@@ -128,7 +124,7 @@ class Pass {
     watch_.lap(ROTATE);
     parallel_for(int64_t(blocks_.size()), [&](int64_t first, int64_t last) {
       for (int64_t unit = first; unit < last; unit++) attend(layer, number, blocks_[size_t(unit)]);
-    });
+    }, 1);
     parallel_for(int64_t(sliced_.size()), [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; i++) gather(layer, sliced_[size_t(i)]);
     });
@@ -159,7 +155,7 @@ class Pass {
   void take_in(int64_t row) {
     float* added = added_.data() + row * s_.hidden;
     if (after_) kernels_.normalize(added, after_, s_.epsilon, s_.hidden, added);
-    add_to(x_ + row * s_.hidden, added, s_.residual_scale, s_.hidden);
+    kernels_.add_scaled(x_ + row * s_.hidden, added, s_.residual_scale, s_.hidden);
   }
 
   // The same for all rows; then x is normalized for the next part.
@@ -204,7 +200,7 @@ class Pass {
     const Place& place = places_[size_t(row)];
     float *q = q_.data() + row * q_size_, *k = k_.data() + row * kv_size_;
     turn(layer, row, q, s_.heads, layer.vectors.q_norm);
-    for (int64_t i = 0; i < q_size_; i++) q[i] *= s_.query_scale;
+    kernels_.scale(q, s_.query_scale, q_size_);
     turn(layer, row, k, s_.kv_heads, layer.vectors.k_norm);
     for (int64_t h = 0; h < s_.kv_heads; h++)
       kernels_.store(head_cache(*place.cache, number, h), place.position, k + h * s_.head_size, v_.data() + row * kv_size_ + h * s_.head_size, s_.head_size);
@@ -296,7 +292,7 @@ class Pass {
       for (int64_t row = first; row < last; row++) {
         double score = 0;
         for (int64_t i = 0; i < s_.hidden; i++) score += double(normal_[size_t(row * s_.hidden + i)]) * double(shared_gate[i]);
-        add_to(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
+        kernels_.add_scaled(added_.data() + row * s_.hidden, more.data() + row * s_.hidden, float(1 / (1 + std::exp(-score))), s_.hidden);
       }
     });
   }

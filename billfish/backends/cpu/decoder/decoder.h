@@ -104,6 +104,8 @@ struct Sight {
 // The parts that are not products, for one ISA level; see decoder/kernels.h.
 struct DecoderKernels {
   void (*normalize)(const float* x, const float* weight, float epsilon, int64_t count, float* out);
+  void (*add_scaled)(float* x, const float* more, float scale, int64_t count);
+  void (*scale)(float* x, float factor, int64_t count);
   void (*rotate)(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent);
   // Attention; see decoder/attention.h.
   void (*store)(const HeadCache& cache, int64_t position, const float* k, const float* v, int64_t head_size);

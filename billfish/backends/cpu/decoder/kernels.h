@@ -30,13 +30,28 @@ inline void normalize(const float* x, const float* weight, float epsilon, int64_
     for (int j = 0; j < COLUMNS; j++) out[i + j] = x[i + j] * scale * weight[i + j];
 }
 
-inline void rotate(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent) {
-  const int64_t stride = adjacent ? 2 : 1, other = adjacent ? 1 : pairs;
+// x += more * scale.
+inline void add_scaled(float* x, const float* more, float scale, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] += more[i] * scale;
+}
+
+// The numbers of a pair are side by side where it is ADJACENT, else `pairs` apart.
+template <bool ADJACENT> inline void rotate(float* head, const float* cosine, const float* sine, int64_t pairs) {
+  float* other = head + (ADJACENT ? 1 : pairs);
   for (int64_t i = 0; i < pairs; i++) {
-    const float a = head[i * stride], b = head[i * stride + other];
-    head[i * stride] = a * cosine[i] - b * sine[i];
-    head[i * stride + other] = a * sine[i] + b * cosine[i];
+    const int64_t at = ADJACENT ? 2 * i : i;
+    const float a = head[at], b = other[at];
+    head[at] = a * cosine[i] - b * sine[i];
+    other[at] = a * sine[i] + b * cosine[i];
   }
+}
+
+inline void rotate(float* head, const float* cosine, const float* sine, int64_t pairs, bool adjacent) {
+  (adjacent ? rotate<true> : rotate<false>)(head, cosine, sine, pairs);
+}
+
+inline void scale(float* x, float factor, int64_t count) {
+  for (int64_t i = 0; i < count; i++) x[i] *= factor;
 }
 
 // float16 numbers as a cache has them.
@@ -46,15 +61,15 @@ struct Half {
 inline Floats load_numbers(const float* p) { return load_floats(p); }
 inline Floats load_numbers(const Half* p) { return halves_to_floats(reinterpret_cast<const uint8_t*>(p)); }
 
-// out [T][16] += coefficients [T][count] rows [count][16]: the inner loop of both halves of attention. Rows lie one behind the other, and
-// `count` is a multiple of 4. Every sum is added up in the order of the rows, so it does not depend on T.
-template <int T, class Number>
+// out [T][16] += coefficients [T][count] rows [count][16], or where it is FRESH, out = that: the inner loop of both halves of attention. Rows lie
+// one behind the other, and `count` is a multiple of 4. Every sum is added up in the order of the rows, so it does not depend on T.
+template <int T, bool FRESH, class Number>
 __attribute__((flatten)) inline void combine(const float* coefficients, int64_t coefficient_stride, const Number* rows, int64_t count, float* out,
                                              int64_t out_stride) {
   constexpr int VECTORS16 = COLUMNS / LANES;
   Floats total[T][VECTORS16];
   auto each = [&](auto f) { unroll<T>([&](auto t) { unroll<VECTORS16>([&](auto c) { f(t, c); }); }); };
-  each([&](auto t, auto c) { total[t][c] = load_floats(out + t * out_stride + c * LANES); });
+  each([&](auto t, auto c) { total[t][c] = FRESH ? splat(0) : load_floats(out + t * out_stride + c * LANES); });
   for (int64_t i = 0; i < count; i += 4) {
     FloatActivations coefficients_now[T];
     unroll<T>([&](auto t) { coefficients_now[t] = load_x(coefficients + t * coefficient_stride + i); });

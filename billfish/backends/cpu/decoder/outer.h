@@ -16,8 +16,8 @@ inline void add_outer(const float* x, const float* columns, int64_t rows, int64_
   std::fill_n(side, padded * COLUMNS, 0.0f);
   for (int64_t row = 0; row < rows; row++) std::copy(x + row * k + first, x + row * k + last, side + row * COLUMNS);
   for (int64_t i = 0; i < last; i += TOGETHER) {
-    float tile[TOGETHER * COLUMNS] = {};
-    combine<TOGETHER>(columns + i * padded, padded, side, padded, tile, COLUMNS);
+    float tile[TOGETHER * COLUMNS];
+    combine<TOGETHER, true>(columns + i * padded, padded, side, padded, tile, COLUMNS);
     for (int64_t t = 0; t < std::min<int64_t>(TOGETHER, k - i); t++)
       for (int64_t j = first; j < last; j++) sums[(i + t) * k + j] += tile[t * COLUMNS + j - first];
   }

@@ -10,21 +10,35 @@ namespace BILLFISH_ISA {
 using billfish::Gate;
 
 constexpr float CLAMP = 7.0f, STEEPNESS = 1.702f;  // of clamped_silu
+constexpr int GATES_TOGETHER = 16, GATE_VECTORS = GATES_TOGETHER / LANES;
 
-// SiLU is g sigmoid(g). GELU by its tanh formula is g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)).
-template <Gate GATE> inline float opened(float g, float u) {
-  if constexpr (GATE == Gate::clamped_silu) g = std::min(g, CLAMP), u = std::min(std::max(u, -CLAMP), CLAMP) + 1.0f;
-  const float z = GATE == Gate::gelu ? g * (1.59576912f + 0.0713548163f * (g * g)) : GATE == Gate::clamped_silu ? STEEPNESS * g : g;
-  return g / (1.0f + exponential(-z)) * u;
+inline Floats negative(Floats x) { return multiply(x, splat(-1)); }
+inline Floats at_most(float top, Floats x) { return negative(larger(splat(-top), negative(x))); }
+
+// Sixteen of them. SiLU is g sigmoid(g). GELU by its tanh formula is g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)).
+template <Gate GATE> inline void open_sixteen(const float* gate, const float* up, float* out) {
+  Floats g[GATE_VECTORS], u[GATE_VECTORS], e[GATE_VECTORS];
+  const auto each = [](auto f) { unroll<GATE_VECTORS>(f); };
+  each([&](auto i) { g[i] = load_floats(gate + i * LANES), u[i] = load_floats(up + i * LANES); });
+  if constexpr (GATE == Gate::clamped_silu) each([&](auto i) { g[i] = at_most(CLAMP, g[i]), u[i] = add(at_most(CLAMP, larger(splat(-CLAMP), u[i])), splat(1)); });
+  each([&](auto i) {
+    Floats z = g[i];
+    if constexpr (GATE == Gate::gelu) z = multiply(z, multiply_add(splat(1.59576912f), multiply(z, z), splat(0.0713548163f)));
+    if constexpr (GATE == Gate::clamped_silu) z = multiply(z, splat(STEEPNESS));
+    e[i] = negative(larger(splat(-LARGEST_EXPONENT), z));
+  });
+  exponentials(e);
+  each([&](auto i) { store_floats(out + i * LANES, multiply(divide(g[i], add(splat(1), e[i])), u[i])); });
 }
 
-// Sixteen at a time, so that a compiler makes vectors of them, and then the rest.
 template <Gate GATE> void open_all(const float* gate, const float* up, int64_t count, float* out) {
-  constexpr int together = 16;
   int64_t i = 0;
-  for (; i + together <= count; i += together)
-    for (int j = 0; j < together; j++) out[i + j] = opened<GATE>(gate[i + j], up[i + j]);
-  for (; i < count; i++) out[i] = opened<GATE>(gate[i], up[i]);
+  for (; i + GATES_TOGETHER <= count; i += GATES_TOGETHER) open_sixteen<GATE>(gate + i, up + i, out + i);
+  if (i == count) return;
+  float rest[3][GATES_TOGETHER] = {};
+  std::copy(gate + i, gate + count, rest[0]), std::copy(up + i, up + count, rest[1]);
+  open_sixteen<GATE>(rest[0], rest[1], rest[2]);
+  std::copy_n(rest[2], count - i, out + i);
 }
 
 void open_gate(const float* gate, const float* up, Gate activation, int64_t count, float* out);

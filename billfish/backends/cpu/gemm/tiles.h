@@ -35,7 +35,12 @@ inline void write_tile(const float* sums, float factor, const float* power, cons
   const int count = int(std::min<int64_t>(TILE_ROWS, n - column));
   for (int64_t row = first_row; row < last_row; row++, sums += TILE_ROWS) {
     const float times = power ? power[row] : 1.0f;
-    for (int i = 0; i < count; i++) y[row * n + column + i] = sums[i] * factor * times + (bias ? bias[column + i] : 0.0f);
+    float* out = y + row * n + column;
+    if (count == TILE_ROWS)  // nearly always, so in vectors
+      for (int i = 0; i < TILE_ROWS; i += LANES)
+        store_floats(out + i, add(multiply(multiply(load_floats(sums + i), splat(factor)), splat(times)), bias ? load_floats(bias + column + i) : splat(0)));
+    else
+      for (int i = 0; i < count; i++) out[i] = sums[i] * factor * times + (bias ? bias[column + i] : 0.0f);
   }
 }
 
@@ -59,7 +64,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
   // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
   // 1 MiB of a Neoverse-N1. At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32
   // sums of 256 rows take 16 KiB for a tile of 16, as much of the first-level cache as a decoded slice.
-  const int64_t panel = std::clamp<int64_t>((1 << 19) / (w.k * x.digits) / X_ROWS * X_ROWS, 32, 256);
+  const int64_t most = std::clamp<int64_t>((1 << 19) / (w.k * x.digits) / X_ROWS * X_ROWS, 32, 256), panel = std::min(most, (x.m + X_ROWS - 1) / X_ROWS * X_ROWS);
   const TileShape shape(w, TILE_ROWS);
   Room room;
   float* sums = room.take(panel * TILE_ROWS);

@@ -8,6 +8,6 @@
 namespace BILLFISH_ISA {
 
 extern const billfish::DecoderKernels decoder_kernels;
-const billfish::DecoderKernels decoder_kernels = {normalize, rotate, store, attend, see_slice, gather, soften, add_outer};
+const billfish::DecoderKernels decoder_kernels = {normalize, add_scaled, scale, rotate, store, attend, see_slice, gather, soften, add_outer};
 
 }  // namespace BILLFISH_ISA

@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -68,11 +69,18 @@ constexpr int SIGNED_BIAS = 128;
 constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline Floats load_constant(const float* p) { return load_floats(p); }  // see simd/neon.h
 inline void store_floats(float* p, Floats v) { _mm512_storeu_ps(p, v); }
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float largest(Floats v) {
+  float numbers[LANES];
+  store_floats(numbers, v);
+  return *std::max_element(numbers, numbers + LANES);
+}
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v.v); }
 // p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.

@@ -75,11 +75,15 @@ constexpr int SIGNED_BIAS = 0;
 constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return vld1q_f32(p); }
+// A constant that a sum begins with, LANES times in memory: see load_alone.
+inline Floats load_constant(const float* p) { return load_alone<Floats>(p); }
 inline void store_floats(float* p, Floats v) { vst1q_f32(p, v); }
 inline Floats splat(float x) { return vdupq_n_f32(x); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
 inline Floats multiply(Floats a, Floats b) { return vmulq_f32(a, b); }
+inline Floats divide(Floats a, Floats b) { return vdivq_f32(a, b); }
 inline Floats larger(Floats a, Floats b) { return vmaxq_f32(a, b); }
+inline float largest(Floats v) { return vmaxvq_f32(v); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum, a, b); }
 inline Floats to_floats(Ints v) { return vcvtq_f32_s32(v); }
 // p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.

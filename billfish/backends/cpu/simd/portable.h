@@ -1,5 +1,6 @@
 // Any machine: the compiler's own vectors of 16 bytes, which it maps to whatever there is.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -71,11 +72,18 @@ constexpr int SIGNED_BIAS = 0;
 constexpr bool WHOLE_BYTES_FIT = true;
 
 inline Floats load_floats(const float* p) { return load<Floats>(p); }
+inline Floats load_constant(const float* p) { return load_floats(p); }  // see simd/neon.h
 inline void store_floats(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 inline Floats splat(float x) { return x - Floats{}; }  // a sum would make -0 of x 0
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats multiply(Floats a, Floats b) { return a * b; }
+inline Floats divide(Floats a, Floats b) { return a / b; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float largest(Floats v) {
+  float numbers[LANES];
+  store_floats(numbers, v);
+  return *std::max_element(numbers, numbers + LANES);
+}
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 // p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.

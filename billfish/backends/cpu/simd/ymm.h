@@ -2,6 +2,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -60,11 +61,18 @@ constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h
 
 inline Floats load_floats(const float* p) { return _mm256_loadu_ps(p); }
+inline Floats load_constant(const float* p) { return load_floats(p); }  // see simd/neon.h
 inline void store_floats(float* p, Floats v) { _mm256_storeu_ps(p, v); }
 inline Floats splat(float x) { return _mm256_set1_ps(x); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline float largest(Floats v) {
+  float numbers[LANES];
+  store_floats(numbers, v);
+  return *std::max_element(numbers, numbers + LANES);
+}
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm256_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v.v); }
 // p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.

@@ -67,9 +67,9 @@ class Pool {
   }
 
   // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
-  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least) {
     const int64_t all = int64_t(queues_.size());
-    const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / LEAST)});
+    const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / least)});
     count_ = count, pieces_ = pieces;
     body_ = &body;
     done_.store(0, std::memory_order_relaxed);
@@ -81,8 +81,7 @@ class Pool {
   }
 
  private:
-  // More pieces than threads, so that a slow one takes fewer; but none so small that drawing it would show.
-  static constexpr int64_t PIECES = 16, LEAST = 4;
+  static constexpr int64_t PIECES = 16;  // for each thread at most: more than one, so that a slow one takes fewer
 
   void announce() {
     round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
@@ -206,7 +205,7 @@ void set_threads(int count) {
   s.wanted = count;
 }
 
-void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least) {
   State& s = state();
   const int size = threads();
   if (size == 1 || count < 2 || s.in_use.exchange(true)) {
@@ -223,7 +222,7 @@ void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& bo
     s.pool = new Pool(size - 1);
     s.pool_size = size;
   }
-  s.pool->run(count, body);
+  s.pool->run(count, body, least);
 }
 
 }  // namespace billfish
