@@ -47,6 +47,7 @@ class Gemm:
     batch_invariant: bool = False
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
     float_y: bool = False  # y is float32; gemm_small alone writes it
+    activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes (byte_plans.py)
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -353,8 +354,8 @@ def launch_large(gemm: Gemm, device: Device, shape: Shape) -> Plan:
     return Plan(launch, shape.width)
 
 
-def wgmma_macros(name: str, width: int) -> dict[str, str]:
-    """Lists of registers, all of which the instruction names; see wgmma.cuh."""
+def wgmma_macros(name: str, width: int, register: str = "f") -> dict[str, str]:
+    """Lists of registers, all of which the instruction names; see wgmma.cuh. register: "f" for sums in float32, or "r"."""
     count = width // 2
     a = ", ".join(f"%{count + i}" for i in range(4))
     return {
@@ -362,5 +363,5 @@ def wgmma_macros(name: str, width: int) -> dict[str, str]:
         f"{name}_D": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
         f"{name}_A_B": f'"{{{a}}}, %{count + 4}"',
         f"{name}_FLAG": f'"%{count + 5}"',
-        f"{name}_OUTPUTS": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+        f"{name}_OUTPUTS": ", ".join(f'"+{register}"(d[{i}])' for i in range(count)),
     }
