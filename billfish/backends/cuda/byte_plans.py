@@ -22,7 +22,7 @@ from billfish.backends.cuda.plans import (
 )
 
 FEW_ROWS = 64
-ROWS_TOGETHER = 256  # gemm_bytes.cu reads scales of whole tiles
+MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
 
 
@@ -80,7 +80,7 @@ def ring(shape: ByteShape, kind: Kind, device: Device) -> tuple[int, int]:
     stage = shape.width * (BRICK + 4) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
-    rest = shape.warpgroups * (OUT_BYTES + 4 * shape.width) + letters
+    rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters
     stages = min(shape.stages, (device.shared_bytes - rest) // stage) // shape.teams * shape.teams
     return stages, stages * stage + rest
 
@@ -108,7 +108,7 @@ def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
         "gemm_bytes.cu", "marlin_gemm_bytes", macros, (ctas, 1), threads, shared_bytes, shape.split, True
     )
     stride = -(-gemm.k // SIXTEEN) * SIXTEEN
-    scales = -(-gemm.m // ROWS_TOGETHER) * ROWS_TOGETHER * 4
+    scales = 4 * (gemm.m + MORE_ROWS)
     return BytePlan(quantize(gemm, stride, integers), launch, shape.width, stride, gemm.m * stride + scales)
 
 

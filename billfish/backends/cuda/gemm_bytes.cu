@@ -16,9 +16,9 @@ static_assert(OFFSET == NONE && Element::words == 1 && TALL == 1 && !PAIRED, "wh
 constexpr int STEPS = FOLDED ? 16 : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
 static_assert(STEPS >= 1 && !(FOLDED && GIVEN), "a group has at least 32 k");
 
-// Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x.
-constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : 4);
-constexpr int ROWS_TOGETHER = 256;  // scales of 32 k, for so many rows at a time
+// Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
+// partners own, which may be a few more than there are.
+constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : 4), OWN_BYTES = PARTNERS * OWNED * 4;
 
 template <Bytes X> struct Sums { typedef float type; };
 template <> struct Sums<INT8> { typedef int type; };
@@ -30,10 +30,11 @@ template <Bytes X> DEVICE void wgmma(Sum (&d)[WIDTH / 2], const u32 (&a)[4], u64
   else WGMMA_ASM(WGMMA, "k32.f32.e4m3.e4m3", ", 1, 1");
 }
 
-// A scale for each row of a tile, in shared memory.
-struct RowScales {
+// A scale for each row of a tile, in shared memory. Those that are GIVEN multiplied the sums before.
+struct Scales {
   u32 at;
   __device__ __forceinline__ float2 of(int row) const {
+    if constexpr (GIVEN) return {1, 1};
     const uint2 v = load_shared8(at + row * 4);
     return {__uint_as_float(v.x), __uint_as_float(v.y)};
   }
@@ -57,12 +58,11 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     if (any_warp == CONSUMERS / 32) copy_weights(share, rows, n, weights, ws, full, empty, elected);
     else if (any_warp == CONSUMERS / 32 + 1) {
       if (elected) prefetch_map(&x_map);
-      const size_t padded = (size_t)(rows.m + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
       copy_x(share, rows, n, empty, [&](int stage, int brick, int row) {
         if (!elected) return;
         const bool first = GIVEN || brick < share.first_brick + TEAMS;  // each team wants the scales of its rows once
         barrier_expect(full + 8 * stage, X_BYTES + (first ? SCALE_BYTES : 0));
-        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? (brick * padded + row) * 4 : row), SCALE_BYTES, full + 8 * stage);
+        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 4 : row), SCALE_BYTES, full + 8 * stage);
         copy_box(xs + stage * X_BYTES, &x_map, full + 8 * stage, brick * 128, row);
       });
     }
@@ -72,7 +72,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   const int member = warpgroup % MEMBERS, team = TEAMS == 1 ? 0 : warpgroup / MEMBERS;
   const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, barrier = 2 + warpgroup;
-  const u32 filled = opaque(full), emptied = filled + 8 * STAGES, my_scales = own + warpgroup * WIDTH * 4;
+  const u32 filled = opaque(full), emptied = filled + 8 * STAGES, my_scales = own + warpgroup * OWN_BYTES;
   const u32 bricks_at = ws + (member * 4 + warp) * Brick::bytes;
   const u32 codes_at = opaque(bricks_at + lane * 16), groups_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
   auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };
@@ -183,18 +183,12 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     }
     const u32 my_turned = turned + warpgroup * 4096;
     meet(barrier, 128);  // the scales of x are there
-    auto finish = [&](const auto& scales, int from, int until, const auto& found) __attribute__((always_inline)) {
-      store<sizeof(found) / 2>(found, columns, scales, my_turned, barrier, warp, lane, y, rows, tile.row + from, until, column, n);
-    };
-    if constexpr (PARTNERS == 1) {
-      if constexpr (GIVEN) finish(NoScales{}, 0, tile.end, sums[0]);
-      else finish(RowScales{my_scales}, 0, tile.end, sums[0]);
-    } else {
+    if constexpr (PARTNERS == 1) store<WIDTH>(sums[0], columns, Scales{my_scales}, my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column, n);
+    else {
       float all[1][OWNED / 2];
       meet_partners(sums, all, share.part, team, member, thread, inboxes, received);
-      const int from = (share.part * TEAMS + team) * OWNED, until = min(tile.end, tile.row + from + owned(share.part * TEAMS + team));
-      if constexpr (GIVEN) finish(NoScales{}, from, until, all[0]);
-      else finish(RowScales{my_scales + from * 4}, from, until, all[0]);
+      const int me = share.part * TEAMS + team, from = tile.row + me * OWNED;
+      store<OWNED>(all[0], columns, Scales{my_scales + me * OWNED * 4}, my_turned, barrier, warp, lane, y, rows, from, min(tile.end, from + owned(me)), column, n);
     }
   }
 }
