@@ -9,6 +9,7 @@ On a GPU of NVIDIA's, a whole row of x shares one scale (`RowActivations`): fp8 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,10 +27,10 @@ BLOCK = 32
 LARGEST = {"q8": 127, "q16": 32639}
 
 
-def check_activations(call: str, activations: str) -> Activations:
-    """Raises unless `activations` is one of ACTIVATIONS."""
-    if activations not in ACTIVATIONS:
-        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+def check_activations(call: str, activations: str, known: Iterable[str] = ACTIVATIONS) -> Activations:
+    """Raises unless `activations` is one of those that are `known`."""
+    if activations not in known:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, known))))
     return cast(Activations, activations)
 
 

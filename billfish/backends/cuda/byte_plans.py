@@ -7,7 +7,7 @@ kinds can: `why_exact` says why others cannot. Up to FEW_ROWS rows of x the kern
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from billfish.backends.cuda.driver import Device, KernelLaunch
@@ -18,12 +18,26 @@ from billfish.backends.cuda.plans import (
     OUT_BYTES,
     STRIP,
     Gemm,
+    large_shape,
+    plan,
+    rounds_of,
     wgmma_macros,
 )
 
 FEW_ROWS = 64
 MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
+
+# Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K. Measured
+# on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
+STAGE_NS = {
+    "folded": ({64: 326, 128: 455, 152: 505, 176: 545, 192: 595, 208: 605}, {128: 404}),
+    "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
+    "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
+}
+CALL_NS, TILE_NS, MEETING_NS = 1500, 2300, 1300
+# quantize_rows.cu takes CALL_NS, and from there on what memory takes: 2 bytes read, one written.
+BYTES_PER_NS = 3500
 
 
 def why_exact(kind: Kind, activations: str) -> str:
@@ -37,7 +51,8 @@ def why_exact(kind: Kind, activations: str) -> str:
         takes = "4-bit integers and E2M1" if activations == "fp8" else "4-bit integers"
         return f"weights of {kind.element}; {activations} takes {takes}"
     if kind.groups > 1:
-        return f"groups of {BRICK // kind.groups} with scales of their own: scaling sums that often takes longer than x in 16 bits"
+        size = BRICK // kind.groups
+        return f"groups of {size}: to scale sums every {size} of K takes longer than to multiply x in 16 bits"
     return ""
 
 
@@ -63,21 +78,70 @@ class ByteShape:
     def ctas(self, m: int, n: int) -> int:
         return -(-n // (STRIP * self.strips)) * -(-m // self.width) * self.split
 
+    def cost(self, way: str, gemm: Gemm, multiprocessors: int) -> float:
+        """Nanoseconds of a product, roughly, as plans.Shape.cost. way: of STAGE_NS."""
+        rounds = rounds_of(self.ctas(gemm.m, gemm.n), self.split, multiprocessors)
+        stages = -(-gemm.k // BRICK) / self.partners
+        tile = STAGE_NS[way][self.teams - 1][self.width] * stages + TILE_NS
+        return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
+
 
 @dataclass(frozen=True)
 class BytePlan:
     """Two launches, and the memory between them: x in bytes, rows `stride` bytes apart, and its scales behind them."""
 
-    quantize: KernelLaunch
+    quantize: KernelLaunch  # or split_blocks.cu
     launch: KernelLaunch
     box_rows: int
     stride: int
     work_bytes: int
 
 
-def ring(shape: ByteShape, kind: Kind, device: Device) -> tuple[int, int]:
+def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
+    """What a product will launch, x in bytes or as it is; none: decoded weights go to a library."""
+    in_bytes = byte_plan(gemm, device)
+    if in_bytes is not None:
+        return [in_bytes.quantize, in_bytes.launch]
+    chosen = plan(gemm, device)
+    return [] if chosen is None else [chosen.launch]
+
+
+def most_work(rows: int, k: int) -> int:
+    """Memory that products with up to so many rows and columns of x want for x in bytes."""
+    return rows * -(-k // SIXTEEN) * SIXTEEN + 4 * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
+
+
+def way_of(kind: Kind, activations: str) -> str:
+    """Of STAGE_NS."""
+    return "int8" if activations == "q8" else "folded" if kind.scale == "ScaleE5M2" else "scaled"
+
+
+@lru_cache(maxsize=4096)
+def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
+    """The plan of a product whose x goes in bytes; None: x as it is, since that is faster or because x has to stay."""
+    if gemm.activations == "exact" or gemm.m <= FEW_ROWS or gemm.batch_invariant or gemm.float_y:
+        return None
+    if device.capability != (9, 0) or why_exact(gemm.kind, gemm.activations):
+        return None
+    way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
+    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS]
+    shapes += [ByteShape(128, teams=2), *(ByteShape(128, teams, split) for split in (2, 3) for teams in (1, 2))]
+    if gemm.m <= 128:
+        shapes.append(ByteShape(64, split=2))
+    fitting = [shape for shape in shapes if shape.partners <= bricks]
+
+    def cost(shape: ByteShape) -> float:
+        return shape.cost(way, gemm, device.multiprocessors)
+
+    chosen = min(fitting, key=cost)
+    quantizing = CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
+    as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
+    return launch_bytes(gemm, device, chosen) if cost(chosen) + quantizing < as_it_is else None
+
+
+def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
     """Stages of the ring, and all dynamic shared memory as gemm_bytes.cu lays it out."""
-    stage = shape.width * (BRICK + 4) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    stage = shape.width * (BRICK + (16 if given else 4)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
     rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters
@@ -86,11 +150,36 @@ def ring(shape: ByteShape, kind: Kind, device: Device) -> tuple[int, int]:
 
 
 def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
+    """A plan in this shape."""
+    stride = -(-gemm.k // SIXTEEN) * SIXTEEN
     integers = gemm.activations == "q8"
-    stages, shared_bytes = ring(shape, gemm.kind, device)
+    work_bytes = most_work(gemm.m, gemm.k)
+    return BytePlan(quantize(gemm, stride, integers), _launch(gemm, device, shape), shape.width, stride, work_bytes)
+
+
+def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
+    """x is blocks of q8_0 or q8_1, and y float32: sums are scaled every 32 of K, whatever the groups of the weights."""
+    gemm = replace(gemm, activations="q8")
+    shape = ByteShape(64 if gemm.m <= FEW_ROWS else 128)
+    macros = (("BLOCK_BYTES", str(block_bytes)), ("CODES_AT", str(block_bytes - 32)))
+    split = KernelLaunch("split_blocks.cu", "marlin_split_blocks", macros, (gemm.m,), 128, overlap=True)
+    work_bytes = gemm.m * gemm.k + 16 * (gemm.m * -(-gemm.k // BRICK) + MORE_ROWS)
+    return BytePlan(split, _launch(gemm, device, shape, given=True), shape.width, gemm.k, work_bytes)
+
+
+def why_not_given(kind: Kind) -> str:
+    """Why weights of a kind are not multiplied with x in blocks, or ""."""
+    if kind.element != "Int4" or kind.offset != "NONE" or kind.groups > 4:
+        return "it multiplies blocks of x with 4-bit integers without zero points, in groups of 32 or more"
+    return ""
+
+
+def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -> KernelLaunch:
+    integers = gemm.activations == "q8"
+    stages, shared_bytes = ring(shape, gemm.kind, device, given)
     macros = gemm.macros(
         BYTES="INT8" if integers else "FP8",
-        GIVEN=0,
+        GIVEN=int(given),
         WARPGROUPS=shape.warpgroups,
         TEAMS=shape.teams,
         TALL=1,
@@ -103,13 +192,10 @@ def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
     ctas = shape.ctas(gemm.m, gemm.n)
     if shape.partners == 1:
         ctas = min(ctas, device.multiprocessors)
-    threads = 128 * (shape.warpgroups + 1)
-    launch = KernelLaunch(
-        "gemm_bytes.cu", "marlin_gemm_bytes", macros, (ctas, 1), threads, shared_bytes, shape.split, True
+    threads, cluster = 128 * (shape.warpgroups + 1), shape.split
+    return KernelLaunch(
+        "gemm_bytes.cu", "marlin_gemm_bytes", macros, (ctas, 1), threads, shared_bytes, cluster, overlap=True
     )
-    stride = -(-gemm.k // SIXTEEN) * SIXTEEN
-    scales = 4 * (gemm.m + MORE_ROWS)
-    return BytePlan(quantize(gemm, stride, integers), launch, shape.width, stride, gemm.m * stride + scales)
 
 
 def quantize(gemm: Gemm, stride: int, integers: bool) -> KernelLaunch:

@@ -114,6 +114,18 @@ def code_axis(element: Element, offset: bool) -> CodeAxis | None:
     return None
 
 
+def usual_kind(format: Format, group_size: int) -> Kind:
+    """The kind of most tensors of a format that `why_not` does not refuse: scales of some need more."""
+    zero, minimum = offsets_of(format)
+    axis, groups = code_axis(format.element, zero or minimum), GROUPS.get(group_size, 1)
+    assert axis is not None
+    powers = meaning(format) in E8M0 and groups == 4 and not (zero or minimum)
+    element = "E2M1" if powers and axis.table == DOUBLED_E2M1 else axis.element
+    offset = "ZERO" if zero else "MINIMUM" if minimum else "NONE"
+    scale, table = "ScaleE5M2" if powers else "ScaleF16", axis.table if element == "Table4" else ()
+    return Kind(element, scale, offset, groups, axis.middle, table, narrow=powers)
+
+
 DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table with one zero
 
 

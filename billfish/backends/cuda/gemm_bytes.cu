@@ -1,7 +1,7 @@
 // Many rows of x, in bytes, on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
 //
 // As gemm_large.cu, with these differences. x is what quantize_rows.cu made: E4M3 or int8, each 16 k in the order of bytes.cuh, and
-// behind all of them a float32 scale for each row; or, GIVEN, for each 32 k of a row. A warpgroup has one strip. wgmma takes 32 k.
+// behind all of them a float32 scale for each row; or, GIVEN, for each 32 k of a row, and then y is float32. A warpgroup has one strip. wgmma takes 32 k.
 //
 // *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
 // it adds STEPS times 32 k, and the sums go to float32 sums in other registers. Where groups have scales, this multiplies by these.
@@ -15,6 +15,7 @@
 static_assert(OFFSET == NONE && Element::words == 1 && TALL == 1 && !PAIRED, "what this kernel takes");
 constexpr int STEPS = FOLDED ? 16 : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
 static_assert(STEPS >= 1 && !(FOLDED && GIVEN), "a group has at least 32 k");
+static_assert(!GIVEN || PARTNERS == 1, "float32 is stored by whoever has all sums");
 
 // Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
 // partners own, which may be a few more than there are.
@@ -30,11 +31,10 @@ template <Bytes X> DEVICE void wgmma(Sum (&d)[WIDTH / 2], const u32 (&a)[4], u64
   else WGMMA_ASM(WGMMA, "k32.f32.e4m3.e4m3", ", 1, 1");
 }
 
-// A scale for each row of a tile, in shared memory. Those that are GIVEN multiplied the sums before.
+// A scale for each row of a tile, in shared memory.
 struct Scales {
   u32 at;
   __device__ __forceinline__ float2 of(int row) const {
-    if constexpr (GIVEN) return {1, 1};
     const uint2 v = load_shared8(at + row * 4);
     return {__uint_as_float(v.x), __uint_as_float(v.y)};
   }
@@ -71,9 +71,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
 
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   const int member = warpgroup % MEMBERS, team = TEAMS == 1 ? 0 : warpgroup / MEMBERS;
-  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, barrier = 2 + warpgroup;
+  const int thread = threadIdx.x & 127, lane = thread & 31, barrier = 2 + warpgroup;
   const u32 filled = opaque(full), emptied = filled + 8 * STAGES, my_scales = own + warpgroup * OWN_BYTES;
-  const u32 bricks_at = ws + (member * 4 + warp) * Brick::bytes;
+  const u32 bricks_at = ws + (member * 4 + (thread >> 5)) * Brick::bytes;
   const u32 codes_at = opaque(bricks_at + lane * 16), groups_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
   auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };
   Ring at;
@@ -172,8 +172,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     }
     at.next(TEAMS);
 
-    // Not before: all registers have sums.
-    const Tile tile(number, rows, n);
+    // Not before, though it could be: until here, sums need the registers.
+    const int late = opaque(threadIdx.x & 127), warp = late >> 5, lane = late & 31;
+    const Tile tile(opaque(number), rows, n);
     const int column = tile.strip(member) * 64;
     Column columns[2];
 #pragma unroll
@@ -183,7 +184,13 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     }
     const u32 my_turned = turned + warpgroup * 4096;
     meet(barrier, 128);  // the scales of x are there
-    if constexpr (PARTNERS == 1) store<WIDTH>(sums[0], columns, Scales{my_scales}, my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column, n);
+    if constexpr (GIVEN) {
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) {
+        const int row = tile.row + i / 4 * 8 + (lane & 3) * 2 + i % 2, to = column + warp * 16 + (lane >> 2) + i / 2 % 2 * 8;
+        if (row < tile.end && to < n) ((float*)y)[(size_t)row * n + to] = columns[i / 2 % 2].finish(sums[0][i]);
+      }
+    } else if constexpr (PARTNERS == 1) store<WIDTH>(sums[0], columns, Scales{my_scales}, my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column, n);
     else {
       float all[1][OWNED / 2];
       meet_partners(sums, all, share.part, team, member, thread, inboxes, received);

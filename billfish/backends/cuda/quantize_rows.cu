@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) marlin_quantize_rows(const
   const int blocks = stride / 16;
   const u16* from = x + (size_t)blockIdx.x * x_stride;
   u8* to = bytes + (size_t)blockIdx.x * stride;
+  let_next_start();  // its weights do not depend on x
   wait_for_previous();
-  let_next_start();
   Sixteen held[HELD], other;
   u32 most = 0;
 #pragma unroll
