@@ -100,11 +100,10 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
         for (int j = 0; j < WIDTH / 2; j++) sums[0][j] += d[j];
       };
       u32 a[2][4];
-      int previous = -1;
-      for (int i = 0; i < mine; i++) {
-        const Ring next = after(i + 1 == mine);
+      for (int left = mine; left > 0; left--) {
+        const Ring next = after(left == 1);
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
-        const bool anew = i == 0 || (i + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
+        const bool first = left == mine, anew = first || (left + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
 #pragma unroll
         for (int step = 0; step < IN_BRICK; step++) {
           if (step == 0) fetch(at.stage, 1);
@@ -113,9 +112,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
             fetch(next.stage, 0);
           }
           wgmma_wait<1>();
-          if (step == 1 && previous >= 0) release(previous);
+          if (step == 1 && !first) release(at.stage < TEAMS ? at.stage + STAGES - TEAMS : at.stage - TEAMS);  // the brick before
           loads[step / 2].decode(step % 2, a[step % 2]);
-          if (step == 0 && anew && i > 0) {
+          if (step == 0 && anew && !first) {
             wgmma_wait<0>();
             promote();
           }
@@ -123,11 +122,10 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           wgmma<BYTES>(d, a[step % 2], b + step * 2, step > 0 || !anew);
           wgmma_commit();
         }
-        previous = at.stage;
-        at = next;
+        if (left > 1) at = next;
       }
       wgmma_wait<0>();
-      release(previous);
+      release(at.stage);
       promote();
     } else {
       u32 a[IN_BRICK][4];
