@@ -60,7 +60,7 @@ def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
     count = kind.group_bytes // kind.scale_dtype.itemsize
     shape = (down * along, count)
     if kind.scale == "ScaleE5M2":
-        scales = torch.randint(0x3C, 0x40, shape, device="cuda").to(torch.uint8)
+        scales = (torch.randint(15, 17, shape, device="cuda") * 4).to(torch.uint8)  # powers of two
     elif kind.scale == "ScaleE5M3":
         stored = np.random.default_rng(0).integers(0x78, 0x80, (shape[0], 8, kind.groups, 2))
         words = interleave_e5m3(stored.astype(np.uint8))

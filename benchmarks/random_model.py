@@ -1,4 +1,4 @@
-"""Models of random weights in q4_0, with the sizes of real ones, as GGUF files that billfish and llama.cpp open.
+"""Models of random weights in q4_0 or mxfp4, with the sizes of real ones: GGUF files for billfish and llama.cpp.
 
 How fast a model runs depends on its sizes and not on what its weights say.
 """
@@ -16,8 +16,12 @@ from numpy.typing import NDArray
 from billfish.tokenizer import byte_characters
 
 BLOCK = 32
-Q4_0 = np.dtype([("scale", "<f2"), ("codes", "u1", BLOCK // 2)])
-CODE_DEVIATION = 4.6  # of codes from -8 to 7
+BLOCKS = {
+    "q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", BLOCK // 2)]),
+    "mxfp4": np.dtype([("scale", "u1"), ("codes", "u1", BLOCK // 2)]),
+}
+TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "mxfp4": gguf.GGMLQuantizationType.MXFP4}
+CODE_DEVIATION = {"q4_0": 4.6, "mxfp4": 2.8}  # of codes from -8 to 7, and of E2M1
 
 
 @dataclass(frozen=True)
@@ -73,24 +77,26 @@ def pieces(count: int) -> list[str]:
     return [*known, *(f"<{i}>" for i in range(len(known), count))]
 
 
-def random_blocks(rng: np.random.Generator, n: int, k: int) -> NDArray[np.uint8]:
-    """W [n, k] in q4_0 as bytes [n, k / 32 * 18]. A row of x of size 1 gives a row of y of about size 1."""
-    size = n * k // BLOCK * Q4_0.itemsize
+def random_blocks(rng: np.random.Generator, n: int, k: int, blocks: str = "q4_0") -> NDArray[np.uint8]:
+    """W [n, k] as bytes [n, k / 32 * 18], or 17 for mxfp4. A row of x of size 1 gives a row of y of about size 1."""
+    block = BLOCKS[blocks]
+    size = n * k // BLOCK * block.itemsize
     data = rng.integers(0, 1 << 64, -(-size // 8), np.uint64).view(np.uint8)[:size]  # faster than rng.bytes
-    data.view(Q4_0)["scale"] = 1 / (CODE_DEVIATION * np.sqrt(k))
+    scale = 1 / (CODE_DEVIATION[blocks] * np.sqrt(k))
+    data.view(block)["scale"] = scale if blocks == "q4_0" else 127 + round(np.log2(scale))
     return data.reshape(n, -1)
 
 
-def write_random_model(path: Path, shape: Shape, seed: int = 0) -> None:
+def write_random_model(path: Path, shape: Shape, seed: int = 0, blocks: str = "q4_0") -> None:
     """Write the file, a tensor at a time: 4.5 GB of Llama-3-8B take seconds. No token ends a text."""
     rng = np.random.default_rng(seed)
     unfinished = path.with_name(path.name + ".unfinished")
     writer = gguf.GGUFWriter(unfinished, "llama")
     try:
         _describe(writer, shape)
-        type_ = gguf.GGMLQuantizationType.Q4_0
+        type_ = TYPES[blocks]
         for name, (n, k) in shape.matrices().items():
-            row_bytes = k // BLOCK * Q4_0.itemsize
+            row_bytes = k // BLOCK * BLOCKS[blocks].itemsize
             writer.add_tensor_info(name, (n, row_bytes), np.dtype(np.uint8), n * row_bytes, raw_dtype=type_)
         for name in shape.norms():
             writer.add_tensor_info(name, (shape.hidden,), np.dtype(np.float32), 4 * shape.hidden)
@@ -98,7 +104,7 @@ def write_random_model(path: Path, shape: Shape, seed: int = 0) -> None:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for n, k in shape.matrices().values():
-            writer.write_tensor_data(random_blocks(rng, n, k))
+            writer.write_tensor_data(random_blocks(rng, n, k, blocks))
         for _ in shape.norms():
             writer.write_tensor_data(np.ones(shape.hidden, np.float32))
         writer.close()

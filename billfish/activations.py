@@ -1,31 +1,36 @@
-"""x in integers: what `activations="q8"` and `"q16"` mean, in NumPy. Every backend computes the same codes.
+"""x in few bits: what `activations` other than "exact" mean, in NumPy.
 
-Each block of 32 values of a row shares one float32 scale. q8 rounds to int8; q16 to 16 bits, which kernels keep as two
-int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructions serve.
+In CPU memory, each block of 32 values of a row shares one float32 scale. q8 rounds to int8; q16 to 16 bits, which
+kernels keep as two int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructions serve. Every
+backend computes the same codes.
+
+On a GPU of NVIDIA's, a whole row of x shares one scale (`RowActivations`): fp8 rounds to E4M3, q8 to int8.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.errors import FormatError, complaint
+from billfish.scales import E4M3_MAX, decode_e4m3, encode_e4m3
 from billfish.typing import Activations
 
 # How many int8 digits hold x: the number by which kernels know a kind of activations.
 DIGITS = {"exact": 0, "q8": 1, "q16": 2}
-ACTIVATIONS = tuple(DIGITS)
+ACTIVATIONS = (*DIGITS, "fp8")
 BLOCK = 32
 # The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
 LARGEST = {"q8": 127, "q16": 32639}
 
 
-def check_activations(call: str, activations: str) -> Activations:
-    """Raises unless `activations` is one of ACTIVATIONS."""
-    if activations not in ACTIVATIONS:
-        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, ACTIVATIONS))))
+def check_activations(call: str, activations: str, known: Iterable[str] = ACTIVATIONS) -> Activations:
+    """Raises unless `activations` is one of those that are `known`."""
+    if activations not in known:
+        raise FormatError(complaint(call, "activations", repr(activations), " or ".join(map(repr, known))))
     return cast(Activations, activations)
 
 
@@ -58,3 +63,36 @@ def quantize_activations(x: NDArray[Any], activations: str) -> IntegerActivation
         codes = np.rint(padded * np.where(usable, inverse, np.float32(0))[:, :, None])
     codes = np.where(usable[:, :, None], codes, 0).astype(np.int32)
     return IntegerActivations(codes.reshape(m, blocks * BLOCK), scale.astype(np.float32))
+
+
+class RowActivations(NamedTuple):
+    """codes uint8 [M, K], of E4M3 or of int8, and scale float32 [M]; x is about their numbers times the scale."""
+
+    codes: NDArray[np.uint8]
+    scale: NDArray[np.float32]
+    activations: str
+
+    def values(self) -> NDArray[np.float64]:
+        """What the codes stand for, exactly: [M, K]."""
+        numbers = decode_e4m3(self.codes) if self.activations == "fp8" else self.codes.view(np.int8)
+        return numbers.astype(np.float64) * self.scale[:, None]
+
+
+def quantize_rows(x: NDArray[Any], activations: str) -> RowActivations:
+    """Round x [M, K] to E4M3 ("fp8") or int8 ("q8"), one scale for each row: its largest magnitude is 448, or 127.
+
+    A row with NaN or infinity gets a NaN scale.
+    """
+    x = x.astype(np.float32)
+    top = np.float32(E4M3_MAX if activations == "fp8" else LARGEST[activations])
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        largest = np.abs(x).max(axis=1, initial=0)
+        finite, inverse = np.isfinite(largest), top / largest
+        usable = finite & np.isfinite(inverse)
+        scaled = np.where(usable[:, None], x * inverse[:, None], 0).astype(np.float32)
+        scale = np.where(finite, largest / top, np.float32(np.nan)).astype(np.float32)
+    if activations == "fp8":
+        codes = encode_e4m3(np.clip(scaled, -top, top))
+    else:
+        codes = np.rint(scaled).astype(np.int8).view(np.uint8)
+    return RowActivations(codes, scale, activations)

@@ -167,7 +167,8 @@ def quantized_linear(
 
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. For every finite x, y is as near as a float32 sum may be; docs/cpu.md has the bound. "q8" and "q16" round
-    x to integers first, per 32 values (billfish.activations), which is faster.
+    x to integers first, per 32 values (billfish.activations), which is faster. On a GPU of NVIDIA's, "fp8" and "q8"
+    round x to E4M3 or int8, per row, if there are so many rows that this is faster; docs/cuda.md has which formats.
     out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
     backend: a name of BACKENDS; None takes the best that can.
     """
@@ -358,9 +359,13 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
         takes = "columns in order: x_q8 has a scale for each 32 of them"
         raise FormatError(complaint(call, "w_q4", "columns in another order (act-order)", takes))
     if isinstance(x_q8, QuantizedTensor):
-        x, like = x_q8, None
+        given, like = x_q8, None
+        if given.format.name not in ("q8_0", "q8_1") or given.shape[1] != k:
+            got = f"{given.format.name} with K={given.shape[1]}"
+            raise FormatError(complaint(call, "x_q8", got, f"q8_0 or q8_1 with K={k}"))
+        blocks, name, m = Input(call, "x_q8", given.storage["blocks"]), given.format.name, given.shape[0]
     else:
-        like = Input(call, "x_q8", x_q8)
+        like = blocks = Input(call, "x_q8", x_q8)
         # K is known from the weights, so the length of a row tells q8_0 and q8_1 apart.
         by_row_bytes = {k // 32 * 34: "q8_0", k // 32 * 36: "q8_1"}
         row_bytes = like.shape[-1] if like.shape else 0
@@ -369,15 +374,19 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
             raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
         if like.shape[0] == 0:
             return like.like(np.empty((0, weight.shape[0]), np.float32))
-        x = _from_blocks(call, "x_q8", x_q8, by_row_bytes[row_bytes])
-    if x.format.name not in ("q8_0", "q8_1") or x.shape[1] != k:
-        raise FormatError(complaint(call, "x_q8", f"{x.format.name} with K={x.shape[1]}", f"q8_0 or q8_1 with K={k}"))
-    m = x.shape[0]
+        name, m = by_row_bytes[row_bytes], like.shape[0]
     float32 = np.dtype(np.float32)
     problem = Problem("matmul", weight.format, weight.group_size, m, *weight.shape, float32, activations="given")
+    if blocks.device == "cuda" and backend in (None, "cuda"):
+        there = problem._replace(kind=blocks.kind, device="cuda")
+        if backend == "cuda" or BACKENDS["cuda"].can_run(there)[0]:  # other formats go to CPU memory and back
+            problem = there
     chosen = choose(call, problem, backend)
+    if chosen.reads_blocks and blocks.dtype_name == "uint8" and len(blocks.shape) == 2:
+        (y,) = chosen.linears([Product(blocks, packed_for(weight, chosen, blocks), weight.shape[0])], "given")
+        return y
+    planes = (_from_blocks(call, "x_q8", x_q8, name) if like is not None else given).planes
     weights = weight.made((chosen.name, "cpu"), lambda: chosen.pack(weight))
-    planes = x.planes
     rows = IntegerActivations(planes["codes"].view(np.int8), planes["scale"].astype(np.float32))
     (y,) = chosen.linears([Product(rows, weights, weight.shape[0])], "given")
     return y if like is None else like.like(y)

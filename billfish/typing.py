@@ -60,7 +60,7 @@ FormatName: TypeAlias = Literal[
 ]
 FormatLike: TypeAlias = "FormatName | str | Format"  # a str may be the name of a format that somebody registered
 Method: TypeAlias = Literal["rtn", "mse", "gptq"]
-Activations: TypeAlias = Literal["exact", "q8", "q16"]
+Activations: TypeAlias = Literal["exact", "q8", "q16", "fp8"]
 Gate: TypeAlias = Literal["silu", "gelu", "clamped_silu"]  # what a feed-forward part does to its gate and up rows
 CacheType: TypeAlias = Literal["float32", "float16"]  # of the keys and values of a text
 FloatName: TypeAlias = Literal["float32", "float16", "bfloat16"]

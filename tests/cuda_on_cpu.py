@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kept import kept
 
@@ -163,3 +164,26 @@ def compiled(kinds: Sequence[Kind], readings: Sequence[dict[str, str]]) -> ctype
             assert result.returncode == 0, result.stderr[:4000]
 
     return ctypes.CDLL(str(kept("decode.so", (files, command), compile_to)))
+
+
+def compiled_file(name: str, sources: Sequence[str]) -> ctypes.CDLL:
+    """A file of tests/emulated whose kernels may meet (warps.h), with these CUDA sources to include."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    files = {source: translated((SOURCES / source).read_text()) for source in sources}
+    files |= {header: (EMULATED / header).read_text() for header in ("ptx.h", "warps.h", name)}
+    command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-w", "-fPIC", "-shared", "-pthread", name]
+
+    def compile_to(path: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for file, text in files.items():
+                (Path(folder) / file).write_text(text)
+            result = subprocess.run([*command, "-o", path], cwd=folder, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr[:4000]
+
+    return ctypes.CDLL(str(kept(f"{Path(name).stem}.so", (files, command), compile_to)))
+
+
+def at(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -290,6 +290,7 @@ def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
     known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
+    known |= {"gemm_bytes": "mpppppiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
 
@@ -417,13 +418,13 @@ def test_without_a_gpu_the_backend_says_why():
         bf.quantized_linear(np.ones((1, 128), np.float16), q, backend="cuda")
 
 
-def test_float32_in_memory_and_quantized_x_are_refused():
+def test_float32_in_memory_and_x_in_16_bit_integers_are_refused():
     backend = BACKENDS["cuda"]
     problem = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float32))
     assert backend.can_run(problem)[0] is False
     assert "float16 and bfloat16" in backend.can_run(problem)[1]
-    integers = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), activations="q8")
-    assert "q8" in backend.can_run(integers)[1]
+    integers = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), activations="q16")
+    assert "not 'q16'" in backend.can_run(integers)[1]
     elsewhere = bf.backends.Problem("matmul", FORMATS["u4b8"], 128, 1, 16, 128, np.dtype(np.float16), device="xpu")
     assert backend.can_run(elsewhere) == (False, "it computes on NVIDIA GPUs, and x is on xpu")
 

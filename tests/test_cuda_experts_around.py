@@ -3,45 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu import EMULATED, translated
-from kept import kept
+from cuda_on_cpu import at, compiled_file
 
-from billfish.backends.cuda.compile import SOURCES
 from billfish.backends.cuda.expert_plans import Routing
 from billfish.gates import open_gate
 
 
 @cache
 def emulated() -> ctypes.CDLL:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    names = ("device.cuh", "route.cu", "gather.cu", "gate.cu", "mix.cu")
-    files = {name: translated((SOURCES / name).read_text()) for name in names}
-    files |= {name: (EMULATED / name).read_text() for name in ("ptx.h", "warps.h", "experts.cpp")}
-    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "-pthread", "experts.cpp"]
-
-    def compile_to(path: Path) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, text in files.items():
-                (Path(folder) / name).write_text(text)
-            result = subprocess.run([*command, "-o", path], cwd=folder, capture_output=True, text=True)
-            assert result.returncode == 0, result.stderr[:4000]
-
-    return ctypes.CDLL(str(kept("experts.so", (files, command), compile_to)))
-
-
-def at(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+    return compiled_file("experts.cpp", ("device.cuh", "route.cu", "gather.cu", "gate.cu", "mix.cu"))
 
 
 def routed(ids: np.ndarray, experts: int, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -177,6 +177,7 @@ class Backend(ABC):
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 
     packed_is_enough: bool = False  # whether products and `dequantize` read packed weights alone
+    reads_blocks: bool = False  # whether `linears` takes x that is "given" as blocks of q8_0 or q8_1, uint8 [M, bytes]
     unpacks: bool = False  # whether a torch layer holds packed weights from the start, and storage when it is asked for
 
     def to_tensors(self, weights: Any) -> tuple[list[Any], str] | None:

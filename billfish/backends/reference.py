@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import IntegerActivations, quantize_activations
+from billfish.activations import IntegerActivations, quantize_activations, quantize_rows
 from billfish.arrays import Input, round_once
 from billfish.backends.base import NumpyBackend, Problem
 from billfish.machine import with_known_floats
@@ -42,8 +42,12 @@ class ReferenceBackend(NumpyBackend):
                 values = x.values(k)
             else:
                 dtype = x.dtype
-                exact = activations == "exact"
-                values = x.astype(np.float64) if exact else quantize_activations(x, activations).values(k)
+                if activations == "exact":
+                    values = x.astype(np.float64)
+                elif activations == "fp8":
+                    values = quantize_rows(x, activations).values()
+                else:
+                    values = quantize_activations(x, activations).values(k)
             y = values @ weights.T.astype(np.float64)
             if bias is not None:
                 y += bias.astype(np.float64)

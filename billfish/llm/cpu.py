@@ -176,7 +176,7 @@ class CpuDecoder(Decoder):
         return CpuCache(self.config, capacity, self.cache_type)
 
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
-        return usual if activations is None else check_activations(call, activations)
+        return usual if activations is None else check_activations(call, activations, DIGITS)
 
     def embed(self, tokens: list[int]) -> Floats:
         """The rows of the embedding: [tokens, hidden]."""
@@ -195,7 +195,7 @@ class CpuDecoder(Decoder):
     def run(self, passages: Sequence[Passage], activations: Activations | None) -> Floats:
         """Texts of a batch come as one call; each gets the same numbers as alone while there are at most FEW_ROWS
         rows."""
-        digits = DIGITS[check_activations("llm.run", activations or self.usual)]
+        digits = DIGITS[check_activations("llm.run", activations or self.usual, DIGITS)]
         x = self.embed([token for _, tokens in passages for token in tokens])
         with self._locked(passages):
             rows = []
@@ -229,7 +229,7 @@ class CpuDecoder(Decoder):
         """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""
         self.check_hidden(hidden)
         out = np.empty((len(hidden), self.config.vocabulary), np.float32)
-        checked = check_activations("llm.logits", activations or self.usual)
+        checked = check_activations("llm.logits", activations or self.usual, DIGITS)
         self._native.finish(np.ascontiguousarray(hidden), DIGITS["q16" if checked == "q8" else checked], out)
         return out
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from billfish.typing import Activations
 TOGETHER = 256  # texts that go on together, at most
 COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse
 SCORED = 64  # rows whose scores are in memory beside a prompt
+EIGHT_BITS = ("fp8", "q8")  # x in products of prompts, where matrices have formats that can; Hopper's
 CHUNK, FEW_CHUNK = 2048, 64  # rows of a prompt at once; on GPUs that are not Hopper the kernels take no more than 64
 
 
@@ -111,9 +112,12 @@ class CudaDecoder(Decoder):
         return CudaCache(self.config, self._pool, capacity)
 
     def check_activations(self, call: str, activations: str | None, usual: Activations | None) -> Activations | None:
-        if activations is not None:
-            raise DataError(complaint(call, "activations", repr(activations), "none on a GPU: x is float16 there"))
-        return None
+        if activations is None or (activations in EIGHT_BITS and self._hopper):
+            return cast("Activations | None", activations)
+        takes = (
+            " or ".join(map(repr, EIGHT_BITS)) + ", or none for x in float16" if self._hopper else "none: x is float16"
+        )
+        raise DataError(complaint(call, "activations", repr(activations), f"{takes}, on {self._gpu.name}"))
 
     def __del__(self) -> None:
         """Waits for a step that is under way; then memory may go."""
@@ -137,7 +141,7 @@ class CudaDecoder(Decoder):
         starts = np.cumsum([0, *(len(tokens) for _, tokens in passages)])
         with self._working(passages):
             for group in self._groups(pieces):
-                step, rows = self._prompt_step(), self._launch(group)
+                step, rows = self._prompt_step(), self._launch(group, activations)
                 self._layers.normalize(self._stream, step, rows, self._layers.last_norm)  # adds the last product
                 hidden = np.empty((rows, self.config.hidden), np.float32)
                 copy_out(hidden, step.at("hidden"), self._stream)
@@ -180,7 +184,7 @@ class CudaDecoder(Decoder):
             pieces = self._pieces([passages[i] for i in longer], sum(i < len(samplers) for i in longer))
             for pieces_together in self._groups(pieces):
                 scored = [longer[piece.of] for piece in pieces_together if piece.last]
-                self._launch(pieces_together, choices([samplers[i] for i in scored]))
+                self._launch(pieces_together, activations, choices([samplers[i] for i in scored]))
                 for i, token in zip(scored, self._choose_prompts(len(scored)), strict=True):
                     chosen[i] = token
                     samplers[i].move_on()
@@ -240,7 +244,9 @@ class CudaDecoder(Decoder):
             self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
         return self._prompts
 
-    def _launch(self, pieces: Sequence[Piece], how: np.ndarray[Any, Any] | None = None) -> int:
+    def _launch(
+        self, pieces: Sequence[Piece], activations: Activations | None, how: np.ndarray[Any, Any] | None = None
+    ) -> int:
         """All layers for pieces of texts, and scores for the last row of each that is the last one: how many rows."""
         self._ahead = None  # its text may be another one now
         step, stream, size = self._prompt_step(), self._stream, self._layers.query_block
@@ -266,8 +272,9 @@ class CudaDecoder(Decoder):
             copy_in(step.at("pages") + 8 * text * self._pages_of_text, self._pages(piece.cache), stream)
         if how is not None:
             copy_in(step.at("choices"), how, stream)
-        self._layers.prepare(step, rows, blocks=len(blocks), scored=len(last))
-        self._layers.run(stream, step, rows, blocks=len(blocks), scored=len(last))
+        sizes, x = {"blocks": len(blocks), "scored": len(last)}, activations or "exact"
+        self._layers.prepare(step, rows, **sizes, activations=x)
+        self._layers.run(stream, step, rows, **sizes, activations=x)
         return rows
 
     def _choose_prompts(self, scored: int) -> list[int]:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from billfish.about import ABOUT, About
-from billfish.activations import check_activations
+from billfish.activations import DIGITS, check_activations
 from billfish.arrays import FLOATS, MlxArrays, bfloat16
 from billfish.backends import BACKENDS, Problem
 from billfish.errors import BillfishError, DTypeError, complaint
@@ -150,7 +150,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         Module.__init__(self)  # type: ignore[no-untyped-call]
         self.format, self.group_size = format.name, group_size
         self.out_features, self.in_features = shape
-        self.activations = check_activations("MarlinLinear", activations)
+        self.activations = check_activations("MarlinLinear", activations, DIGITS)
         self._made = Made()
         # The arrays before those of a load that is under way: it is over when the layer computes, or has all arrays.
         self.__dict__["_replaced"] = {}  # not as an attribute, which would make a part of the layer's state of it

@@ -69,6 +69,10 @@ EMULATED void brev_b32(uint32_t& d, uint32_t a) {
   d = 0;
   for (int i = 0; i < 32; i++) d |= (a >> i & 1) << (31 - i);
 }
+EMULATED void vabsdiff4_u32_u32_u32(uint32_t& d, uint32_t a, uint32_t b, uint32_t) {
+  d = 0;
+  for (int i = 0; i < 32; i += 8) d |= uint32_t(std::abs(int(a >> i & 255) - int(b >> i & 255))) << i;
+}
 EMULATED void pack_b32(uint32_t& d, uint16_t low, uint16_t high) { d = uint32_t(high) << 16 | low; }
 EMULATED void unpack_b32(uint16_t& low, uint16_t& high, uint32_t a) { low = a, high = a >> 16; }
 
@@ -115,6 +119,14 @@ EMULATED void mul_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a,
 EMULATED void add_rn_f16x2(uint32_t& d, uint32_t a, uint32_t b) { fma2<10>(d, a, 0x3c003c00, b); }
 EMULATED void cvt_rn_f16x2_f32(uint32_t& d, float high, float low) { pairs<10>(d, [&](int half) { return half ? high : low; }); }
 EMULATED void cvt_rn_bf16x2_f32(uint32_t& d, float high, float low) { pairs<7>(d, [&](int half) { return half ? high : low; }); }
+// Nearest E4M3, ties to even; what is too large becomes 448.
+EMULATED uint8_t to_e4m3(float v) {
+  if (std::isnan(v)) return 0x7f;
+  const int exponent = std::max(v == 0 ? -6 : std::ilogb(v), -6);
+  const int steps = int(std::nearbyint(std::ldexp(std::fabs(v), 3 - std::min(exponent, 9))));
+  return (std::signbit(v) << 7) | std::min(((exponent + 6) << 3) + steps, 0x7e);
+}
+EMULATED void cvt_rn_satfinite_e4m3x2_f32(uint16_t& d, float high, float low) { d = uint16_t(to_e4m3(high) << 8 | to_e4m3(low)); }
 EMULATED void cvt_f32_f16(float& d, uint16_t a) { d = float(number<10>(a)); }
 
 // ---- shared memory

@@ -110,6 +110,8 @@ class CpuBackend(Backend):
         if problem.operation == "dequantize":
             reads = structure_of(problem.format) is not None or byte_numbers(problem.format) is not None
             return reads, f"it does not read the storage of {problem.format.name}"
+        if problem.activations == "fp8":
+            return False, "it rounds x to integers, 'q8' or 'q16', and not to fp8, which is for NVIDIA's GPUs"
         reason = why_never(problem.format) or why_not(problem.group_size, problem.k)
         return not reason, reason
 

@@ -16,9 +16,10 @@ import numpy as np
 
 from billfish.arrays import Input
 from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, Problem, Product, delivered
-from billfish.backends.cuda import arrays, expert_arrays
+from billfish.backends.cuda import arrays, expert_arrays, given
+from billfish.backends.cuda.byte_plans import why_exact, why_not_given
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.describe import why_not
+from billfish.backends.cuda.describe import usual_kind, why_not
 from billfish.backends.cuda.direct import direct
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.expert_weights import DeviceExperts, pack_gate_up
@@ -39,21 +40,33 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
-    packed_is_enough = unpacks = True
+    packed_is_enough = unpacks = reads_blocks = True
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device not in ("cuda", "cpu"):
             return False, f"it computes on NVIDIA GPUs, and x is on {problem.device}"
-        if problem.activations != "exact":
-            return False, f'it multiplies x as it is, activations="exact", not {problem.activations!r}'
-        if problem.device == "cpu" and problem.operation == "matmul" and problem.dtype == np.float32:
+        if problem.activations == "q16":
+            return False, "it multiplies x as it is, or in 8 bits: activations 'exact', 'fp8' or 'q8', not 'q16'"
+        in_bytes = problem.activations in ("fp8", "q8")
+        if in_bytes and (problem.experts or problem.dtype == np.float32):
+            what = "experts" if problem.experts else "float32"
+            return False, f"activations={problem.activations!r} are for float16 and bfloat16 and one matrix, not {what}"
+        here = problem.device == "cpu" and problem.operation == "matmul" and problem.activations != "given"
+        if here and problem.dtype == np.float32:
             return False, "it multiplies float16 and bfloat16; float32 only for torch and CuPy arrays on the GPU"
         if problem.experts and problem.dtype == np.float32:
             return False, "it multiplies float16 and bfloat16 with experts, not float32"
         reason = why_not(problem.format, problem.group_size, problem.k)
         if reason:
             return False, reason
+        if problem.activations != "exact":
+            kind = usual_kind(problem.format, problem.group_size)
+            reason = why_exact(kind, problem.activations) if in_bytes else why_not_given(kind)
+            if reason:
+                return False, f"activations={problem.activations!r}: {reason}" if in_bytes else reason
         usable, about = self.usable()
+        if usable and problem.activations != "exact" and device().capability != (9, 0):
+            return False, f"x in 8 bits is for Hopper's wgmma, and {device().name} is {device().arch}"
         return usable, "" if usable else about
 
     def usable(self) -> tuple[bool, str]:
@@ -71,20 +84,22 @@ class CudaBackend(Backend):
         return DeviceWeights.pack_planes(format, planes, group_size, place)
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
-        return [self._linear(product) for product in products]
+        if activations == "given":
+            return [given.linear(product) for product in products]
+        return [self._linear(product, activations) for product in products]
 
-    def _linear(self, product: Product) -> Any:
+    def _linear(self, product: Product, activations: str) -> Any:
         x, weights, bias = product.x, product.weights, product.bias
         assert isinstance(x, Input)
         if x.device == "cpu":
             added = None if bias is None else bias.numpy()
-            return delivered(product, arrays.linear_numpy(x.numpy(), weights, added, self.batch_invariant))
+            return delivered(product, arrays.linear_numpy(x.numpy(), weights, added, self.batch_invariant, activations))
         source = None if bias is None else bias.source
         if x.kind == "cupy":
-            return arrays.linear_cupy(x.source, weights, source, self.batch_invariant)
+            return arrays.linear_cupy(x.source, weights, source, self.batch_invariant, activations)
         from billfish.backends.cuda import torch_op  # here, where torch is in use
 
-        return torch_op.linear(x.source, weights, source, self.batch_invariant)
+        return torch_op.linear(x.source, weights, source, self.batch_invariant, activations=activations)
 
     def pack_experts(self, stack: QuantizedExperts, place: str = "cpu") -> DeviceExperts:
         return DeviceExperts.pack(stack, place)

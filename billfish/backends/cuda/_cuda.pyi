@@ -5,7 +5,7 @@ class DriverError(BillfishError): ...
 class TensorMap:
     def __init__(self) -> None: ...  # of nothing, for kernels that read none
 
-def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int, /) -> TensorMap: ...
+def tensor_map(pointer: int, numbers: int, rows: int, k: int, stride: int, box_rows: int, /) -> TensorMap: ...
 
 class NativeLaunch:
     def __init__(
@@ -31,7 +31,7 @@ class NativeProduct:
         m: int,
         n: int,
         k: int,
-        bfloat16: bool,
+        numbers: int,
         box_rows: int,
         /,
     ) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,12 @@ def can_be_read(rows: int, stride: int, k: int, pointer: int) -> bool:
 
 
 def linear_torch(
-    x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool, activation: str | None = None
+    x: Any,
+    weights: DeviceWeights,
+    bias: Any,
+    batch_invariant: bool,
+    activation: str | None = None,
+    activations: str = "exact",
 ) -> Any:
     """x [..., K] -> [..., N]."""
     torch = sys.modules["torch"]
@@ -50,9 +56,11 @@ def linear_torch(
             float_bias = bias is not None and bias.dtype == torch.float32
             bfloat16 = x.dtype == torch.bfloat16
             gemm = Gemm(weights.kind, len(rows), n, k, bfloat16, float_bias, activation, batch_invariant)
+            gemm = replace(gemm, activations=activations)
             stride = rows.stride(0) if len(rows) > 1 else row_stride(k)
             bias_at = 0 if bias is None else bias.data_ptr()
-            if weights.multiply(stream, gemm, rows.data_ptr(), stride, bias_at, y.data_ptr()):
+            work = torch.empty(weights.work_bytes(gemm), dtype=torch.uint8, device=x.device)
+            if weights.multiply(stream, gemm, rows.data_ptr(), stride, bias_at, y.data_ptr(), work.data_ptr()):
                 return y
         w = torch.empty((n, k), dtype=x.dtype, device=x.device)
         weights.dequantize(stream, str(x.dtype).removeprefix("torch."), w.data_ptr())
@@ -67,7 +75,7 @@ def _stream_with(weights: DeviceWeights) -> int:
     return stream
 
 
-def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool) -> Any:
+def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool, activations: str = "exact") -> Any:
     """The same for CuPy, whose arrays are float16 or float32."""
     cupy = sys.modules["cupy"]
     n, k = weights.shape
@@ -82,8 +90,10 @@ def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool
             if k % 8 or rows.data.ptr % 16:
                 rows = cupy.ascontiguousarray(cupy.pad(rows, ((0, 0), (0, row_stride(k) - k))))
             gemm = Gemm(weights.kind, len(rows), n, k, False, bias is not None, None, batch_invariant)
+            gemm = replace(gemm, activations=activations)
             bias_at = 0 if bias is None else bias.data.ptr
-            if weights.multiply(stream, gemm, rows.data.ptr, rows.shape[1], bias_at, y.data.ptr):
+            work = cupy.empty(weights.work_bytes(gemm), cupy.uint8)
+            if weights.multiply(stream, gemm, rows.data.ptr, rows.shape[1], bias_at, y.data.ptr, work.data.ptr):
                 return y
         w = cupy.empty((n, k), x.dtype)
         weights.dequantize(stream, str(x.dtype), w.data.ptr)
@@ -92,7 +102,11 @@ def linear_cupy(x: Any, weights: DeviceWeights, bias: Any, batch_invariant: bool
 
 
 def linear_numpy(
-    x: NDArray[Any], weights: DeviceWeights, bias: NDArray[Any] | None, batch_invariant: bool
+    x: NDArray[Any],
+    weights: DeviceWeights,
+    bias: NDArray[Any] | None,
+    batch_invariant: bool,
+    activations: str = "exact",
 ) -> NDArray[Any]:
     """The same for NumPy, there and back: x [..., K], float16 or bfloat16."""
     n, k = weights.shape
@@ -103,15 +117,18 @@ def linear_numpy(
     padded = np.zeros((rows, row_stride(k)), x.dtype)
     padded[:, :k] = x.reshape(rows, k)
     gemm = Gemm(weights.kind, rows, n, k, x.dtype != np.float16, bias is not None, None, batch_invariant)
+    gemm = replace(gemm, activations=activations)
     with current(ordinal):
         x_there, y_there = Buffer(padded.nbytes, ordinal), Buffer(y.nbytes, ordinal)
+        work = Buffer(weights.work_bytes(gemm), ordinal)
         copy_in(x_there.pointer, padded.view(np.uint16), DEFAULT_STREAM)
         added, bias_at = None, 0
         if bias is not None:
             added = Buffer(4 * n, ordinal)
             copy_in(added.pointer, np.asarray(bias, np.float32), DEFAULT_STREAM)
             bias_at = added.pointer
-        if not weights.multiply(DEFAULT_STREAM, gemm, x_there.pointer, padded.shape[1], bias_at, y_there.pointer):
+        pointers = bias_at, y_there.pointer, work.pointer
+        if not weights.multiply(DEFAULT_STREAM, gemm, x_there.pointer, padded.shape[1], *pointers):
             raise BackendUnavailable(f"[cuda] {rows} rows on {device(ordinal).name}: only for torch and CuPy arrays")
         copy_out(y.view(np.uint16), y_there.pointer, DEFAULT_STREAM)
     return y

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.backends.cuda.byte_plans import launches, most_work
 from billfish.backends.cuda.driver import (
     Buffer,
     KernelLaunch,
@@ -33,7 +34,7 @@ from billfish.backends.cuda.driver import (
 )
 from billfish.backends.cuda.layers import PAGE, Layer, Matrix, Shape, Step
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas, plan
+from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas
 from billfish.backends.cuda.weights import DeviceWeights
 from billfish.errors import BackendUnavailable
 
@@ -69,6 +70,7 @@ class DeviceDecoder:
         kinds = {tuple(matrix.weights.kind for matrix in layer.matrices): i for i, layer in enumerate(layers)}
         self._different = sorted({0, *kinds.values()})
         self._heard: set[KernelLaunch] | None = None  # launches that are to be compiled, not launched
+        self._activations = "exact"  # of the step that runs
         self._type = "BF16" if bfloat16 else "F16"
         self._frequencies = sent(np.asarray(shape.frequencies, np.float64), ordinal)
 
@@ -77,7 +79,10 @@ class DeviceDecoder:
         matrices = [self.head, *(matrix for layer in self.layers for matrix in layer.matrices)]
         apart = any(len(layer.gate_up) > 1 for layer in self.layers)
         ordered = max((matrix.weights.shape[1] for matrix in matrices if matrix.order is not None), default=0)
-        return Step(self.shape, rows, texts, pages_of_text, scored, self.ordinal, apart=apart, ordered=ordered)
+        work = most_work(rows, max(matrix.weights.shape[1] for matrix in matrices))
+        return Step(
+            self.shape, rows, texts, pages_of_text, scored, self.ordinal, apart=apart, ordered=ordered, work=work
+        )
 
     @property
     def query_block(self) -> int:
@@ -87,13 +92,23 @@ class DeviceDecoder:
     # ---- a step: the device is current ----------------------------------------------------------------------------
 
     def run(
-        self, stream: int, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, parts: int | None = None
+        self,
+        stream: int,
+        step: Step,
+        rows: int,
+        *,
+        blocks: int = 0,
+        scored: int = 0,
+        parts: int | None = None,
+        activations: str = "exact",
     ) -> None:
         """All layers, for `rows` rows; then scores for `scored` rows.
 
         blocks: of queries, for passages of several rows. 0: row i is the next token of text i. All rows or none get
-        scores then, and `parts` CTAs share the keys of each text.
+        scores then, and `parts` CTAs share the keys of each text. activations: "fp8" or "q8" for products of many rows,
+        where the kind of their weights can (byte_plans.py).
         """
+        self._activations = activations
         parts = self.parts_for(rows) if parts is None else parts
         self._run(stream, step, rows, range(len(self.layers)), blocks, scored, parts)
 
@@ -132,10 +147,10 @@ class DeviceDecoder:
         ctas = rows * self.shape.kv_heads * -(-self.shape.group // 16)
         return power_of_two(self.device.multiprocessors // ctas, MOST_PARTS)
 
-    def prepare(self, step: Step, rows: int, *, blocks: int = 0, scored: int = 0) -> None:
+    def prepare(self, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, activations: str = "exact") -> None:
         """Compile what `run` and `choose` will launch."""
         heard: set[KernelLaunch] = set()
-        self._heard = heard
+        self._heard, self._activations = heard, activations
         try:
             self._run(0, step, rows, self._different, blocks, scored, self.parts_for(rows))
             if scored:
@@ -185,12 +200,12 @@ class DeviceDecoder:
                 if matrix.order is not ordered:
                     self._launch(stream, "reorder", {}, (rows,), THREADS, x, matrix.order.pointer, read, k)
                     ordered = matrix.order
-            about = (self.bfloat16, bias is not None, None, self.batch_invariant, gate, float_y)
-            gemm = Gemm(matrix.weights.kind, rows, n, k, *about)
-            planned = plan(gemm, self.device) if self._heard is not None else None
-            if planned is not None and self._heard is not None:
-                self._heard.add(planned.launch)
-            elif not matrix.weights.multiply(stream, gemm, read, k, 0 if bias is None else bias.pointer, y):
+            about = (self.bfloat16, bias is not None, None, self.batch_invariant, gate, float_y, self._activations)
+            gemm, added = Gemm(matrix.weights.kind, rows, n, k, *about), 0 if bias is None else bias.pointer
+            heard = launches(gemm, self.device) if self._heard is not None else None
+            if heard and self._heard is not None:
+                self._heard.update(heard)
+            elif not matrix.weights.multiply(stream, gemm, read, k, added, y, step.at("work")):
                 raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
             y += 2 * rows * n
 

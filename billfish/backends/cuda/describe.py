@@ -25,6 +25,7 @@ from billfish.tensor import QuantizedTensor
 
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
+NARROW_OCTAVES = 16  # E5M2's smallest number is 2^-16, and a row's largest power of two goes to 2
 MIDDLE_LIMIT = 256  # float16 and bfloat16 hold integers up to 256 exactly
 
 Codes = NDArray[np.uint8]
@@ -113,6 +114,18 @@ def code_axis(element: Element, offset: bool) -> CodeAxis | None:
     return None
 
 
+def usual_kind(format: Format, group_size: int) -> Kind:
+    """The kind of most tensors of a format that `why_not` does not refuse: scales of some need more."""
+    zero, minimum = offsets_of(format)
+    axis, groups = code_axis(format.element, zero or minimum), GROUPS.get(group_size, 1)
+    assert axis is not None
+    powers = meaning(format) in E8M0 and groups == 4 and not (zero or minimum)
+    element = "E2M1" if powers and axis.table == DOUBLED_E2M1 else axis.element
+    offset = "ZERO" if zero else "MINIMUM" if minimum else "NONE"
+    scale, table = "ScaleE5M2" if powers else "ScaleF16", axis.table if element == "Table4" else ()
+    return Kind(element, scale, offset, groups, axis.middle, table, narrow=powers)
+
+
 DOUBLED_E2M1 = tuple(int(2 * v) + 128 for v in FP4.values)  # ggml's, a table with one zero
 
 
@@ -129,6 +142,8 @@ def describe_alike(tensors: Iterable[QuantizedTensor]) -> list[Description]:
     """Descriptions of one kind: scales of all tensors are float32 if one of them needs that."""
     matrices = list(tensors)
     found = [describe(matrix) for matrix in matrices]
+    narrow = all(one.kind.narrow for one in found)
+    found = [replace(one, kind=replace(one.kind, narrow=narrow)) for one in found]
     if len({one.kind for one in found}) > 1:
         found = [describe(matrix, byte_scales=False) for matrix in matrices]
     return found if len({one.kind for one in found}) == 1 else [one.with_float32() for one in found]
@@ -161,8 +176,8 @@ def _describe(
     groups = GROUPS.get(group_size, 1)
     bytewise = _byte_scales(format, planes, unpack, axis, groups) if offset == "NONE" and byte_scales else None
     if bytewise is not None:
-        name, stored, row_scale = bytewise
-        kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1")
+        name, stored, row_scale, narrow = bytewise
+        kind = Kind("E2M1", name, "NONE", groups, one_zero=axis.element != "E2M1", narrow=narrow)
         return Description(kind, shape, unpack, stored, None, row_scale)
     added = zero if zero is not None else minimum
     if group_size not in GROUPS:  # a scale for several bricks: once for each
@@ -175,13 +190,13 @@ def _describe(
 
 def _byte_scales(
     format: Format, planes: Planes, unpack: Callable[[], Codes], axis: CodeAxis, groups: int
-) -> tuple[str, NDArray[np.uint8], Floats] | None:
-    """Scales that stay one byte, if this format's do and all of them are in range.
+) -> tuple[str, NDArray[np.uint8], Floats, bool] | None:
+    """Scales that stay one byte, if this format's do and all of them are in range; and whether they are `Kind.narrow`.
 
     ScaleE5M2: powers of two relative to the largest of their row. ScaleE5M3: E4M3 as it is. ggml's scales are half of
     these, and its elements twice E2M1.
     """
-    means, codes = meaning(format), planes["scale"]
+    means, codes, narrow = meaning(format), planes["scale"], False
     doubled = axis.element == "Table4" and axis.table == DOUBLED_E2M1
     fits = doubled if means in HALVED else axis.element == "E2M1"
     if not fits or codes.dtype != np.uint8:
@@ -195,7 +210,7 @@ def _byte_scales(
         exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:
             return None
-        name, dropped = "ScaleE5M2", 8
+        name, dropped, narrow = "ScaleE5M2", 8, bool(exponent.min() >= -NARROW_OCTAVES)
         scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     elif means in E4M3 and groups == 8:
@@ -210,7 +225,7 @@ def _byte_scales(
     bits = half.view(np.uint16)
     if (half != raised).any() or (bits & np.uint16((1 << dropped) - 1)).any():
         return None
-    return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale
+    return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale, narrow
 
 
 def _empty_groups(codes: Codes, group_size: int) -> NDArray[np.bool_]:

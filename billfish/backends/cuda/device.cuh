@@ -70,6 +70,7 @@ DEVICE uint4 load_stream(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
   return r;
 }
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE uint4 load_shared16(u32 address) {
   uint4 r;
@@ -77,6 +78,7 @@ DEVICE uint4 load_shared16(u32 address) {
   return r;
 }
 DEVICE void store_shared16(u32 address, float4 v) { asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory"); }
+DEVICE void store_shared4(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
 DEVICE uint2 load_shared8(u32 address) { uint2 r; asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(address)); return r; }
 DEVICE u32 load_shared4(u32 address) { u32 r; asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address)); return r; }
 // 16 bytes, of which those from `valid` on become zero.

@@ -23,6 +23,7 @@ Macros = tuple[tuple[str, str], ...]
 # Barriers of the kernels are static shared memory: up to 32 slots * 8 + 16 warps * 16 = 512 bytes. Dynamic shared
 # memory begins at a multiple of 1024.
 STATIC_BYTES = 1024
+FLOAT16, BFLOAT16, BYTES = range(3)  # what x is made of, as launch/bind.cpp counts it
 
 
 def driver() -> Any:
@@ -263,12 +264,13 @@ def synchronize(stream: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def tensor_map(pointer: int, bfloat16: bool, rows: int, k: int, stride: int, box_rows: int) -> Any:
-    """x [rows, k] in boxes of `box_rows` by 64, or 1 by 128; outside of x are zeros. stride: numbers from row to row.
+def tensor_map(pointer: int, numbers: int, rows: int, k: int, stride: int, box_rows: int) -> Any:
+    """x [rows, k] in boxes of `box_rows` by 128 bytes, or 1 by 256; outside of x are zeros.
 
-    Rows must not overlap, and begin at multiples of 16 bytes: 16 | pointer, 8 | stride, stride >= k.
+    numbers: what x is made of, FLOAT16, BFLOAT16 or BYTES. stride: numbers from row to row. Rows must not overlap, and
+    begin at multiples of 16 bytes; stride >= k.
     """
-    return launcher().tensor_map(pointer, bfloat16, rows, k, stride, box_rows)
+    return launcher().tensor_map(pointer, numbers, rows, k, stride, box_rows)
 
 
 def no_tensor_map() -> Any:

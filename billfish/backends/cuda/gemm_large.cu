@@ -17,146 +17,31 @@
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, PAIRED, BUFFERS
 // (fragments whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).
 #include "factors.cuh"
-#include "hopper.cuh"
-#include "rows.cuh"
+#include "tiles.cuh"
 #include "wgmma.cuh"
 
-constexpr int MEMBERS = WARPGROUPS / TEAMS, STRIPS = TALL * MEMBERS;  // members: warpgroups of a team
-constexpr int X_BYTES = WIDTH * 256, W_BYTES = STRIPS * 4 * Brick::bytes;
-constexpr int CONSUMERS = 128 * WARPGROUPS, THREADS = CONSUMERS + 128;  // registers move between whole warpgroups only
-// Of 65536, what the copying warpgroup's 24 leave of the equal shares of 168 and 96 that the kernel starts with.
-constexpr int REGISTERS = WARPGROUPS == 2 ? 240 : 112;
-// Shared memory: STAGES of x, STAGES of bricks, four kilobytes a warpgroup for y on its way out, and an inbox for each team: what
-// the other partners found for the OWNED rows of x that it finishes, 16 bytes for eight rows from each thread.
-constexpr int PARTNERS = SPLIT * TEAMS, OWNED = (WIDTH / 8 + PARTNERS - 1) / PARTNERS * 8;
-static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
-static_assert(!ROUTED || PARTNERS == 1, "who takes many tiles has no partner");
+// Shared memory: STAGES of x, STAGES of bricks, then what tiles.cuh says.
+constexpr int X_BYTES = WIDTH * 256;
 constexpr bool HALVES_ROWS = WIDTH >= 64;  // a product of half as many rows takes less time
-constexpr int LETTER = MEMBERS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
-// All rows of x, where there are no experts.
-struct Rows {
-  int m, across;
-  __device__ __forceinline__ int count(int places) const { return places * across; }
-  __device__ __forceinline__ Part part(int i, int, int) const { return {0, i % across * WIDTH, m, i / across}; }
-  __device__ __forceinline__ int out(int row) const { return row; }
-};
-#ifdef EXPERTS
-typedef Visits Source;
-static_assert(EXPERTS == WIDTH && !PAIRED, "the rows of a tile");
-#else
-typedef Rows Source;
-#endif
-
-// A tile of y: its rows of x and its strips of columns. Tiles with the same columns follow each other.
-struct Tile {
-  static constexpr int TOGETHER = PAIRED ? 2 * STRIPS - 1 : STRIPS;  // strips of two tiles, or one
-  int expert, row, end, first;
-  bool second;  // of two
-
-  // Tiles along the columns of y.
-  static __device__ __forceinline__ int places(int n) { return ((n + 63) / 64 * (PAIRED ? 2 : 1) + TOGETHER - 1) / TOGETHER; }
-  __device__ __forceinline__ Tile(int i, const Source& rows, int n) {
-    const Part part = rows.part(i, places(n), WIDTH);
-    expert = part.expert, row = part.row, end = part.end, second = PAIRED && part.place % 2, first = part.place / (PAIRED ? 2 : 1) * TOGETHER;
-  }
-  // The second goes backwards, so that what they share is the last strip of both.
-  __device__ __forceinline__ int strip(int i) const { return second ? first + TOGETHER - 1 - i : first + i; }
-  __device__ __forceinline__ int half_from() const { return second ? WIDTH / 2 : 0; }
-};
-
-// A place in the ring.
-struct Ring {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next(int steps = 1) {
-    if ((stage += steps) >= STAGES) stage -= STAGES, parity ^= 1;
-  }
-};
-
-// What happens to the sums of a column at the end: loaded at the beginning.
-struct Column {
-  float scale;
-  Bias bias;
-  __device__ __forceinline__ float finish(float v) const { return activate(v * (scale * (1 / REDUCED)) + bias_value(bias)); }
-};
-
-// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It turns 16 rows at
-// a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are turned.
-template <int ROWS, int COUNT>
-DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], u32 turned, int barrier, int warp, int lane, u16* y, const Source& rows, int first_row, int last_row, int column, int n) {
-  constexpr int TIMES = (ROWS + 15) / 16, SIXTEENS = 8 >> GATED;  // 16 bytes of a row
-  // The 16 bytes i of row r are at i ^ (r % 8), or, of rows of 64 bytes, at i ^ (r / 2 % 4): eight rows then fill all banks.
-  auto at = [&](int row, int sixteen) { return turned + row * SIXTEENS * 16 + ((sixteen ^ (row >> GATED & SIXTEENS - 1)) << 4); };
-  const int thread = warp * 32 + lane, my_row = thread / SIXTEENS;
-  const u32 write_at = GATED ? at(lane & 15, warp) : at(lane & 15, warp * 2 + (lane >> 4)), read_at = at(my_row & 15, thread % SIXTEENS);
-  const int out_n = n >> GATED, to_column = (column >> GATED) + thread % SIXTEENS * 8;
-  // Matrices: rows 0..7 and 8..15 of x, for the columns 0..7 and then for 8..15. Of the last rows there may be eight.
-  auto turn = [&](int j) {
-    auto pair = [&](int eight, int h) {
-      const int from = j * 8 + eight * 4 + h * 2;
-      return from < ROWS / 2 ? make_float2(columns[h].finish(sums[from]), columns[h].finish(sums[from + 1])) : make_float2(0, 0);
-    };
-    if constexpr (GATED) {
-      u32 pairs[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float2 gate = pair(i, 0), v = pair(i, 1);
-        pairs[i] = TYPE::pack(pass_gate(gate.x, v.x), pass_gate(gate.y, v.y));
-      }
-      store_matrices_transposed(write_at + j % 2 * 2048, pairs);
-    } else {
-      u32 pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2 v = pair(i & 1, i >> 1);
-        pairs[i] = TYPE::pack(v.x, v.y);
-      }
-      store_matrices_transposed(write_at + j % 2 * 2048, pairs);
-    }
-  };
-  turn(0);
-#pragma unroll
-  for (int j = 0; j < TIMES; j++) {
-    meet(barrier, 128);
-    const uint4 v = load_shared16(read_at + j % 2 * 2048);
-    if (j + 1 < TIMES) turn(j + 1);
-    const int row = j * 16 + my_row, to_row = first_row + row;
-    if (my_row < 16 && row < ROWS && to_row < last_row && to_column < out_n) {
-      u16* to = y + (size_t)rows.out(to_row) * out_n + to_column;
-      if (out_n % 8 == 0) *(uint4*)to = v;
-      else {
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-          if (to_column + e < out_n) to[e] = (u16)(words[e / 2] >> (e % 2 * 16));
-      }
-    }
-  }
-  meet(barrier, 128);  // before the next strip is turned there
+template <class T> DEVICE void wgmma(float (&d)[WIDTH / 2], const u32 (&a)[4], u64 b, int accumulate) {
+  if constexpr (T::is_half) WGMMA_ASM(WGMMA, "k16.f32.f16.f16", ", 1, 1, 0");
+  else WGMMA_ASM(WGMMA, "k16.f32.bf16.bf16", ", 1, 1, 0");
+}
+// With half as many rows of B, into the first half of d.
+template <class T> DEVICE void wgmma_half(float (&d)[WIDTH / 2], const u32 (&a)[4], u64 b, int accumulate) {
+  if constexpr (T::is_half) WGMMA_ASM(WGMMA_HALF, "k16.f32.f16.f16", ", 1, 1, 0");
+  else WGMMA_ASM(WGMMA_HALF, "k16.f32.bf16.bf16", ", 1, 1, 0");
 }
 
 DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const void* __restrict__ bias, u16* __restrict__ y,
                      const Source& rows, int n, int k) {
   extern __shared__ __align__(1024) u8 shared[];
-  __shared__ __align__(8) u64 full_bars[STAGES], empty_bars[STAGES], received_bars[TEAMS];
+  __shared__ __align__(8) Barriers barriers;
   const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, turned = ws + STAGES * W_BYTES, inboxes = turned + CONSUMERS * 32;
-  const u32 full = shared_address(full_bars), empty = shared_address(empty_bars), received = shared_address(received_bars);
-  const int bricks = (k + 127) / 128, courses = (n + 15) / 16;
-  const int part = SPLIT > 1 ? cluster_rank() : 0;
-  const int first_brick = bricks * part / SPLIT, last_brick = bricks * (part + 1) / SPLIT;
-  const int count = rows.count(Tile::places(n));
-  const int first_tile = blockIdx.x / SPLIT, stride = gridDim.x / SPLIT;
-  auto owned = [&](int partner) { return max(0, min(OWNED, WIDTH - partner * OWNED)); };  // rows of x that a partner finishes
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 2), barrier_init(empty + 8 * i, 128 * MEMBERS);
-    for (int i = 0; i < TEAMS; i++) barrier_init(received + 8 * i, 1);
-    barrier_init_done();
-    if constexpr (SPLIT > 1)
-      for (int i = 0; i < TEAMS; i++) barrier_expect(received + 8 * i, (SPLIT - 1) * TEAMS * TALL * (owned(part * TEAMS + i) / 8) * LETTER);
-  }
-  if constexpr (SPLIT > 1) cluster_assemble();
-  else __syncthreads();
+  const u32 full = shared_address(barriers.full), empty = shared_address(barriers.empty), received = shared_address(barriers.received);
+  const Share share(rows, n, k);
+  make_barriers(barriers, share.part);
   if (!ROUTED) let_next_start();
   // Known to be the same for a whole warp, these keep addresses in uniform registers, where copies and wgmma want them.
   const int any_warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), warpgroup = any_warp >> 2;
@@ -164,43 +49,15 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   if (threadIdx.x >= CONSUMERS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     const bool elected = elect();
-    Ring at;
-    if (any_warp == CONSUMERS / 32) {  // weights, which do not depend on the kernel before this one
-      for (int number = first_tile; number < count; number += stride) {
-        constexpr int AT_ONCE = PAIRED || STRIPS == 1 ? 1 : 2;  // strips whose bricks lie together
-        const Tile tile(number, rows, n);
-        const u8* from = ROUTED ? weights + (size_t)tile.expert * courses * bricks * Brick::bytes : weights;
-        auto to_copy = [&](int strip) { return max(0, min(4 * AT_ONCE, courses - 4 * tile.strip(strip))); };
-        int all = 0;
-#pragma unroll
-        for (int strip = 0; strip < STRIPS; strip += AT_ONCE) all += to_copy(strip);
-        for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
-          barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-          if (elected) {
-            barrier_expect(full + 8 * at.stage, all * Brick::bytes);
-#pragma unroll
-            for (int strip = 0; strip < STRIPS; strip += AT_ONCE)
-              if (const int some = to_copy(strip))
-                copy_bulk(ws + at.stage * W_BYTES + strip * 4 * Brick::bytes, from + Brick::at(4 * tile.strip(strip), brick, courses, bricks), some * Brick::bytes, full + 8 * at.stage);
-          }
-        }
-      }
-    } else if (any_warp == CONSUMERS / 32 + 1) {  // x, which may
+    if (any_warp == CONSUMERS / 32) copy_weights(share, rows, n, weights, ws, full, empty, elected);
+    else if (any_warp == CONSUMERS / 32 + 1) {
       if (elected) prefetch_map(&x_map);
-      wait_for_previous();
-      if (ROUTED) let_next_start();  // not before: the kernel behind this one reads the table without waiting for it
-      for (int number = first_tile; number < count; number += stride) {
-        const int row = Tile(number, rows, n).row;
-        for (int brick = first_brick; brick < last_brick; brick++, at.next()) {
-          barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-          if (elected) {
-            barrier_expect(full + 8 * at.stage, X_BYTES);
+      copy_x(share, rows, n, empty, [&](int stage, int brick, int row) {
+        if (!elected) return;
+        barrier_expect(full + 8 * stage, X_BYTES);
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-              copy_box(xs + at.stage * X_BYTES + half * WIDTH * 128, &x_map, full + 8 * at.stage, brick * 128 + half * 64, row);
-          }
-        }
-      }
+        for (int half = 0; half < 2; half++) copy_box(xs + stage * X_BYTES + half * WIDTH * 128, &x_map, full + 8 * stage, brick * 128 + half * 64, row);
+      });
     }
     return;
   }
@@ -219,7 +76,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   auto make = [&](const Tile& tile, bool shares, bool few) __attribute__((always_inline)) {
     auto is_half = [=](int r) { return few || (shares && r == TALL - 1); };
     auto column = [&](int r) { return tile.strip(member * TALL + r) * 64; };
-    const int mine = (last_brick - first_brick - team + TEAMS - 1) / TEAMS;
+    const int mine = (share.last_brick - share.first_brick - team + TEAMS - 1) / TEAMS;
     float d[TALL][WIDTH / 2];
     u32 a[BUFFERS][TALL][4];
     Load loads[2][TALL];  // one is multiplied while the next one is on its way from shared memory
@@ -303,55 +160,19 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     if constexpr (PARTNERS == 1) {
 #pragma unroll
       for (int r = 0; r < TALL; r++)
-        if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], my_turned, barrier, warp, lane, y, rows, tile.row + tile.half_from(), tile.end, column(r), n);
-        else store<WIDTH>(d[r], columns[r], my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column(r), n);
+        if (is_half(r)) store<WIDTH / 2>(d[r], columns[r], NoScales{}, my_turned, barrier, warp, lane, y, rows, tile.row + tile.half_from(), tile.end, column(r), n);
+        else store<WIDTH>(d[r], columns[r], NoScales{}, my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column(r), n);
     } else {
-      const int me = part * TEAMS + team;
-      const u32 letters = inboxes + (member * 128 + thread) * 16;
       float sums[TALL][OWNED / 2];
-#pragma unroll
-      for (int to = 0; to < PARTNERS; to++) {
-        const u32 here = letters + to % TEAMS * INBOX + (me - (me > to)) * TALL * (OWNED / 8) * LETTER, bar = received + to % TEAMS * 8;
-        const int there = to / TEAMS;
-#pragma unroll
-        for (int r = 0; r < TALL; r++)
-#pragma unroll
-          for (int i = 0; i < OWNED / 8; i++) {
-            const int from = (to * (OWNED / 8) + i) * 4;
-            if (from >= WIDTH / 2) continue;
-            const float4 v = {d[r][from], d[r][from + 1], d[r][from + 2], d[r][from + 3]};
-            const u32 letter = here + (r * (OWNED / 8) + i) * LETTER;
-            if (to == me) sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
-            else if (there == part) store_shared16(letter, v);
-            else store_async(cluster_address(letter, there), v, cluster_address(bar, there));
-          }
-      }
-      if constexpr (TEAMS > 1) meet(1, CONSUMERS);
-      if constexpr (SPLIT > 1) barrier_wait(received + team * 8, 0);
-#pragma unroll
-      for (int r = 0; r < TALL; r++)
-#pragma unroll
-        for (int i = 0; i < OWNED / 8; i++) {
-          // In the order of the partners, whoever adds: a row's sums do not depend on where it is.
-          float4 v = {0, 0, 0, 0};
-#pragma unroll
-          for (int from = 0; from < PARTNERS; from++) {
-            float4 w = {sums[r][i * 4], sums[r][i * 4 + 1], sums[r][i * 4 + 2], sums[r][i * 4 + 3]};
-            if (from != me) {
-              const uint4 u = load_shared16(letters + team * INBOX + (((from - (from > me)) * TALL + r) * (OWNED / 8) + i) * LETTER);
-              w = {__uint_as_float(u.x), __uint_as_float(u.y), __uint_as_float(u.z), __uint_as_float(u.w)};
-            }
-            v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
-          }
-          sums[r][i * 4] = v.x, sums[r][i * 4 + 1] = v.y, sums[r][i * 4 + 2] = v.z, sums[r][i * 4 + 3] = v.w;
-        }
+      meet_partners(d, sums, share.part, team, member, thread, inboxes, received);
+      const int me = share.part * TEAMS + team;
       const int my_first = tile.row + me * OWNED;
 #pragma unroll
-      for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], my_turned, barrier, warp, lane, y, rows, my_first, min(tile.end, my_first + owned(me)), column(r), n);
+      for (int r = 0; r < TALL; r++) store<OWNED>(sums[r], columns[r], NoScales{}, my_turned, barrier, warp, lane, y, rows, my_first, min(tile.end, my_first + owned(me)), column(r), n);
     }
   };
   auto work = [&](bool shares) __attribute__((always_inline)) {
-    for (int number = first_tile; number < count; number += stride) {
+    for (int number = share.first_tile; number < share.count; number += share.stride) {
       const Tile tile(number, rows, n);
       if (ROUTED && HALVES_ROWS && tile.end - tile.row <= WIDTH / 2) make(tile, shares, true);
       else make(tile, shares, false);

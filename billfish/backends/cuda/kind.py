@@ -28,6 +28,9 @@ class Kind:
     middle: int = 0  # element = stored number + middle; other than 0 only with an offset
     table: tuple[int, ...] = ()  # of Table4: 16 bytes that mean byte - 128
     one_zero: bool = False  # code 8 of E2M1 is +0, as ggml has it, and not -0
+    narrow: bool = (
+        False  # powers of two of ScaleE5M2 are at least 2^-16 of their row's largest: gemm_bytes.cu takes them
+    )
 
     def __post_init__(self) -> None:
         """Raises unless decode.cuh has these words: files name them, and they become source text."""
@@ -61,7 +64,8 @@ class Kind:
         return self.code_bytes + self.group_bytes * (1 if self.offset == "NONE" else 2)
 
     def macros(self) -> dict[str, str]:
-        """For the compiler. `one_zero` concerns dequantize.cu alone: products of +0 and -0 are the same."""
+        """For the compiler. `one_zero` concerns dequantize.cu alone: products of +0 and -0 are the same; `narrow`
+        concerns none."""
         names = {"ELEMENT": self.element, "SCALE": self.scale, "OFFSET": self.offset, "GROUPS": str(self.groups)}
         if self.middle:
             names["MIDDLE"] = f"({self.middle})"
@@ -72,12 +76,13 @@ class Kind:
 
     def spelled(self) -> str:
         """All of it as one word, for operators, which take strings and no objects."""
-        numbers = f"{self.groups}:{self.middle}:{int(self.one_zero)}"
+        numbers = f"{self.groups}:{self.middle}:{int(self.one_zero)}:{int(self.narrow)}"
         return f"{self.element}:{self.scale}:{self.offset}:{numbers}:{bytes(self.table).hex()}"
 
 
 @lru_cache(maxsize=256)
 def read_kind(word: str) -> Kind:
     """The kind that `Kind.spelled` spelled."""
-    element, scale, offset, groups, middle, one_zero, table = word.split(":")
-    return Kind(element, scale, offset, int(groups), int(middle), tuple(bytes.fromhex(table)), one_zero == "1")
+    element, scale, offset, groups, middle, one_zero, narrow, table = word.split(":")
+    sizes = int(groups), int(middle), tuple(bytes.fromhex(table))
+    return Kind(element, scale, offset, *sizes, one_zero == "1", narrow == "1")

@@ -92,7 +92,8 @@ class Step:
     scores float32 [scored, vocabulary]
     choices CHOICE [scored]: how a token is chosen
 
-    apart: gate and up are two products somewhere. ordered: the most columns of a matrix that has an order.
+    apart: gate and up are two products somewhere. ordered: the most columns of a matrix that has an order. work: bytes
+    for x in 8 bits.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Step:
         *,
         apart: bool,
         ordered: int,
+        work: int = 0,
     ) -> None:
         self.pages_of_text = pages_of_text
         sizes = {
@@ -123,6 +125,7 @@ class Step:
             "opened": 2 * rows * shape.feed_forward,
             "apart": 2 * 2 * rows * shape.feed_forward * apart,
             "ordered": 2 * rows * ordered,
+            "work": work,
             "added": 2 * rows * shape.hidden,
             "scores": 4 * scored * shape.vocabulary,
             "choices": CHOICE.itemsize * scored,

@@ -47,6 +47,7 @@ class Gemm:
     batch_invariant: bool = False
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
     float_y: bool = False  # y is float32; gemm_small alone writes it
+    activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes (byte_plans.py)
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -243,11 +244,16 @@ class Shape:
 
     def cost(self, m: int, n: int, bricks: int, multiprocessors: int) -> float:
         """Nanoseconds of a product, roughly: `bricks` stages, one round of tiles after the other."""
-        # An H200 holds 39 clusters of three CTAs, on 117 of its 132 multiprocessors.
-        room = multiprocessors if self.split <= 2 else multiprocessors * 9 // 10
-        rounds = -(-self.ctas(m, n) // (room // self.split * self.split))
+        rounds = rounds_of(self.ctas(m, n), self.split, multiprocessors)
         tile = STAGE_NS[self.height][self.width] * bricks / self.split + TILE_NS
         return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
+
+
+def rounds_of(ctas: int, split: int, multiprocessors: int) -> int:
+    """How often a multiprocessor gets a tile, where CTAs come in clusters of `split`."""
+    # An H200 holds 39 clusters of three CTAs, on 117 of its 132 multiprocessors.
+    room = multiprocessors if split <= 2 else multiprocessors * 9 // 10
+    return -(-ctas // (room // split * split))
 
 
 def shapes(m: int, kind: Kind) -> list[Shape]:
@@ -288,6 +294,10 @@ def shapes(m: int, kind: Kind) -> list[Shape]:
 
 
 def large(gemm: Gemm, device: Device) -> Plan:
+    return launch_large(gemm, device, large_shape(gemm, device))
+
+
+def large_shape(gemm: Gemm, device: Device) -> Shape:
     m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // BRICK), gemm.kind
     fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s, kind)]
     # With two stages nothing is copied while the kernel multiplies, and two teams would stand still by turns.
@@ -298,7 +308,7 @@ def large(gemm: Gemm, device: Device) -> Plan:
         factor = DECODED_TWICE if shape.paired and costs_to_decode else 1
         return shape.cost(m, n, bricks, device.multiprocessors) * factor
 
-    return launch_large(gemm, device, min(flowing, key=cost))
+    return min(flowing, key=cost)
 
 
 def spills(shape: Shape, kind: Kind) -> bool:
@@ -353,8 +363,8 @@ def launch_large(gemm: Gemm, device: Device, shape: Shape) -> Plan:
     return Plan(launch, shape.width)
 
 
-def wgmma_macros(name: str, width: int) -> dict[str, str]:
-    """Lists of registers, all of which the instruction names; see wgmma.cuh."""
+def wgmma_macros(name: str, width: int, register: str = "f") -> dict[str, str]:
+    """Lists of registers, all of which the instruction names; see wgmma.cuh. register: "f" for float32 sums, or "r"."""
     count = width // 2
     a = ", ".join(f"%{count + i}" for i in range(4))
     return {
@@ -362,5 +372,5 @@ def wgmma_macros(name: str, width: int) -> dict[str, str]:
         f"{name}_D": '"' + ", ".join(f"%{i}" for i in range(count)) + '"',
         f"{name}_A_B": f'"{{{a}}}, %{count + 4}"',
         f"{name}_FLAG": f'"%{count + 5}"',
-        f"{name}_OUTPUTS": ", ".join(f'"+f"(d[{i}])' for i in range(count)),
+        f"{name}_OUTPUTS": ", ".join(f'"+{register}"(d[{i}])' for i in range(count)),
     }

@@ -20,7 +20,7 @@ from billfish.watched import is_watched
     "billfish::cuda_linear",
     mutates_args=(),
     schema="(Tensor x, Tensor bricks, Tensor row_scale, Tensor? bias, str kind, int n, bool batch_invariant, "
-    "str? activation) -> Tensor",
+    'str? activation, str activations="exact") -> Tensor',
 )
 def cuda_linear(
     x: torch.Tensor,
@@ -31,10 +31,11 @@ def cuda_linear(
     n: int,
     batch_invariant: bool,
     activation: str | None,
+    activations: str = "exact",
 ) -> torch.Tensor:
     """activation(x W.T + bias): x [..., K] -> [..., N]. bricks, row_scale: bytes; kind: as `Kind.spelled` spells it."""
     weights = DeviceWeights(About(read_kind(kind), (n, x.shape[-1])), bricks, row_scale)
-    y: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation)
+    y: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation, activations)
     return y
 
 
@@ -49,6 +50,7 @@ def linear(
     bias: torch.Tensor | None = None,
     batch_invariant: bool = False,
     activation: str | None = None,
+    activations: str = "exact",
 ) -> torch.Tensor:
     """activation(x W.T + bias) for a tensor on a GPU: x [..., K] -> [..., N]. activation: relu, silu or gelu.
 
@@ -57,8 +59,8 @@ def linear(
     """
     if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not is_watched():
         with torch.no_grad():  # as the operator, which has no derivative
-            direct: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation)
+            direct: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation, activations)
         return direct
     bricks, row_scale = as_tensor(weights.bricks), as_tensor(weights.row_scale)
     kind, n = weights.kind.spelled(), weights.shape[0]
-    return cuda_linear(x, bricks, row_scale, bias, kind, n, batch_invariant, activation)
+    return cuda_linear(x, bricks, row_scale, bias, kind, n, batch_invariant, activation, activations)

@@ -12,8 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.backends.cuda.byte_plans import BytePlan, byte_plan
 from billfish.backends.cuda.describe import Description, describe, describe_planes
-from billfish.backends.cuda.driver import KernelLaunch, copy_in, device, launcher, native, synchronize
+from billfish.backends.cuda.driver import (
+    BFLOAT16,
+    BYTES,
+    FLOAT16,
+    KernelLaunch,
+    copy_in,
+    device,
+    launcher,
+    native,
+    synchronize,
+)
 from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
@@ -180,10 +191,19 @@ class DeviceWeights:
                 planes[name] = fetch(memory, room, np.dtype(dtype), shape)
         return format.pack(planes)
 
-    def multiply(self, stream: int, gemm: Gemm, x: int, x_stride: int, bias: int, y: int) -> bool:
+    def work_bytes(self, gemm: Gemm) -> int:
+        """Memory that `multiply` wants beside x and y: for x in bytes, or none."""
+        plan = self._byte_plan(replace(gemm, m=min(gemm.m, ROWS_AT_ONCE)))
+        return 0 if plan is None else plan.work_bytes
+
+    def _byte_plan(self, gemm: Gemm) -> BytePlan | None:
+        return None if gemm.activations == "exact" else byte_plan(gemm, device(self.room.ordinal))
+
+    def multiply(self, stream: int, gemm: Gemm, x: int, x_stride: int, bias: int, y: int, work: int = 0) -> bool:
         """y = x W.T + bias, at these addresses; False if the product is one for a library (see plans.py).
 
-        The device is current. Rows of x [m, k] are `x_stride` numbers apart, as `tensor_map` wants them.
+        The device is current. Rows of x [m, k] are `x_stride` numbers apart, as `tensor_map` wants them. work: the
+        address of `work_bytes`, at a multiple of 16.
         """
         if gemm.m > ROWS_AT_ONCE:
             return all(
@@ -194,17 +214,24 @@ class DeviceWeights:
                     x_stride,
                     bias,
                     y + 2 * first * gemm.n,
+                    work,
                 )
                 for first in range(0, gemm.m, ROWS_AT_ONCE)
             )
         product = self.product(gemm)
         if product is None:
             return False
-        product(stream, x, x_stride, bias, y)
+        if isinstance(product, ByteProduct):
+            product(stream, x, x_stride, bias, y, work)
+        else:
+            product(stream, x, x_stride, bias, y)
         return True
 
     def product(self, gemm: Gemm) -> Any:
-        """A product in native code, `_cuda.NativeProduct`, kept for the next call; None if it is one for a library."""
+        """A product in native code, `_cuda.NativeProduct`, kept for the next call; None if it is one for a library.
+
+        With x in bytes it is a ByteProduct.
+        """
         found = self._products.get(gemm, self)  # itself for none, as None is a finding
         if found is self:
             found = self._planned(gemm)
@@ -216,13 +243,18 @@ class DeviceWeights:
     def _planned(self, gemm: Gemm) -> Any:
         ordinal = self.room.ordinal
         found = device(ordinal)
+        memory, sizes = (address(self.bricks), address(self.row_scale)), (gemm.m, gemm.n, gemm.k)
+        in_bytes = self._byte_plan(gemm)
+        if in_bytes is not None:
+            launch = native(in_bytes.launch, ordinal)
+            product = launcher().NativeProduct(launch, *memory, *sizes, BYTES, in_bytes.box_rows)
+            return ByteProduct(native(in_bytes.quantize, ordinal), product, gemm.k, in_bytes.stride)
         chosen = plan(gemm, found)
         if chosen is None:
             return None
-        memory = address(self.bricks), address(self.row_scale)
         box_rows = chosen.box_rows if found.capability >= (9, 0) else 0
-        sizes = gemm.m, gemm.n, gemm.k, gemm.bfloat16, box_rows
-        return launcher().NativeProduct(native(chosen.launch, ordinal), *memory, *sizes)
+        numbers = BFLOAT16 if gemm.bfloat16 else FLOAT16
+        return launcher().NativeProduct(native(chosen.launch, ordinal), *memory, *sizes, numbers, box_rows)
 
     def note(self, stream: int) -> None:
         """torch's current stream reads the weights from now on.
@@ -233,6 +265,20 @@ class DeviceWeights:
         if stream not in self.streams:
             self.streams.add(stream)
             record(self.bricks, self.row_scale)
+
+
+@dataclass(frozen=True, eq=False)
+class ByteProduct:
+    """Two launches: x to bytes, which are `stride` bytes from row to row, and their product."""
+
+    quantize: Any  # _cuda.NativeLaunch
+    multiply: Any  # _cuda.NativeProduct
+    k: int
+    stride: int
+
+    def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, work: int) -> None:
+        self.quantize(stream, x, work, self.k, x_stride, self.stride)
+        self.multiply(stream, work, self.stride, bias, y)
 
 
 def record(*memories: Memory) -> None:

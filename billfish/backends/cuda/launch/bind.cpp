@@ -125,13 +125,17 @@ class NativeLaunch {
   LaunchAttribute attributes_[2] = {};
 };
 
-// x [rows, k] in boxes of `box_rows` by 64, or 1 by 128; outside of x are zeros. stride: numbers from row to row.
-TensorMap tensor_map(uint64_t pointer, bool bfloat16, uint64_t rows, uint64_t k, uint64_t stride, uint32_t box_rows) {
-  constexpr int FLOAT16 = 6, BFLOAT16 = 9, NO_INTERLEAVE = 0, NO_SWIZZLE = 0, SWIZZLE_128B = 3, PROMOTE_256B = 3, FILL_ZEROS = 0;
+// What x is made of, as Python counts it.
+enum Numbers { FLOAT16, BFLOAT16, BYTES };
+
+// x [rows, k] in boxes of `box_rows` by 128 bytes, or 1 by 256; outside of x are zeros. stride: numbers from row to row.
+TensorMap tensor_map(uint64_t pointer, int numbers, uint64_t rows, uint64_t k, uint64_t stride, uint32_t box_rows) {
+  constexpr int TYPES[] = {6, 9, 0}, NO_INTERLEAVE = 0, NO_SWIZZLE = 0, SWIZZLE_128B = 3, PROMOTE_256B = 3, FILL_ZEROS = 0;
+  const uint32_t size = numbers == BYTES ? 1 : 2;
   TensorMap map;
-  const uint64_t sizes[2] = {k, rows}, strides[1] = {stride * 2};
-  const uint32_t box[2] = {box_rows == 1 ? 128u : 64u, box_rows}, ones[2] = {1, 1};
-  check(driver().encode_tiled(&map, bfloat16 ? BFLOAT16 : FLOAT16, 2, reinterpret_cast<void*>(pointer), sizes, strides, box, ones, NO_INTERLEAVE,
+  const uint64_t sizes[2] = {k, rows}, strides[1] = {stride * size};
+  const uint32_t box[2] = {(box_rows == 1 ? 256u : 128u) / size, box_rows}, ones[2] = {1, 1};
+  check(driver().encode_tiled(&map, TYPES[numbers], 2, reinterpret_cast<void*>(pointer), sizes, strides, box, ones, NO_INTERLEAVE,
                               box_rows == 1 ? NO_SWIZZLE : SWIZZLE_128B, PROMOTE_256B, FILL_ZEROS),
         "a tensor map of x");
   return map;
@@ -140,15 +144,15 @@ TensorMap tensor_map(uint64_t pointer, bool bfloat16, uint64_t rows, uint64_t k,
 // y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. Both gemms take the same arguments.
 class NativeProduct {
  public:
-  NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, bool bfloat16, uint32_t box_rows)
-      : launch_(launch), arguments_(launch.layout), m_(m), k_(k), bfloat16_(bfloat16), box_rows_(box_rows) {
+  NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, int numbers, uint32_t box_rows)
+      : launch_(launch), arguments_(launch.layout), m_(m), k_(k), numbers_(numbers), box_rows_(box_rows) {
     if (launch.layout != "mpppppiiii") throw std::invalid_argument("a launch of a gemm");
     arguments_.put(0, TensorMap{}), arguments_.put(1, bricks), arguments_.put(2, row_scale), arguments_.put(6, m), arguments_.put(7, n), arguments_.put(8, k);
   }
   // box_rows 0: the kernel is one of a GPU before Hopper, and reads no tensor map.
   void operator()(uint64_t stream, uint64_t x, int x_stride, uint64_t bias, uint64_t y) {
     if (box_rows_ && (x != x_ || x_stride != x_stride_)) {
-      arguments_.put(0, tensor_map(x, bfloat16_, uint64_t(m_), uint64_t(k_), uint64_t(x_stride), box_rows_));
+      arguments_.put(0, tensor_map(x, numbers_, uint64_t(m_), uint64_t(k_), uint64_t(x_stride), box_rows_));
       x_ = x, x_stride_ = x_stride;
     }
     arguments_.put(3, x), arguments_.put(4, bias), arguments_.put(5, y), arguments_.put(9, x_stride);
@@ -158,8 +162,7 @@ class NativeProduct {
  private:
   NativeLaunch launch_;
   Arguments arguments_;
-  int m_, k_;
-  bool bfloat16_;
+  int m_, k_, numbers_;
   uint32_t box_rows_;
   uint64_t x_ = 0;  // of the tensor map that `arguments_` has
   int x_stride_ = -1;
@@ -181,6 +184,6 @@ NB_MODULE(_cuda, module) {
         launch(stream, arguments);
       });
   nb::class_<NativeProduct>(module, "NativeProduct")
-      .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, bool, uint32_t>())
+      .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, int, uint32_t>())
       .def("__call__", &NativeProduct::operator());
 }

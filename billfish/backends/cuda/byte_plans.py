@@ -1,0 +1,217 @@
+"""Which products multiply x in bytes, and in which shape of gemm_bytes.cu: docs/cuda.md has the figures.
+
+`activations="fp8"` rounds x to E4M3, "q8" to int8, with one scale for each row of x. Weights stay exact, so only some
+kinds can: `why_exact` says why others cannot. Up to FEW_ROWS rows of x the kernels of 16 bits are the faster ones, and
+`byte_plan` gives None: x is multiplied as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from billfish.backends.cuda.driver import Device, KernelLaunch
+from billfish.backends.cuda.kind import BRICK, Kind
+from billfish.backends.cuda.plans import (
+    COURSES_IN_STRIP,
+    LETTER_BYTES,
+    OUT_BYTES,
+    STRIP,
+    Gemm,
+    large_shape,
+    plan,
+    rounds_of,
+    wgmma_macros,
+)
+
+FEW_ROWS = 64
+MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
+SIXTEEN = 16  # k that quantize_rows.cu writes at a time
+
+# Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K.
+# Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
+STAGE_NS = {
+    "folded": ({64: 326, 128: 455, 152: 505, 176: 545, 192: 595, 208: 605}, {128: 404}),
+    "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
+    "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
+}
+CALL_NS, TILE_NS, MEETING_NS = 1500, 2300, 1300
+# quantize_rows.cu takes CALL_NS, and from there on what memory takes: 2 bytes read, one written.
+BYTES_PER_NS = 3500
+AS_IT_IS = (
+    1.2  # such products of 16 bits took 0.93 to 1.25 of what plans.Shape.cost says, and bytes gain more than they lose
+)
+
+
+def why_exact(kind: Kind, activations: str) -> str:
+    """Why weights of a kind are not multiplied with x in bytes, or ""."""
+    if kind.offset != "NONE":
+        return "weights with a zero point or a minimum"
+    if kind.element == "E2M1" and activations == "fp8":
+        if kind.scale == "ScaleE5M2":
+            return "" if kind.narrow else "a row whose powers of two span more than 16 octaves"
+    elif kind.element != "Int4":
+        takes = "4-bit integers and E2M1" if activations == "fp8" else "4-bit integers"
+        return f"weights of {kind.element}; {activations} takes {takes}"
+    if kind.groups > 1:
+        size = BRICK // kind.groups
+        return f"groups of {size}: to scale sums every {size} of K takes longer than to multiply x in 16 bits"
+    return ""
+
+
+@dataclass(frozen=True)
+class ByteShape:
+    """A shape of gemm_bytes. Its fields are macros of gemm_bytes.cu, as those of gemm_large.cu."""
+
+    width: int
+    teams: int = 1
+    split: int = 1
+    stages: int = 8
+
+    warpgroups = 2
+
+    @property
+    def strips(self) -> int:
+        return self.warpgroups // self.teams
+
+    @property
+    def partners(self) -> int:
+        return self.split * self.teams
+
+    def ctas(self, m: int, n: int) -> int:
+        return -(-n // (STRIP * self.strips)) * -(-m // self.width) * self.split
+
+    def cost(self, way: str, gemm: Gemm, multiprocessors: int) -> float:
+        """Nanoseconds of a product, roughly, as plans.Shape.cost. way: of STAGE_NS."""
+        rounds = rounds_of(self.ctas(gemm.m, gemm.n), self.split, multiprocessors)
+        stages = -(-gemm.k // BRICK) / self.partners
+        tile = STAGE_NS[way][self.teams - 1][self.width] * stages + TILE_NS
+        return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
+
+
+@dataclass(frozen=True)
+class BytePlan:
+    """Two launches, and the memory between them: x in bytes, rows `stride` bytes apart, and its scales behind them."""
+
+    quantize: KernelLaunch  # or split_blocks.cu
+    launch: KernelLaunch
+    box_rows: int
+    stride: int
+    work_bytes: int
+
+
+def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
+    """What a product will launch, x in bytes or as it is; none: decoded weights go to a library."""
+    in_bytes = byte_plan(gemm, device)
+    if in_bytes is not None:
+        return [in_bytes.quantize, in_bytes.launch]
+    chosen = plan(gemm, device)
+    return [] if chosen is None else [chosen.launch]
+
+
+def most_work(rows: int, k: int) -> int:
+    """Memory that products with up to so many rows and columns of x want for x in bytes."""
+    return rows * -(-k // SIXTEEN) * SIXTEEN + 4 * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
+
+
+def way_of(kind: Kind, activations: str) -> str:
+    """Of STAGE_NS."""
+    return "int8" if activations == "q8" else "folded" if kind.scale == "ScaleE5M2" else "scaled"
+
+
+@lru_cache(maxsize=4096)
+def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
+    """The plan of a product whose x goes in bytes; None: x as it is, since that is faster or because x has to stay."""
+    if gemm.activations == "exact" or gemm.m <= FEW_ROWS or gemm.batch_invariant or gemm.float_y:
+        return None
+    if device.capability != (9, 0) or why_exact(gemm.kind, gemm.activations):
+        return None
+    way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
+    widest = 192 if gemm.gate is not None and way == "folded" else 208  # registers are too few for more
+    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if FEW_ROWS < width <= widest]
+    shapes += [ByteShape(128, split=split) for split in (2, 3)]
+    if gemm.m <= 128:
+        shapes += [ByteShape(64, split=2), *(ByteShape(128, teams=2, split=split) for split in (1, 2, 3))]
+    fitting = [shape for shape in shapes if shape.partners <= bricks]
+
+    def cost(shape: ByteShape) -> float:
+        return shape.cost(way, gemm, device.multiprocessors)
+
+    chosen = min(fitting, key=cost)
+    quantizing = CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
+    as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
+    return launch_bytes(gemm, device, chosen) if cost(chosen) + quantizing < AS_IT_IS * as_it_is else None
+
+
+def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
+    """Stages of the ring, and all dynamic shared memory as gemm_bytes.cu lays it out."""
+    stage = shape.width * (BRICK + (16 if given else 4)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    owned = -(-shape.width // 8 // shape.partners)
+    letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
+    rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters
+    stages = min(shape.stages, (device.shared_bytes - rest) // stage) // shape.teams * shape.teams
+    return stages, stages * stage + rest
+
+
+def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
+    """A plan in this shape."""
+    stride = -(-gemm.k // SIXTEEN) * SIXTEEN
+    integers = gemm.activations == "q8"
+    work_bytes = most_work(gemm.m, gemm.k)
+    return BytePlan(quantize(gemm, stride, integers), _launch(gemm, device, shape), shape.width, stride, work_bytes)
+
+
+def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
+    """x is blocks of q8_0 or q8_1, and y float32: sums are scaled every 32 of K, whatever the groups of the weights."""
+    gemm = replace(gemm, activations="q8")
+    shape = ByteShape(64 if gemm.m <= FEW_ROWS else 128)
+    macros = (("BLOCK_BYTES", str(block_bytes)), ("CODES_AT", str(block_bytes - 32)))
+    split = KernelLaunch("split_blocks.cu", "marlin_split_blocks", macros, (gemm.m,), 128, overlap=True)
+    work_bytes = gemm.m * gemm.k + 16 * (gemm.m * -(-gemm.k // BRICK) + MORE_ROWS)
+    return BytePlan(split, _launch(gemm, device, shape, given=True), shape.width, gemm.k, work_bytes)
+
+
+def why_not_given(kind: Kind) -> str:
+    """Why weights of a kind are not multiplied with x in blocks, or ""."""
+    if kind.element != "Int4" or kind.offset != "NONE" or kind.groups > 4:
+        return "it multiplies blocks of x with 4-bit integers without zero points, in groups of 32 or more"
+    return ""
+
+
+def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -> KernelLaunch:
+    integers = gemm.activations == "q8"
+    stages, shared_bytes = ring(shape, gemm.kind, device, given)
+    macros = gemm.macros(
+        BYTES="INT8" if integers else "FP8",
+        GIVEN=int(given),
+        WARPGROUPS=shape.warpgroups,
+        TEAMS=shape.teams,
+        TALL=1,
+        WIDTH=shape.width,
+        STAGES=stages,
+        SPLIT=shape.split,
+        PAIRED=0,
+        **wgmma_macros("WGMMA", shape.width, "r" if integers else "f"),
+    )
+    ctas = shape.ctas(gemm.m, gemm.n)
+    if shape.partners == 1:
+        ctas = min(ctas, device.multiprocessors)
+    threads, cluster = 128 * (shape.warpgroups + 1), shape.split
+    return KernelLaunch(
+        "gemm_bytes.cu", "marlin_gemm_bytes", macros, (ctas, 1), threads, shared_bytes, cluster, overlap=True
+    )
+
+
+def quantize(gemm: Gemm, stride: int, integers: bool) -> KernelLaunch:
+    """One CTA a row, whose threads hold all of it up to 1024 * 4 * 16 k."""
+    blocks = stride // SIXTEEN
+    threads = min(256, -(-blocks // 32) * 32) if blocks <= 1024 else 1024
+    held = min(4, -(-blocks // threads))
+    macros = {
+        "TYPE": "BF16" if gemm.bfloat16 else "F16",
+        "INTEGERS": str(int(integers)),
+        "THREADS": str(threads),
+        "HELD": str(held),
+    }
+    defined = tuple(sorted(macros.items()))
+    return KernelLaunch("quantize_rows.cu", "marlin_quantize_rows", defined, (gemm.m,), threads, overlap=True)

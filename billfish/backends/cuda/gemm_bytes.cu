@@ -1,0 +1,205 @@
+// Many rows of x, in bytes, on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
+//
+// As gemm_large.cu, with these differences. x is what quantize_rows.cu made: E4M3 or int8, each 16 k in the order of bytes.cuh, and
+// behind all of them a float32 scale for each row; or, GIVEN, for each 32 k of a row, and then y is float32. A warpgroup has one strip. wgmma takes 32 k.
+//
+// *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
+// it adds STEPS times 32 k, and the sums go to float32 sums in other registers. Where groups have scales, this multiplies by these.
+// Sums of int8 are exact. FOLDED weights have no scales left, and 512 k go by until then.
+//
+// Compiled with: TYPE (of y), ELEMENT, SCALE, OFFSET, GROUPS, BYTES, GIVEN, and the shape, as gemm_large.cu.
+#include "bytes.cuh"
+#include "tiles.cuh"
+#include "wgmma.cuh"
+
+static_assert(OFFSET == NONE && Element::words == 1 && TALL == 1 && !PAIRED, "what this kernel takes");
+constexpr int STEPS = FOLDED ? 16 : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
+static_assert(STEPS >= 1 && !(FOLDED && GIVEN), "a group has at least 32 k");
+static_assert(!GIVEN || PARTNERS == 1, "float32 is stored by whoever has all sums");
+
+// Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
+// partners own, which may be a few more than there are.
+constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : 4), OWN_BYTES = PARTNERS * OWNED * 4;
+
+template <Bytes X> struct Sums { typedef float type; };
+template <> struct Sums<INT8> { typedef int type; };
+typedef Sums<BYTES>::type Sum;
+
+template <Bytes X> DEVICE void wgmma(Sum (&d)[WIDTH / 2], const u32 (&a)[4], u64 b, int accumulate) {
+  if constexpr (X == INT8) WGMMA_ASM(WGMMA, "k32.s32.s8.s8", "");
+  else if constexpr (Decoded::raw == E2M1<F16>::raw) WGMMA_ASM(WGMMA, "k32.f32.e5m2.e4m3", ", 1, 1");
+  else WGMMA_ASM(WGMMA, "k32.f32.e4m3.e4m3", ", 1, 1");
+}
+
+// A scale for each row of a tile, in shared memory.
+struct Scales {
+  u32 at;
+  __device__ __forceinline__ float2 of(int row) const {
+    const uint2 v = load_shared8(at + row * 4);
+    return {__uint_as_float(v.x), __uint_as_float(v.y)};
+  }
+};
+
+DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const float* x_scale, const void* __restrict__ bias,
+                     u16* __restrict__ y, const Rows& rows, int n, int k) {
+  extern __shared__ __align__(1024) u8 shared[];
+  __shared__ __align__(8) Barriers barriers;
+  const u32 xs = shared_address(shared), ws = xs + STAGES * X_BYTES, ss = ws + STAGES * W_BYTES, turned = ss + STAGES * SCALE_BYTES;
+  const u32 inboxes = turned + CONSUMERS * 32, own = inboxes + TEAMS * INBOX;
+  const u32 full = shared_address(barriers.full), empty = shared_address(barriers.empty), received = shared_address(barriers.received);
+  const Share share(rows, n, k);
+  make_barriers(barriers, share.part);
+  let_next_start();
+  const int any_warp = __shfl_sync(0xffffffff, threadIdx.x >> 5, 0), warpgroup = any_warp >> 2;
+
+  if (threadIdx.x >= CONSUMERS) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    const bool elected = elect();
+    if (any_warp == CONSUMERS / 32) copy_weights(share, rows, n, weights, ws, full, empty, elected);
+    else if (any_warp == CONSUMERS / 32 + 1) {
+      if (elected) prefetch_map(&x_map);
+      copy_x(share, rows, n, empty, [&](int stage, int brick, int row) {
+        if (!elected) return;
+        const bool first = GIVEN || brick < share.first_brick + TEAMS;  // each team wants the scales of its rows once
+        barrier_expect(full + 8 * stage, X_BYTES + (first ? SCALE_BYTES : 0));
+        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 4 : row), SCALE_BYTES, full + 8 * stage);
+        copy_box(xs + stage * X_BYTES, &x_map, full + 8 * stage, brick * 128, row);
+      });
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  const int member = warpgroup % MEMBERS, team = TEAMS == 1 ? 0 : warpgroup / MEMBERS;
+  const int thread = threadIdx.x & 127, lane = thread & 31, barrier = 2 + warpgroup;
+  const u32 filled = opaque(full), emptied = filled + 8 * STAGES, my_scales = own + warpgroup * OWN_BYTES;
+  const u32 bricks_at = ws + (member * 4 + (thread >> 5)) * Brick::bytes;
+  const u32 codes_at = opaque(bricks_at + lane * 16), groups_at = opaque(bricks_at + (lane >> 2) * 4 * Brick::group_words);
+  auto release = [&](int stage) { barrier_arrive(emptied + 8 * stage); };
+  Ring at;
+  at.next(team);
+  for (int number = share.first_tile; number < share.count; number += share.stride) {
+    const int mine = (share.last_brick - share.first_brick - team + TEAMS - 1) / TEAMS;
+    Sum d[WIDTH / 2];
+    float sums[1][WIDTH / 2] = {};
+    Load loads[2];
+    auto fetch = [&](int stage, int load) { loads[load].fetch(codes_at + stage * W_BYTES, groups_at + stage * W_BYTES, load); };
+    auto after = [&](bool last) {  // the last brick is fetched again, rather than that there is a branch
+      Ring next = at;
+      if (!last) next.next(TEAMS);
+      return next;
+    };
+    barrier_wait(filled + 8 * at.stage, at.parity);
+    fetch(at.stage, 0);
+    if constexpr (!GIVEN)
+      for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(ss + at.stage * SCALE_BYTES + row * 4));
+    if constexpr (STEPS > IN_BRICK) {
+      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
+      auto promote = [&] {
+#pragma unroll
+        for (int j = 0; j < WIDTH / 2; j++) sums[0][j] += d[j];
+      };
+      u32 a[2][4];
+      for (int left = mine; left > 0; left--) {
+        const Ring next = after(left == 1);
+        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
+        const bool first = left == mine, anew = first || (left + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
+#pragma unroll
+        for (int step = 0; step < IN_BRICK; step++) {
+          if (step == 0) fetch(at.stage, 1);
+          if (step == 2) {
+            barrier_wait(filled + 8 * next.stage, next.parity);
+            fetch(next.stage, 0);
+          }
+          wgmma_wait<1>();
+          if (step == 1 && !first) release(at.stage < TEAMS ? at.stage + STAGES - TEAMS : at.stage - TEAMS);  // the brick before
+          loads[step / 2].decode(step % 2, a[step % 2]);
+          if (step == 0 && anew && !first) {
+            wgmma_wait<0>();
+            promote();
+          }
+          wgmma_fence();
+          wgmma<BYTES>(d, a[step % 2], b + step * 2, step > 0 || !anew);
+          wgmma_commit();
+        }
+        if (left > 1) at = next;
+      }
+      wgmma_wait<0>();
+      release(at.stage);
+      promote();
+    } else {
+      u32 a[IN_BRICK][4];
+      for (int left = mine; left > 0; left--) {
+        const Ring next = after(left == 1);
+        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
+        fetch(at.stage, 1);
+        uint2 stored;  // scales of a group
+#pragma unroll
+        for (int step = 0; step < IN_BRICK; step++) {
+          if (step % STEPS == 0) stored = Brick::stored_scale(groups_at + at.stage * W_BYTES, 0, step * GROUPS / IN_BRICK);
+          loads[step / 2].decode(step % 2, a[step]);  // only the first one of a group waits for the sums to be promoted
+          wgmma_fence();
+          wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0);
+          if (step % STEPS < STEPS - 1) continue;
+          wgmma_commit();
+          if (step == IN_BRICK - 1) {
+            barrier_wait(filled + 8 * next.stage, next.parity);
+            fetch(next.stage, 0);
+          }
+          wgmma_wait<0>();
+          if (!GIVEN && step == IN_BRICK - 1) release(at.stage);
+          const float2 factor = SCALE::decode(stored.x, stored.y);
+#pragma unroll
+          for (int eight = 0; eight < WIDTH / 8; eight++) {
+            float2 of_x = {1, 1};
+            if constexpr (GIVEN) {
+              const u32 from = ss + at.stage * SCALE_BYTES + (eight * 8 + (lane & 3) * 2) * 16 + step * 4;
+              of_x = {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 16))};
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              const int j = eight * 4 + h * 2;
+              const float by = h ? factor.y : factor.x;
+              sums[0][j] += (float)d[j] * (by * of_x.x), sums[0][j + 1] += (float)d[j + 1] * (by * of_x.y);
+            }
+          }
+        }
+        if constexpr (GIVEN) release(at.stage);
+        at = next;
+      }
+    }
+    at.next(TEAMS);
+
+    // Not before, though it could be: until here, sums need the registers.
+    const int late = opaque(threadIdx.x & 127), warp = late >> 5, lane = late & 31;
+    const Tile tile(opaque(number), rows, n);
+    const int column = tile.strip(member) * 64;
+    Column columns[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int i = min(column + warp * 16 + (lane >> 2) + h * 8, n - 1);
+      columns[h] = {__ldg(row_scale + i), load_bias(bias, i)};
+    }
+    const u32 my_turned = turned + warpgroup * 4096;
+    meet(barrier, 128);  // the scales of x are there
+    if constexpr (GIVEN) {
+#pragma unroll
+      for (int i = 0; i < WIDTH / 2; i++) {
+        const int row = tile.row + i / 4 * 8 + (lane & 3) * 2 + i % 2, to = column + warp * 16 + (lane >> 2) + i / 2 % 2 * 8;
+        if (row < tile.end && to < n) ((float*)y)[(size_t)row * n + to] = columns[i / 2 % 2].finish(sums[0][i]);
+      }
+    } else if constexpr (PARTNERS == 1) store<WIDTH>(sums[0], columns, Scales{my_scales}, my_turned, barrier, warp, lane, y, rows, tile.row, tile.end, column, n);
+    else {
+      float all[1][OWNED / 2];
+      meet_partners(sums, all, share.part, team, member, thread, inboxes, received);
+      const int me = share.part * TEAMS + team, from = tile.row + me * OWNED;
+      store<OWNED>(all[0], columns, Scales{my_scales + me * OWNED * 4}, my_turned, barrier, warp, lane, y, rows, from, min(tile.end, from + owned(me)), column, n);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+marlin_gemm_bytes(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
+                  const u8* x, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int x_stride) {
+  multiply(x_map, weights, row_scale, (const float*)(x + (size_t)m * x_stride), bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
+}

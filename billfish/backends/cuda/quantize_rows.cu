@@ -1,0 +1,80 @@
+// x [m, k] to bytes with a float32 scale for each row, for gemm_bytes.cu: its largest magnitude is 448 in E4M3, or 127 in int8. bytes
+// [m, stride], then the scales. Each 16 k lie in the order of bytes.cuh; k beyond the last are 0. One CTA a row. A row that has NaN or an infinity
+// gets a scale of NaN, and so all of its y.
+//
+// Compiled with TYPE, INTEGERS, THREADS, and HELD: blocks of 16 k that a thread keeps in registers. Further ones are read twice.
+#include "device.cuh"
+
+constexpr float LARGEST = INTEGERS ? 127 : 448;
+
+struct Sixteen {
+  u32 pairs[8];
+
+  __device__ __forceinline__ void load(const u16* x, int from, int k) {
+    if (from + 16 <= k) {
+      const uint4 low = *(const uint4*)(x + from), high = *(const uint4*)(x + from + 8);
+      pairs[0] = low.x, pairs[1] = low.y, pairs[2] = low.z, pairs[3] = low.w;
+      pairs[4] = high.x, pairs[5] = high.y, pairs[6] = high.z, pairs[7] = high.w;
+    } else {
+#pragma unroll
+      for (int p = 0; p < 8; p++) {
+        const int i = from + p * 2;
+        pairs[p] = (i < k ? x[i] : 0) | (u32)(i + 1 < k ? x[i + 1] : 0) << 16;
+      }
+    }
+  }
+  // Bits of magnitudes, which are in the order of magnitudes, infinity and NaN last.
+  __device__ __forceinline__ u32 largest(u32 most) const {
+#pragma unroll
+    for (int p = 0; p < 8; p++) most = max(most, max(pairs[p] & 0x7fff, pairs[p] >> 16 & 0x7fff));
+    return most;
+  }
+  __device__ __forceinline__ void store(u8* to, float by) const {
+    u32 words[4];
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+      const u32 first = pairs[c], later = pairs[c + 4];
+      words[c] = bytes(number(first) * by, number(later) * by) | bytes(number(first >> 16) * by, number(later >> 16) * by) << 16;
+    }
+    *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  static __device__ __forceinline__ float number(u32 bits) { return TYPE::to_float((u16)bits); }
+  static __device__ __forceinline__ u32 bytes(float low, float high) {
+    if constexpr (INTEGERS) return (__float2int_rn(low) & 255) | (__float2int_rn(high) & 255) << 8;
+    u16 r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) marlin_quantize_rows(const u16* __restrict__ x, u8* __restrict__ bytes, int k, int x_stride, int stride) {
+  __shared__ u32 largest[THREADS / 32];
+  const int blocks = stride / 16;
+  const u16* from = x + (size_t)blockIdx.x * x_stride;
+  u8* to = bytes + (size_t)blockIdx.x * stride;
+  let_next_start();  // its weights do not depend on x
+  wait_for_previous();
+  Sixteen held[HELD], other;
+  u32 most = 0;
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    const int block = threadIdx.x + i * THREADS;
+    if (block < blocks) held[i].load(from, block * 16, k), most = held[i].largest(most);
+  }
+  for (int block = threadIdx.x + HELD * THREADS; block < blocks; block += THREADS) other.load(from, block * 16, k), most = other.largest(most);
+  most = __reduce_max_sync(0xffffffff, most);
+  if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) most = max(most, largest[i]);
+  const float top = TYPE::to_float((u16)most);
+  const bool finite = top < INFINITE;
+  if (threadIdx.x == 0) ((float*)(bytes + (size_t)gridDim.x * stride))[blockIdx.x] = finite ? top / LARGEST : __int_as_float(0x7fffffff);
+  const float inverse = LARGEST / top, by = finite && inverse < INFINITE ? inverse : 0;
+#pragma unroll
+  for (int i = 0; i < HELD; i++) {
+    const int block = threadIdx.x + i * THREADS;
+    if (block < blocks) held[i].store(to + block * 16, by);
+  }
+  for (int block = threadIdx.x + HELD * THREADS; block < blocks; block += THREADS) other.load(from, block * 16, k), other.store(to + block * 16, by);
+}
