@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--formats", default="q4_0,fp4", metavar="LIST", help="with a group size: u4b8:128 (q4_0,fp4)")
     bench.add_argument("--shapes", default="4096x4096", metavar="LIST", help="of the weights, KxN (4096x4096)")
     bench.add_argument("--m", default="1,16,256", metavar="LIST", help="rows of x (1,16,256)")
-    bench.add_argument("--activations", metavar="LIST", help="q8, q16, exact (q8 for cpu, exact for metal)")
+    bench.add_argument("--activations", metavar="LIST", help="q8, q16, exact, fp8 on CUDA (q8 for cpu, exact for GPUs)")
     bench.add_argument("--threads", metavar="N", help="for all contenders (as many as billfish uses otherwise)")
     bench.add_argument("--peers", default="all", metavar="LIST", help="all, none, or names such as ggml,numpy (all)")
     bench.add_argument("--json", metavar="FILE", help="write the records there, with machine and versions")
@@ -249,7 +249,11 @@ def _add_model(command: argparse.ArgumentParser, *, several: bool = False) -> No
     command.add_argument(name, nargs=count, metavar="MODEL", help=model)
     command.add_argument("--quantize", metavar="FORMAT[:GROUP]", help="what plain matrices become while it loads")
     command.add_argument("--device", default="auto", metavar="D", help="cpu, cuda, cuda:N (a GPU if there is one)")
-    command.add_argument("--activations", metavar="A", help="on the CPU: exact, q16, or q8, the fastest (q16)")
+    command.add_argument(
+        "--activations",
+        metavar="A",
+        help="on the CPU: exact, q16, or q8, the fastest (q16); on a GPU: fp8 or q8, for prompts",
+    )
     kept = "of keys and values: float32, or float16 in half the memory (float32 on the CPU, float16 on a GPU)"
     command.add_argument("--cache-type", metavar="T", help=kept)
     command.add_argument("--threads", type=int, metavar="N", help="(all cores)")

@@ -1,4 +1,7 @@
-"""`billfish bench --backend cuda`: beside cuBLAS, tinygemm, humming and gemlite, x in float16, all in CUDA graphs."""
+"""`billfish bench --backend cuda`: beside cuBLAS, tinygemm, humming and gemlite, all in CUDA graphs.
+
+x is float16; --activations fp8 and q8 round it in the call that is timed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, device
 from billfish.backends.cuda.plans import Gemm
@@ -69,9 +73,11 @@ class CudaEngine(Engine):
         return select(names, CUDA_PEERS)
 
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
-        if case.activations != "exact":
-            raise BackendUnavailable(f"[bench] cuda: it multiplies x as it is, not {case.activations}")
         torch, (n, k) = self.torch, (case.n, case.k)
+        sizes = 1, n, k, np.dtype(np.float16), "torch", "cuda", case.activations
+        able, reason = BACKENDS["cuda"].can_run(Problem("matmul", case.format, case.group_size, *sizes))
+        if not able:
+            raise BackendUnavailable(f"[bench] cuda: {reason}")
         first = DeviceWeights.pack(case.tensor(), "cuda:0")
         copies = copies_for(first.nbytes, self.cold_bytes())
         weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
@@ -79,7 +85,9 @@ class CudaEngine(Engine):
         def multiply(x: Any, held: Any) -> Any:
             y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
             stream = torch.cuda.current_stream().cuda_stream
-            held.multiply(stream, Gemm(held.kind, len(x), n, k), x.data_ptr(), k, 0, y.data_ptr())
+            gemm = Gemm(held.kind, len(x), n, k, activations=case.activations)
+            work = torch.empty(held.work_bytes(gemm), dtype=torch.uint8, device=x.device)
+            held.multiply(stream, gemm, x.data_ptr(), k, 0, y.data_ptr(), work.data_ptr())
             return y
 
         return Captured(torch, torch.float16, weights, multiply), first.nbytes

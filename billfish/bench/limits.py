@@ -41,7 +41,7 @@ class Limits:
 
     def arithmetic(self, activations: str) -> str:
         """What the peak is a peak of, in words."""
-        return {"exact": "float32", "q8": "int8", "q16": "int8, two products each,"}[activations]
+        return {"q8": "int8", "q16": "int8, two products each,"}.get(activations, "float32")
 
     def least_seconds(self, activations: str, weight_bytes: int, operations: int) -> float:
         """No product that reads its weights from memory can take less: it is bound by the one or by the other."""
