@@ -11,13 +11,13 @@ namespace billfish {
 // Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory.
 class Prepared {
  public:
-  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none.
-  void begin(const Level& level, const Weights& w, int64_t m, int digits) {
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none. span: of x, see span_of_x.
+  void begin(const Level& level, const Weights& w, int64_t m, int digits, int span) {
     level_ = &level, kind_ = w;
     digits_ = wants_floats(w) ? 0 : digits > 0 ? digits : level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
     if (digits_ > 0) {
-      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_), nullptr, nullptr};
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_, span), span, nullptr, nullptr};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
       codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
@@ -89,13 +89,15 @@ class Prepared {
 };
 
 // f(part) for m rows eight by eight, on several threads. Where there are fewer eights than threads, each thread gets some of the
-// blocks, if `cut`.
+// blocks, if `cut`, in whole spans.
 template <class F> void for_each_part(int64_t m, int64_t blocks, bool cut, F f) {
-  const int64_t eights = (m + 7) / 8, cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(blocks, (threads() + eights - 1) / eights);
+  const int64_t eights = (m + 7) / 8, spans = (blocks + LARGEST_SPAN_OF_X - 1) / LARGEST_SPAN_OF_X;
+  const int64_t cuts = !cut || eights == 0 ? 1 : std::min<int64_t>(spans, (threads() + eights - 1) / eights);
+  const auto cut_at = [&](int64_t nth) { return std::min(blocks, spans * nth / cuts * LARGEST_SPAN_OF_X); };
   parallel_for(eights * cuts, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t row = i / cuts * 8, nth = i % cuts;
-      f(Prepared::Part{row, std::min<int64_t>(8, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts});
+      f(Prepared::Part{row, std::min<int64_t>(8, m - row), cut_at(nth), cut_at(nth + 1)});
     }
   });
 }

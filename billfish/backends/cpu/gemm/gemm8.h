@@ -9,7 +9,7 @@ namespace BILLFISH_ISA {
 
 // Whether dot() gets codes that have more than the weights' values, unsigned ones.
 inline bool unsigned_codes(const Weights& w, const Activations8& x) {
-  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits));
+  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits, x.span));
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
@@ -29,7 +29,7 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
   const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const int32_t zero = magic_sums(w, x.digits) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   for (int64_t bundle = first; bundle < last; bundle++)
-    for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
+    for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at += x.span) {
       int32_t* out = x.starts + at * x.start_stride;
       for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
         for (int part = 0; part < parts; part++)
@@ -45,7 +45,7 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
 }
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (!buffered(w, x.m, x.digits)) return multiply_few8(w, x, bias, y, first, last);
+  if (!buffered(w, x.m, x.digits, x.span)) return multiply_few8(w, x, bias, y, first, last);
   with_decoder(w.codes, [&](auto decoder) { multiply_many8<decltype(decoder)>(w, x, bias, y, first, last); });
 }
 

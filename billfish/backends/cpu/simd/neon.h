@@ -61,6 +61,7 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
 }
 // From so many rows of x on, it pays to decode weights into a buffer first.
 constexpr int BUFFER_ROWS = 9;
+constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
 // With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.
