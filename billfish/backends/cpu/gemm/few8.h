@@ -11,9 +11,9 @@ using billfish::EXACT_DIGITS;
 #define KERNEL __attribute__((flatten, noinline))
 
 // Lines of 64 bytes that each block asks for ahead with several rows of x, so that memory works while products are made, not only while
-// codes are read: half the lines of a block's codes and one for scales, since NEON passes over a tile twice, with two of its four row vectors
-// at a time.
-template <class Decoder> constexpr int STREAM_LINES = Decoder::block_bytes / 128 + 1;
+// codes are read: half the lines of a block's codes and one for scales where NEON passes over a tile twice, with two of its four row vectors
+// at a time, and twice as many where it passes once.
+template <class P> constexpr int STREAM_LINES = (P::Decoder::block_bytes / 128 + 1) * P::COUNT / 2;
 
 template <int LINES> INLINED inline void ask_for(const uint8_t* at) {
   unroll<LINES>([&](auto line) INLINED { __builtin_prefetch(at + line * 64); });
@@ -109,8 +109,9 @@ template <class P, class Source> KERNEL void add_rows(const Weights& w, Blocks r
   P::load(total, sums);
   BlockOfX<P> x_block(x, row, run.first);
   typename P::GroupFloats scale = {}, minimum = {};  // of this span
+  alignas(64) float offset[P::HALVES][P::COUNT * LANES];  // as scale_sum wants it
   const uint8_t *p = run.stream, *ahead = run.ahead;
-  const auto ask = [&]() INLINED { ask_for<STREAM_LINES<typename P::Decoder>>(ahead), ahead += STREAM_LINES<typename P::Decoder> * 64; };
+  const auto ask = [&]() INLINED { ask_for<STREAM_LINES<P>>(ahead), ahead += STREAM_LINES<P> * 64; };
   for (int64_t b = 0; b < run.count; b += x_block.step, p += P::Decoder::block_bytes, x_block.next()) {
     if constexpr (Source::two_levels)
       if ((b & 7) == 0) source.template begin_chunk<P::FIRST, P::COUNT>(p), p += run.chunk_header;
@@ -118,20 +119,25 @@ template <class P, class Source> KERNEL void add_rows(const Weights& w, Blocks r
     if (begins) source.group = p, p += run.span_header;
     ask();
     unroll<P::HALVES>([&](auto half) INLINED {
-      typename P::Sums sum;
-      sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
+      // Before the sums, which would have to wait for what is stored and loaded again.
       if (__builtin_expect(begins, 1))
         unroll<P::COUNT>([&](auto r) INLINED {
           scale[half][r] = source.template scale<P::row_at(r)>(half);
+          if constexpr (SUM_OFFSET != 0 && !P::in_place(r)) store_floats(offset[half] + r * LANES, multiply(scale[half][r], splat(-SUM_OFFSET)));
           if constexpr (Source::minimums) minimum[half][r] = source.template minimum<P::row_at(r)>(half);
         });
-      const FloatActivations x_scales[2] = {x_block.scales(false), x_block.scales(true)}, x_total = x_block.total(half);
+      typename P::Sums sum;
+      sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
       unroll<P::COUNT>([&](auto r) INLINED {
+        const FloatActivations x_scales = x_block.scales(P::in_place(r)), x_totals = x_block.total(half);
         Floats scaled[P::T];
-        unroll<P::T>([&](auto t) INLINED { scaled[t] = multiply(sum_as_floats<P>(sum, t, r), scale[half][r]); });
-        unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales[P::in_place(r)]); });
+        unroll<P::T>([&](auto t) INLINED {
+          if constexpr (P::in_place(r)) scaled[t] = multiply(sum_as_floats<P>(sum, t, r), scale[half][r]);
+          else scaled[t] = scale_sum<P::MAGIC>(sum[t][0][r], scale[half][r], offset[half] + r * LANES);
+        });
+        unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales); });
         if constexpr (Source::minimums)
-          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], x_total); });
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum[half][r], x_totals); });
       });
     });
   }
@@ -139,6 +145,9 @@ template <class P, class Source> KERNEL void add_rows(const Weights& w, Blocks r
 }
 
 // ---- which kernel ----------------------------------------------------------------------------------------------------
+
+// Whether there are kernels for two and three rows of x: for the codes that most models have.
+template <class Decoder> constexpr bool has_tails = TAILS && std::is_same_v<Decoder, Nibbles>;
 
 // Adds chunks of a tile times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]: there is room for so many.
 template <class Decoder, Scales S, Reach REACH>
@@ -149,11 +158,21 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
     if constexpr (Source::two_levels) add_one_row_by_level<P, Source>(w, run, x, row, sums);
     else add_one_row<P, Source>(w, run, x, row, sums);
   };
-  if (x.lanes == X_ROWS)
-    unroll<ROW_VECTORS / 2>([&](auto pair) {  // as many row vectors at a time as leave registers for their sums
-      add_rows<Piece<Decoder, X_ROWS, 1, REACH, true, decltype(pair)::value * 2, 2>, Source>(w, run, x, row, sums);
-      run.ahead += run.count * STREAM_LINES<Decoder> * 64;
+  const auto rows = [&](auto count, auto vectors) {  // as many row vectors at a time as leave registers for their sums
+    unroll<ROW_VECTORS / decltype(vectors)::value>([&](auto part) {
+      using P = Piece<Decoder, decltype(count)::value, 1, REACH, true, decltype(part)::value * decltype(vectors)::value, decltype(vectors)::value>;
+      add_rows<P, Source>(w, run, x, row, sums);
+      run.ahead += run.count * STREAM_LINES<P> * 64;
     });
+  };
+  constexpr std::integral_constant<int, 2> two;
+  if (x.lanes == X_ROWS) {
+    if constexpr (has_tails<Decoder>) {
+      if (x.m - row <= 2) return rows(two, std::integral_constant<int, ROW_VECTORS>{});
+      if (x.m - row == 3) return rows(std::integral_constant<int, 3>{}, two);
+    }
+    rows(std::integral_constant<int, X_ROWS>{}, two);
+  }
   else if (x.digits == 1) one_row(std::integral_constant<int, 1>{});
   else if constexpr (REACH != Reach::blocks) {  // which is for one digit
     if (x.digits == 2) one_row(std::integral_constant<int, 2>{});
@@ -209,7 +228,7 @@ inline FewKernel few_kernel(const Weights& w, int32_t span) {
 // Up to so many rows, one at a time is quicker than several. With two digits there is as much to multiply as to decode, and nibbles
 // and bytes, which hardly need decoding, may be decoded again for every row.
 inline int64_t one_by_one(const Weights& w, int32_t digits) {
-  return digits == 1 ? 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
+  return digits == 1 ? TAILS && w.codes == Codes::u4 ? 1 : 2 : w.codes == Codes::u4 || w.codes == Codes::s8 ? ONE_BY_ONE_16 : std::min(ONE_BY_ONE_16, 3);
 }
 
 // Whether weights go through a buffer for this many rows. Sums over whole groups leave so little to do beside dot products that codes are

@@ -10,7 +10,7 @@ template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, i
   using Decoder = DECODER;
   static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = REACH == Reach::half ? 2 : 1, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
   static constexpr bool MAGIC = FROM_START, over_blocks = REACH == Reach::blocks;
-  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less where there are two digits
+  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less
   using Sums = Ints[T][DIGITS][COUNT];
   using Totals = Floats[T][COUNT];
   using GroupFloats = Floats[HALVES][COUNT];  // a scale or a minimum for each row and group
@@ -56,7 +56,8 @@ template <class P> struct BlockOfX {
     if constexpr (DIGIT % each == each - 1) return load_start(starts + (((HALF * 2 + ROW_VECTOR % 2) * parts + part) * P::lanes + T) * START_INTS);
     else return splat_int(0);
   }
-  INLINED FloatActivations scales(bool in_place) const { return load_x(scale + in_place * P::lanes); }
+  // Of all rows: scales, or a sixteenth of each, and totals.
+  INLINED FloatActivations scales(bool sixteenth) const { return load_x(scale + sixteenth * P::lanes); }
   INLINED FloatActivations total(int half) const { return load_x(totals + (P::HALVES == 2 ? half : 2) * P::lanes); }
 };
 
