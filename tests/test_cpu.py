@@ -28,7 +28,7 @@ LEVELS = pytest.mark.parametrize("level", _cpu.levels())
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 REFERENCE = BACKENDS["reference"]
 
-M_SIZES = (0, 1, 2, 3, 8, 16, 17, 31, 33, 256)
+M_SIZES = (0, 1, 2, 3, 8, 11, 16, 17, 31, 33, 256)
 N_SIZES = (1, 4, 7, 96, 200)
 
 

@@ -55,8 +55,7 @@ class Prepared {
 
   // Where rows have been put into `integers` by somebody else.
   void finish(const Part& part) {
-    const int64_t lanes = integers.lanes, last = part.first_row + part.rows;
-    level_->finish_x(kind_, integers, part.first_row / lanes, (last + lanes - 1) / lanes, part.first_block, part.last_block);
+    level_->finish_x(kind_, integers, part.first_row, part.first_row + part.rows, part.first_block, part.last_block);
   }
 
   // Tiles [first, last) of w, which is of the kind that this was made for.

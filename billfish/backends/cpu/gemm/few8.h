@@ -1,14 +1,13 @@
 // Products in integers with few rows of x, straight from the stream: codes and scales are decoded as they are read, in the order in
 // which they lie.
 #pragma once
+#include "gemm/held8.h"
 #include "gemm/sums8.h"
 #include "gemm/wide.h"
 
 namespace BILLFISH_ISA {
 
 using billfish::EXACT_DIGITS;
-
-#define KERNEL __attribute__((flatten, noinline))
 
 // Lines of 64 bytes that each block asks for ahead with several rows of x, so that memory works while products are made, not only while
 // codes are read: half the lines of a block's codes and one for scales where NEON passes over a tile twice, with two of its four row vectors
@@ -22,9 +21,6 @@ template <int LINES> INLINED inline void ask_for(const uint8_t* at) {
 template <class P> INLINED inline void ask_for_stream(const uint8_t* p) {
   if constexpr (ONE_ROW_AHEAD > 0) ask_for<P::Decoder::block_bytes / 64 + 1>(p + ONE_ROW_AHEAD);
 }
-
-// Whether a block is the first of its span.
-inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 1)) == 0; }
 
 // ---- one row of x ----------------------------------------------------------------------------------------------------
 
@@ -166,6 +162,8 @@ void add_chunks(const Weights& w, Blocks run, const Activations8& x, int64_t row
     });
   };
   constexpr std::integral_constant<int, 2> two;
+  if constexpr (has_held<Decoder, S, REACH>)
+    if (x.lanes > X_ROWS) return add_held_rows<Source>(run, x, row, sums);
   if (x.lanes == X_ROWS) {
     if constexpr (has_tails<Decoder>) {
       if (x.m - row <= 2) return rows(two, std::integral_constant<int, ROW_VECTORS>{});
@@ -235,6 +233,7 @@ inline int64_t one_by_one(const Weights& w, int32_t digits) {
 // decoded again for every four rows up to more of them.
 inline bool buffered(const Weights& w, int64_t m, int32_t digits, int32_t span) {
   if (!few_kernel(w, span)) return true;
+  if (is_held(w, m, digits, span)) return false;
   return digits == 1 ? m >= (span > 1 ? GROUP_BUFFER_ROWS : BUFFER_ROWS) : m >= MANY_ROWS || (digits == 2 && m > one_by_one(w, digits));
 }
 
@@ -243,6 +242,7 @@ inline bool exact_in_digits(const Weights& w, int64_t m) { return EXACT_IN_DIGIT
 
 // How many rows of x go together, for this many of them.
 inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t digits, int32_t span) {
+  if (is_held(w, m, digits, span)) return held_lanes(m);
   return digits == EXACT_DIGITS || (m <= one_by_one(w, digits) && !buffered(w, m, digits, span)) ? 1 : X_ROWS;
 }
 

@@ -24,10 +24,10 @@ inline void store_each_twice(float* p, Floats v) { store_floats(p, vzip1q_f32(v,
 // Whether products with x are made here. Where there are two digits, rows go together by four exactly where gemm8.h has a buffer.
 inline bool in_pairs(const Activations8& x) { return x.lanes == X_ROWS && (x.digits == 2 || x.m >= MANY_ROWS); }
 
-// Of bundles of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
+// Of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
 // rows][16], and the scales [2, 4], of which the latter four are not needed here, those of each pair twice.
 inline void pair_rows(const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  for (int64_t bundle = first; bundle < last; bundle++)
+  for (int64_t bundle = first / X_ROWS; bundle * X_ROWS < last; bundle++)
     for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
       for (int digit = 0; digit < x.digits; digit++) {
         int8_t* codes = x.codes + (at * x.digits + digit) * X_ROWS * 32;

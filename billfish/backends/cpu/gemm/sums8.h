@@ -4,6 +4,11 @@
 
 namespace BILLFISH_ISA {
 
+#define KERNEL __attribute__((flatten, noinline))
+
+// Whether a block is the first of its span.
+inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 1)) == 0; }
+
 // What a kernel holds in registers: T rows of x, of DIGITS digits each, by the row vectors FIRST .. FIRST + COUNT - 1 of a tile.
 // MAGIC: whether sums start at SUM_START.
 template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT> struct Piece {

@@ -68,6 +68,7 @@ template <int L, billfish::Operand OPERAND> Ints dot(Ints sum, Bytes w, Activati
 }
 constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
 constexpr bool TAILS = false;
+constexpr int HELD_ROWS = 0;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h

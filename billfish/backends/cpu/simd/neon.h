@@ -64,6 +64,8 @@ constexpr int BUFFER_ROWS = 9;
 constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
 // Whether two and three rows of x have kernels of their own. T = 2 takes 60 cycles a block and T = 3 86, where T = 4 takes 107 and one row 37.
 constexpr bool TAILS = true;
+// Up to so many rows, with more than MANY_ROWS, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
+constexpr int HELD_ROWS = 16;
 // With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.
