@@ -1,8 +1,9 @@
 """x in few bits: what `activations` other than "exact" mean, in NumPy.
 
 In CPU memory, each block of 32 values of a row shares one float32 scale. q8 rounds to int8; q16 to 16 bits, which
-kernels keep as two int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructions serve. Every
-backend computes the same codes.
+kernels keep as two int8 digits, x = 256 * digit 0 + digit 1, so that the same dot-product instructions serve. Beside
+weights in groups of more than 32, blocks of q8 are as large as a group, 128 at most: one integer sum then serves the
+whole group. Every backend computes the same codes.
 
 On a GPU of NVIDIA's, a whole row of x shares one scale (`RowActivations`): fp8 rounds to E4M3, q8 to int8.
 """
@@ -22,7 +23,7 @@ from billfish.typing import Activations
 # How many int8 digits hold x: the number by which kernels know a kind of activations.
 DIGITS = {"exact": 0, "q8": 1, "q16": 2}
 ACTIVATIONS = (*DIGITS, "fp8")
-BLOCK = 32
+BLOCK, LARGEST_BLOCK = 32, 128
 # The largest code: for q16, 256 * 127 + 127, so that both digits stay within int8.
 LARGEST = {"q8": 127, "q16": 32639}
 
@@ -34,6 +35,13 @@ def check_activations(call: str, activations: str, known: Iterable[str] = ACTIVA
     return cast(Activations, activations)
 
 
+def block_size(activations: str, group_size: int) -> int:
+    """How many values of x share a scale, beside weights in groups of this size: 32, 64 or 128."""
+    if activations != "q8" or group_size <= BLOCK:
+        return BLOCK
+    return 2 * BLOCK if group_size <= 2 * BLOCK else LARGEST_BLOCK
+
+
 class IntegerActivations(NamedTuple):
     """codes [M, K padded to whole blocks], scale float32 [M, blocks]; x is about codes * scale."""
 
@@ -42,18 +50,20 @@ class IntegerActivations(NamedTuple):
 
     def values(self, k: int) -> NDArray[np.float64]:
         """What the codes stand for, exactly: [M, k]."""
-        return (self.codes.astype(np.float64) * np.repeat(self.scale, BLOCK, axis=1))[:, :k]
+        block = self.codes.shape[1] // max(1, self.scale.shape[1])
+        return (self.codes.astype(np.float64) * np.repeat(self.scale, block, axis=1))[:, :k]
 
 
-def quantize_activations(x: NDArray[Any], activations: str) -> IntegerActivations:
-    """Round x [M, K] to integers. A block with NaN or infinity gets a NaN scale."""
+def quantize_activations(x: NDArray[Any], activations: str, group_size: int) -> IntegerActivations:
+    """Round x [M, K] to integers, for weights in groups of this size. A block with NaN or infinity gets a NaN scale."""
     x = x.astype(np.float32)
     m, k = x.shape
     top = np.float32(LARGEST[activations])
-    blocks = -(-k // BLOCK)
-    padded = np.zeros((m, blocks * BLOCK), np.float32)
+    block = block_size(activations, group_size)
+    blocks = -(-k // block)
+    padded = np.zeros((m, blocks * block), np.float32)
     padded[:, :k] = x
-    padded = padded.reshape(m, blocks, BLOCK)
+    padded = padded.reshape(m, blocks, block)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         largest = np.abs(padded).max(axis=2)
         inverse = top / largest
@@ -62,7 +72,8 @@ def quantize_activations(x: NDArray[Any], activations: str) -> IntegerActivation
         scale = np.where(usable, largest / top, np.where(finite, np.float32(0), np.float32(np.nan)))
         codes = np.rint(padded * np.where(usable, inverse, np.float32(0))[:, :, None])
     codes = np.where(usable[:, :, None], codes, 0).astype(np.int32)
-    return IntegerActivations(codes.reshape(m, blocks * BLOCK), scale.astype(np.float32))
+    return IntegerActivations(codes.reshape(m, blocks * block), scale.astype(np.float32))
+
 
 
 class RowActivations(NamedTuple):

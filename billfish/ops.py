@@ -167,8 +167,9 @@ def quantized_linear(
 
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. For every finite x, y is as near as a float32 sum may be; docs/cpu.md has the bound. "q8" and "q16" round
-    x to integers first, per 32 values (billfish.activations), which is faster. On a GPU of NVIDIA's, "fp8" and "q8"
-    round x to E4M3 or int8, per row, if there are so many rows that this is faster; docs/cuda.md has which formats.
+    x to integers first, per 32 values or per group of weights (billfish.activations), which is faster. On a GPU of
+    NVIDIA's, "fp8" and "q8" round x to E4M3 or int8, per row, if there are so many rows that this is faster;
+    docs/cuda.md has which formats.
     out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
     backend: a name of BACKENDS; None takes the best that can.
     """

@@ -34,15 +34,17 @@ def activations_of(w: Any, activations: str, backend: str) -> str:
     return "exact" if in_floats else activations
 
 
-def seen(x: Numbers, activations: str) -> NDArray[np.float64]:
-    """x [rows, K] as kernels see it: rounded to integers, or as it is."""
-    return x.astype(np.float64) if activations == "exact" else quantize_activations(x, activations).values(x.shape[1])
+def seen(x: Numbers, activations: str, group_size: int) -> NDArray[np.float64]:
+    """x [rows, K] as kernels see it beside weights in such groups: rounded to integers, or as it is."""
+    if activations == "exact":
+        return x.astype(np.float64)
+    return quantize_activations(x, activations, group_size).values(x.shape[1])
 
 
 def expert_linear(x: Numbers, w: Any, ids: Numbers, biases: Numbers | None, activations: str) -> NDArray[np.float64]:
     """y [T, k, N] of x [T, K] or [T, k, K]."""
     numbers = bf.dequantize(w, backend="reference").astype(np.float64)
-    rows = seen(x.reshape(-1, x.shape[-1]), activations).reshape(x.shape)
+    rows = seen(x.reshape(-1, x.shape[-1]), activations, w.group_size).reshape(x.shape)
     y = np.zeros((*ids.shape, w.shape[1]))
     for t, j in np.ndindex(*ids.shape):
         y[t, j] = numbers[ids[t, j]] @ (rows[t] if x.ndim == 2 else rows[t, j])

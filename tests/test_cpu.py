@@ -19,7 +19,7 @@ import pytest
 from support import assert_same_bits, decode_into, gaussian, multiply, options_of, random_storage
 
 import billfish as bf
-from billfish.activations import ACTIVATIONS, quantize_activations
+from billfish.activations import ACTIVATIONS, block_size, quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.packed import FLOAT_CODES
@@ -28,7 +28,7 @@ LEVELS = pytest.mark.parametrize("level", _cpu.levels())
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 REFERENCE = BACKENDS["reference"]
 
-M_SIZES = (0, 1, 2, 3, 8, 16, 17, 31, 33, 256)
+M_SIZES = (0, 1, 2, 3, 8, 11, 16, 17, 31, 33, 256)
 N_SIZES = (1, 4, 7, 96, 200)
 
 
@@ -69,7 +69,7 @@ def check_products(backend: CpuBackend, q: bf.QuantizedTensor, m: int, dtype: ty
         y = multiply(backend, x, packed, bias, activations)
         assert (y.dtype, y.shape) == (np.dtype(dtype), (m, q.shape[0]))
         as_it_is = activations == "exact" or packed.axes.codes in FLOAT_CODES
-        values = x if as_it_is else quantize_activations(x.astype(np.float32), activations).values(k)
+        values = x if as_it_is else quantize_activations(x.astype(np.float32), activations, q.group_size).values(k)
         expected = values.astype(np.float64) @ w.astype(np.float64).T
         assert_close(y, values, magnitude(q), expected if bias is None else expected + bias.astype(np.float64))
 
@@ -147,7 +147,7 @@ def test_every_scale_that_a_file_can_hold(level, format):
     x = np.abs(gaussian((3, q.shape[1]))) + 1
     y, expected = multiply(backend, x, backend.pack(q), None), multiply(REFERENCE, x, REFERENCE.pack(q), None)
     finite = np.isfinite(expected) & (np.abs(expected) < 1e30)
-    size = np.abs(x).astype(np.float64) @ np.abs(np.nan_to_num(REFERENCE.pack(q), posinf=0, neginf=0)).T
+    size = np.abs(x).astype(np.float64) @ np.abs(np.nan_to_num(REFERENCE.pack(q).values, posinf=0, neginf=0)).T
     assert (np.abs(y[finite] - expected[finite]) <= 1e-5 * size[finite] + 1e-37).all()
     assert not np.isfinite(y[np.isnan(expected)]).any()
 
@@ -252,13 +252,34 @@ def test_an_unknown_isa_level_is_an_error(monkeypatch):
     )
 
 
+@LEVELS
+@pytest.mark.parametrize(
+    ("format", "k", "group_size"), [("u4", 448, 32), ("affine4", 448, 64), ("u4", 512, 128), ("u4b8", 416, 416)]
+)
+def test_whole_groups_share_a_scale_of_x(level, format, k, group_size):
+    """q8 beside groups of 64 and more: one scale of x for each, 128 values at most. The last block may be short."""
+    q = bf.quantize(gaussian((40, k), 3), format, group_size=group_size)
+    backend = backend_at(level)
+    x = gaussian((29, k), 4)
+    x[:, 70] = 100  # the values beside it are rounded to steps of 0.8, up to the end of its block
+    block = block_size("q8", group_size)
+    values = quantize_activations(x, "q8", group_size).values(k)
+    off = np.abs(values - x).max(axis=0)
+    assert off[64:96].max() > 0.1 > 0.03 > off[128:].max()
+    assert (off[:64].max() > 0.1) == (block == 128)
+    expected = values @ bf.dequantize(q, backend="reference").T.astype(np.float64)
+    for m in (1, 2, 3, 4, 7, 9, 24, 29):
+        y = multiply(backend, x[:m], backend.pack(q), None, "q8")
+        assert_close(y, values[:m], magnitude(q), expected[:m])
+
+
 @pytest.mark.parametrize("activations", ["q8", "q16"])
 def test_codes_of_x_are_those_of_the_oracle(activations):
     """Identity weights return codes * scale, so every code can be read off the product."""
     x = np.concatenate([gaussian((8, 64)), np.zeros((1, 64), np.float32), gaussian((4, 64)) * np.float32(1e-30)])
     q = bf.quantize(np.eye(64, dtype=np.float32), "q8_0")
     y = bf.quantized_linear(x, q, activations=activations)
-    values = quantize_activations(x, activations).values(64) @ bf.dequantize(q).T.astype(np.float64)
+    values = quantize_activations(x, activations, q.group_size).values(64) @ bf.dequantize(q).T.astype(np.float64)
     np.testing.assert_allclose(y, values, rtol=2e-7, atol=0)
 
 

@@ -182,7 +182,7 @@ def check_all_activations(level: str, q: bf.QuantizedTensor, sizes: tuple[float,
             x = (gaussian((m, k), m) * np.float64(factor)).astype(np.float32)
             for activations in ACTIVATIONS:
                 as_it_is = activations == "exact" or packed.axes.codes in FLOAT_CODES
-                values = x if as_it_is else quantize_activations(x, activations).values(k)
+                values = x if as_it_is else quantize_activations(x, activations, q.group_size).values(k)
                 y = multiply(backend, x, packed, None, activations)
                 assert_within_the_bound(y[:, representable], values, w[representable], size[representable])
 

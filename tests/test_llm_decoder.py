@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_oracle(path_of, small, level, monkeypatch):
 
         def rounded(x, w, activations=activations):
             kind = "q16" if len(w) == vocabulary else activations  # q8 has 16 bits before the head
-            return quantize_activations(x.astype(np.float32), kind).values(x.shape[1]) @ w.T
+            return quantize_activations(x.astype(np.float32), kind, 32).values(x.shape[1]) @ w.T
 
         # A number at the border of two codes may fall to either side. Among q8's few codes that is rare; among q16's
         # many it happens to all tokens, and matters little.
@@ -283,7 +283,10 @@ def test_matrices_of_a_layer_may_differ_in_kind_and_order(path_of, kinds, activa
             return x @ w.T
         rounding = "q16" if name == "output.weight" else activations
         order = slice(None) if tensor.permutation is None else tensor.permutation
-        return quantize_activations(x[:, order].astype(np.float32), rounding).values(x.shape[1]) @ w[:, order].T
+        return (
+            quantize_activations(x[:, order].astype(np.float32), rounding, tensor.group_size).values(x.shape[1])
+            @ w[:, order].T
+        )
 
     oracle.linear = linear
     for tokens in (TOKENS, TOKENS[:3]):

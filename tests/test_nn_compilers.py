@@ -208,8 +208,10 @@ def test_mx_compile_with_integer_activations(activations):
     x[3, 50] = 1e-40
     compiled, eager = np.array(mx.compile(layer)(mx.array(x))), np.array(layer(mx.array(x)))
     np.testing.assert_allclose(compiled, eager, rtol=1e-5, atol=1e-5)
-    rounded = np.array(round_activations(mx.array(x), activations))
-    expected = billfish.activations.quantize_activations(x, activations).values(104).astype(np.float32)
+    rounded = np.array(round_activations(mx.array(x), activations, layer.group_size))
+    expected = (
+        billfish.activations.quantize_activations(x, activations, layer.group_size).values(104).astype(np.float32)
+    )
     assert_same_bits(rounded + 0, expected + 0)
 
 

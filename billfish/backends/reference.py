@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,17 @@ from billfish.arrays import Input, round_once
 from billfish.backends.base import NumpyBackend, Problem
 from billfish.machine import with_known_floats
 from billfish.tensor import QuantizedTensor
+
+
+class DecodedWeights(NamedTuple):
+    """values float32 [N, K]; how many along K share a scale decides how x is rounded to integers."""
+
+    values: NDArray[np.float32]
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
 
 
 class ReferenceBackend(NumpyBackend):
@@ -27,10 +38,10 @@ class ReferenceBackend(NumpyBackend):
     def usable(self) -> tuple[bool, str]:
         return True, "NumPy in float64; slow"
 
-    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> NDArray[np.float32]:
+    def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> DecodedWeights:
         out = np.empty(tensor.shape, np.float32)
         tensor.format.dequantize_into(tensor.planes, tensor.group_size, out)
-        return out
+        return DecodedWeights(out, tensor.group_size)
 
     @with_known_floats
     def multiply(
@@ -47,8 +58,8 @@ class ReferenceBackend(NumpyBackend):
                 elif activations == "fp8":
                     values = quantize_rows(x, activations).values()
                 else:
-                    values = quantize_activations(x, activations).values(k)
-            y = values @ weights.T.astype(np.float64)
+                    values = quantize_activations(x, activations, weights.group_size).values(k)
+            y = values @ weights.values.T.astype(np.float64)
             if bias is not None:
                 y += bias.astype(np.float64)
             return round_once(y, dtype)

@@ -339,7 +339,7 @@ class MarlinLinear(base.MarlinLinear, Module):
         """The same product as a graph of MLX operations, decoded weights and all."""
         wide = x.astype(mx.float32)
         if self.activations != "exact":
-            wide = round_activations(wide, self.activations)
+            wide = round_activations(wide, self.activations, self.group_size)
         y = wide @ decode(get_format(self.format), self.storage, self.group_size).T
         return (y if bias is None else y + bias).astype(x.dtype)
 

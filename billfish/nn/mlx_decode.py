@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from billfish.activations import BLOCK, LARGEST
+from billfish.activations import LARGEST, block_size
 from billfish.errors import FormatError, complaint
 from billfish.format import Format, Planes
 from billfish.formats.affine import AffineFormat
@@ -148,11 +148,12 @@ def _sub_pairs(format: TwoLevelMinimum, scales: mx.array) -> tuple[mx.array, mx.
     return sub_scale, sub_minimum
 
 
-def round_activations(x: mx.array, activations: str) -> mx.array:
+def round_activations(x: mx.array, activations: str, group_size: int) -> mx.array:
     """x [..., K] in float32, rounded to integers times a scale as billfish.activations does it."""
     *leading, k = x.shape
-    padded = mx.pad(x, [(0, 0)] * len(leading) + [(0, -k % BLOCK)])
-    blocks = padded.reshape(*leading, -1, BLOCK)
+    block = block_size(activations, group_size)
+    padded = mx.pad(x, [(0, 0)] * len(leading) + [(0, -k % block)])
+    blocks = padded.reshape(*leading, -1, block)
     top = mx.array(np.float32(LARGEST[activations]))
     largest = mx.abs(blocks).max(axis=-1, keepdims=True)
     inverse = top / largest

@@ -122,7 +122,7 @@ class MarlinSwitchLinear(MarlinLinear):
     def _experts_by_operations(self, x: mx.array, ids: mx.array, bias: mx.array | None) -> mx.array:
         wide = x.astype(mx.float32)
         if self.activations != "exact":
-            wide = round_activations(wide, self.activations)
+            wide = round_activations(wide, self.activations, self.group_size)
         format = get_format(self.format)
         experts = [[array[e] for array in self.storage] for e in range(self.num_experts)]
         w = mx.stack([decode(format, storage, self.group_size) for storage in experts])

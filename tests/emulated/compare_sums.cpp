@@ -21,7 +21,7 @@ int number(Fill fill, int low, int high) { return fill == Fill::least ? low : fi
 
 // value(code) is what dot() is to multiply, for codes from low to high.
 template <class Decoder, int HALVES, class Value> void check(Codes kind, const uint8_t* table, int low, int high, Value value) {
-  using P = Piece<Decoder, 1, 1, HALVES, true, 0, 2>;
+  using P = Piece<Decoder, 1, 1, HALVES == 2 ? Reach::half : Reach::block, true, 0, 2>;
   for (const Fill weights : {Fill::least, Fill::largest, Fill::any})
     for (const Fill digits : {Fill::least, Fill::largest, Fill::any}) {
       std::vector<uint8_t> codes(TILE_ROWS * billfish::CHUNK), block(Decoder::block_bytes);
@@ -32,11 +32,11 @@ template <class Decoder, int HALVES, class Value> void check(Codes kind, const u
       int32_t starts[2 * 2];
       for (auto& start : starts) start = random_from(-100000, 100000);
       float scale[2], totals[3];
-      const Activations8 all{x, scale, nullptr, totals, nullptr, starts, 0, 1, 1, 1, 1, nullptr, nullptr};
+      const Activations8 all{x, scale, nullptr, totals, nullptr, starts, 0, 1, 1, 1, 1, 1, nullptr, nullptr};
       const BlockOfX<P> x_block(all, 0, 0);
       unroll<HALVES>([&](auto half) {
         typename P::Sums sum;
-        sum_codes<P, decltype(half)::value>(block.data(), table, x_block, sum);
+        sum_block<P, decltype(half)::value, false>(block.data(), table, x_block, sum);
         P::each([&](auto t, auto r) {
           for (int lane = 0; lane < LANES; lane++) {
             int expected = starts[half * 2 + r], got = sum[t][0][r].v.template get<int32_t>(lane);

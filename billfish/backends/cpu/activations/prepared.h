@@ -11,13 +11,13 @@ namespace billfish {
 // Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory.
 class Prepared {
  public:
-  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none.
-  void begin(const Level& level, const Weights& w, int64_t m, int digits) {
+  // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none. span: of x, see span_of_x.
+  void begin(const Level& level, const Weights& w, int64_t m, int digits, int span) {
     level_ = &level, kind_ = w;
     digits_ = wants_floats(w) ? 0 : digits > 0 ? digits : level.exact_in_digits(w, m) ? EXACT_DIGITS : 0;
     const int64_t blocks = blocks_of(w.k);
     if (digits_ > 0) {
-      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_), nullptr, nullptr};
+      integers = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, 0, m, blocks, digits_, level.lanes(w, m, digits_, span), span, nullptr, nullptr};
       integers.start_stride = level.start_stride(w, integers);
       const size_t all = size_t(integers.bundles() * blocks), rows = all * size_t(integers.lanes);
       codes_.resize(rows * size_t(digits_) * 32 + 64), scale_.resize(rows * 2 + 4), totals_.resize(rows * 3 + 4), power_.resize(size_t(m));
@@ -55,9 +55,7 @@ class Prepared {
 
   // When all rows of a part have been put, or have come into `integers` by somebody else.
   void finish(const Part& part) {
-    if (digits_ == 0) return;
-    const int64_t lanes = integers.lanes, last = part.first_row + part.rows;
-    level_->finish_x(kind_, integers, part.first_row / lanes, (last + lanes - 1) / lanes, part.first_block, part.last_block);
+    if (digits_ > 0) level_->finish_x(kind_, integers, part.first_row, part.first_row + part.rows, part.first_block, part.last_block);
   }
 
   // Tiles [first, last) of w, which is of the kind that this was made for.
@@ -90,13 +88,15 @@ class Prepared {
 };
 
 // f(part) for m rows bundle by bundle, on several threads. Where there are fewer bundles than threads, each thread gets some of the
-// blocks, if `cut` and they are worth a hand-over.
+// blocks, in whole spans, if `cut` and they are worth a hand-over.
 template <class F> void for_each_part(int64_t m, int64_t bundle, int64_t blocks, bool cut, F f) {
-  const int64_t bundles = (m + bundle - 1) / bundle, cuts = !cut || bundles == 0 || m * blocks < 64 ? 1 : std::min<int64_t>(blocks, (threads() + bundles - 1) / bundles);
+  const int64_t bundles = (m + bundle - 1) / bundle, spans = (blocks + LARGEST_SPAN_OF_X - 1) / LARGEST_SPAN_OF_X;
+  const int64_t cuts = !cut || bundles == 0 || m * blocks < 64 ? 1 : std::min<int64_t>(spans, (threads() + bundles - 1) / bundles);
+  const auto cut_at = [&](int64_t nth) { return std::min(blocks, spans * nth / cuts * LARGEST_SPAN_OF_X); };
   parallel_for(bundles * cuts, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
       const int64_t row = i / cuts * bundle, nth = i % cuts;
-      f(Prepared::Part{row, std::min<int64_t>(bundle, m - row), blocks * nth / cuts, blocks * (nth + 1) / cuts});
+      f(Prepared::Part{row, std::min<int64_t>(bundle, m - row), cut_at(nth), cut_at(nth + 1)});
     }
   }, 1);
 }

@@ -1,4 +1,4 @@
-// x to integers: per block of 32, one scale and integers of one int8 digit, or of two that make 16 bits.
+// x to integers: per block of 32, or per span of them, one scale and integers of one int8 digit, or of two that make 16 bits.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@ inline void add_halves(const int16_t* codes, int32_t (&halves)[2]) {
   }
 }
 
-// Up to BATCH blocks of 32 values of x, from block b of a row on. The codes are those that billfish.activations computes, and so are
+// Up to BATCH blocks of 32 values of x, whole spans, from block b of a row on. The codes are those that billfish.activations computes, and so are
 // the scales, times `divide`, a power of two.
 // First the largest of each, then the divisions, then the codes, so that no block waits for the one before. Loops that become
 // eight vectors or fewer are unrolled, which the compiler does not do by itself and which spares a tenth of the time.
@@ -36,6 +36,11 @@ template <int DIGITS> inline void quantize_blocks(const float* x, float divide, 
 #pragma GCC unroll 8
     for (int i = 0; i < 32; i++) largest = std::max(largest, float_to_bits(x[block * 32 + i]) & 0x7fffffff);
     bits[block] = largest;
+  }
+  const int span = out.span();
+  for (int first = 0; span > 1 && first < count; first += span) {
+    const int last = std::min(count, first + span);
+    std::fill(bits + first, bits + last, *std::max_element(bits + first, bits + last));
   }
   float scale[BATCH], inverse[BATCH];
   for (int i = 0; i < BATCH; i++) scale[i] = bits_to_float(bits[i]) / top, inverse[i] = top / bits_to_float(bits[i]);
@@ -67,6 +72,7 @@ template <int DIGITS> inline void quantize_blocks(const float* x, float divide, 
     }
     out.finish(b + block, factor, halves, 256);
   }
+  for (int first = 0; span > 1 && first < count; first += span) out.join(b + first, std::min(span, count - first));
 }
 
 // 2^exponent, for -149 .. 127.
@@ -138,14 +144,14 @@ inline void quantize_exactly(const float* x, int power, int spread, const RowOfX
 }
 
 // Blocks [first, last) of a row of x [k], which is padded with zeros to whole blocks: quantize(blocks of 32, number of the first, how
-// many), which are up to BATCH.
-template <class F> inline void each_batch(const float* x, int64_t k, int64_t first, int64_t last, F quantize) {
-  const int64_t whole = std::min(last, k / 32);
+// many), which are up to BATCH and whole spans, but for the last one.
+template <class F> inline void each_batch(const float* x, int64_t k, int span, int64_t first, int64_t last, F quantize) {
+  const int64_t whole = std::min<int64_t>(last, k / (span * 32) * span);
   for (int64_t b = first; b < whole; b += BATCH) quantize(x + b * 32, b, int(std::min<int64_t>(BATCH, whole - b)));
-  if (last > k / 32) {
-    float padded[32] = {};
-    std::copy(x + k / 32 * 32, x + k, padded);
-    quantize(padded, k / 32, 1);
+  if (last > whole) {
+    float padded[billfish::LARGEST_SPAN_OF_X * 32] = {};
+    std::copy(x + whole * 32, x + k, padded);
+    quantize(padded, whole, int(last - whole));
   }
 }
 
@@ -155,7 +161,7 @@ inline void quantize_row(const float* x, int64_t k, const Activations8& all, int
   const int power = power_of_row(x, k), spread = spread_of(k);
   const float divide = power_of_two(-power);
   if (first == 0) out.set_power(power_of_two(power));
-  each_batch(x, k, first, last, [&](const float* blocks, int64_t b, int count) {
+  each_batch(x, k, all.span, first, last, [&](const float* blocks, int64_t b, int count) {
     if (all.digits == 1) quantize_blocks<1>(blocks, divide, out, b, count);
     else if (all.digits == 2) quantize_blocks<2>(blocks, divide, out, b, count);
     else

@@ -91,7 +91,7 @@ class Rows {
     if (const Prepared* found = find(w)) return const_cast<Prepared&>(*found);
     if (used_ == prepared_.size()) prepared_.emplace_back();
     Prepared& p = prepared_[used_++];
-    p.begin(*level_, w, m_, digits_);
+    p.begin(*level_, w, m_, digits_, span_of_x(w, digits_));
     return p;
   }
 

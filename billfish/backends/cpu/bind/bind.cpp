@@ -213,7 +213,7 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
   const int64_t m = int64_t(codes.shape(0)), blocks = d.k / 32;
   const Computing computing;
   Prepared x;
-  x.begin(level, w, m, 1);
+  x.begin(level, w, m, 1, 1);
   for_each_part(m, x.bundle(), blocks, true, [&](const Prepared::Part& part) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
       const RowOfX out(x.integers, row);

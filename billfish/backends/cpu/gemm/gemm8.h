@@ -9,7 +9,7 @@ namespace BILLFISH_ISA {
 
 // Whether dot() gets codes that have more than the weights' values, unsigned ones.
 inline bool unsigned_codes(const Weights& w, const Activations8& x) {
-  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits));
+  return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits, x.span));
 }
 
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
@@ -19,33 +19,33 @@ inline int64_t start_stride(const Weights& w, const Activations8& x) {
   return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.parts() * x.lanes * START_INTS;
 }
 
-// For bundles of rows [first, last) and blocks [begin, end).
+// For rows [first, last) and blocks [begin, end).
 inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
   if (x.start_stride == 0) {
     if (first > 0 || begin > 0) return;
-    last = end = 1;
+    last = x.lanes, end = 1;
   }
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = x.parts();
-  const bool is_unsigned = unsigned_codes(w, x), in_place = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
+  const bool is_unsigned = unsigned_codes(w, x), sixteenfold = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
+  const bool in_place = sixteenfold && !is_held(w, x.m, x.digits, x.span);
   const int32_t zero = magic_sums(w, x.digits) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
-  for (int64_t bundle = first; bundle < last; bundle++)
-    for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
-      int32_t* out = x.starts + at * x.start_stride;
+  for (int64_t row = first; row < last; row++)
+    for (int64_t at = x.block_of(row, begin), lane = row % lanes; at < x.block_of(row, end); at += x.span) {
+      int32_t* out = x.starts + at * x.start_stride + lane * START_INTS;
       for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
-        for (int part = 0; part < parts; part++)
-          for (int lane = 0; lane < lanes; lane++) {
-            const int32_t sum = x.start_stride ? x.sums[((at * parts + part) * 3 + (halves == 2 ? half : 2)) * lanes + lane] : 0;
-            const uint32_t even = uint32_t(zero - bias * sum);
-            // In place: the odd sum has the even one in it, which is taken off later, and 16 times its own bias.
-            const uint32_t odd = in_place ? even + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
-            std::fill_n(out + (part * lanes + lane) * START_INTS, START_INTS, int32_t(even));
-            std::fill_n(out + ((parts + part) * lanes + lane) * START_INTS, START_INTS, int32_t(odd));
-          }
+        for (int part = 0; part < parts; part++) {
+          const int32_t sum = x.start_stride ? x.sums[((at * parts + part) * 3 + (halves == 2 ? half : 2)) * lanes + lane] : 0;
+          const uint32_t even = uint32_t(zero - bias * sum);
+          // In place: the odd sum has the even one in it, which is taken off later. Either way it has 16 times its own bias.
+          const uint32_t odd = sixteenfold ? (in_place ? even : uint32_t(zero)) + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
+          std::fill_n(out + part * lanes * START_INTS, START_INTS, int32_t(even));
+          std::fill_n(out + (parts + part) * lanes * START_INTS, START_INTS, int32_t(odd));
+        }
     }
 }
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (!buffered(w, x.m, x.digits)) return multiply_few8(w, x, bias, y, first, last);
+  if (!buffered(w, x.m, x.digits, x.span)) return multiply_few8(w, x, bias, y, first, last);
   with_decoder(w.codes, [&](auto decoder) { multiply_many8<decltype(decoder)>(w, x, bias, y, first, last); });
 }
 

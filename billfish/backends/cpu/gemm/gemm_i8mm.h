@@ -24,10 +24,10 @@ inline void store_each_twice(float* p, Floats v) { store_floats(p, vzip1q_f32(v,
 // Whether products with x are made here. Where there are two digits, rows go together by four exactly where gemm8.h has a buffer.
 inline bool in_pairs(const Activations8& x) { return x.lanes == X_ROWS && (x.digits == 2 || x.m >= MANY_ROWS); }
 
-// Of bundles of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
+// Of rows [first, last) and blocks [begin, end), in place: codes [4 rows][32] become operands [4 times 8 k][2 pairs of
 // rows][16], and the scales [2, 4], of which the latter four are not needed here, those of each pair twice.
 inline void pair_rows(const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  for (int64_t bundle = first; bundle < last; bundle++)
+  for (int64_t bundle = first / X_ROWS; bundle * X_ROWS < last; bundle++)
     for (int64_t at = bundle * x.blocks + begin; at < bundle * x.blocks + end; at++) {
       for (int digit = 0; digit < x.digits; digit++) {
         int8_t* codes = x.codes + (at * x.digits + digit) * X_ROWS * 32;
@@ -87,9 +87,9 @@ struct alignas(64) PairScales {
 
 // Adds blocks of 8 rows of W, from row `first` of the tile on, times 4 rows of x from `row` on, or 2 where there are two digits, to
 // sums [rows of x][TILE_ROWS]; `run` and `sums` are at the first of these rows of W.
-template <int DIGITS, int HALVES, bool MAGIC, bool MINIMUMS>
+template <int DIGITS, Reach REACH, bool MAGIC, bool MINIMUMS>
 __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* scales, int first, const Activations8& x, int64_t row, float* sums) {
-  constexpr int X_PAIRS = X_ROWS / 2 / DIGITS, STEPS = 4 / HALVES;
+  constexpr int X_PAIRS = X_ROWS / 2 / DIGITS, HALVES = REACH == Reach::half ? 2 : 1, STEPS = 4 / HALVES;
   Floats total[X_PAIRS][ROW_PAIRS];
   unroll<X_PAIRS>([&](auto t) INLINED {
     unroll<ROW_PAIRS / 2>([&](auto r) INLINED {
@@ -101,9 +101,10 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
   const int8_t* x_codes = x.codes + at * DIGITS * X_ROWS * 32 + lane / 2 * 16;
   const float *x_scale = x.scale + at * 2 * X_ROWS + lane * 2, *x_totals = x.totals + at * 3 * X_ROWS + lane;
   const uint8_t *codes = run.stream, *ahead = run.ahead;
-  const int shift = __builtin_ctz(unsigned(run.span));
-  for (int64_t b = 0; b < run.count; b++) {
-    unroll<2>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); });
+  const int shift = __builtin_ctz(unsigned(run.span)), blocks = REACH == Reach::blocks ? x.span : 1;
+  const auto ask = [&]() INLINED { unroll<2>([&](auto line) INLINED { __builtin_prefetch(ahead + line * 64); }), ahead += 128; };
+  for (int64_t b = 0; b < run.count; b += blocks) {
+    ask();
     unroll<HALVES>([&](auto half) INLINED {
       Ints sum[X_PAIRS][DIGITS][ROW_PAIRS];
       unroll<X_PAIRS>([&](auto t) INLINED {
@@ -111,7 +112,7 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
           unroll<ROW_PAIRS>([&](auto r) INLINED { sum[t][p][r] = load_alone<Ints>(MAGIC ? FROM_OFFSET : FROM_ZERO); });
         });
       });
-      unroll<STEPS>([&](auto step) INLINED {
+      const auto sum_steps = [&](auto step) INLINED {
         constexpr int k8 = decltype(half)::value * STEPS + decltype(step)::value;
         Bytes x_now[X_PAIRS][DIGITS];
         unroll<X_PAIRS>([&](auto t) INLINED {
@@ -123,7 +124,14 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
             unroll<DIGITS>([&](auto p) INLINED { sum[t][p][r] = matrix_dot(sum[t][p][r], bytes, x_now[t][p]); });
           });
         });
-      });
+      };
+      unroll<STEPS>(sum_steps);
+      if constexpr (REACH == Reach::blocks)
+        for (int64_t left = std::min<int64_t>(blocks, run.count - b); left > 1; left--) {
+          codes += Whole::block_bytes, x_codes += X_ROWS * 32;
+          ask();
+          unroll<STEPS>(sum_steps);
+        }
       const PairScales& group = scales[(b >> shift) * HALVES + half];
       unroll<ROW_PAIRS>([&](auto r) INLINED {
         const int at = 2 * first + r * LANES;
@@ -141,8 +149,8 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
         });
       });
     });
-    codes += Whole::block_bytes, ahead += 128;
-    x_codes += DIGITS * X_ROWS * 32, x_scale += 2 * X_ROWS, x_totals += 3 * X_ROWS;
+    codes += Whole::block_bytes, x_codes += DIGITS * X_ROWS * 32;
+    x_scale += blocks * 2 * X_ROWS, x_totals += blocks * 3 * X_ROWS;
   }
   unroll<X_PAIRS>([&](auto t) INLINED {
     unroll<ROW_PAIRS / 2>([&](auto r) INLINED {
@@ -153,18 +161,22 @@ __attribute__((flatten, noinline)) void add_pairs(Blocks run, const PairScales* 
 }
 
 using PairKernel = void (*)(Blocks, const PairScales*, int first, const Activations8&, int64_t row, float*);
-template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, int digits) {
-  const bool halves = w.group == 16;
-  if (digits == 2) return halves ? add_pairs<2, 2, false, MINIMUMS> : add_pairs<2, 1, false, MINIMUMS>;
-  if (magic_sums(w, 1)) return halves ? add_pairs<1, 2, true, MINIMUMS> : add_pairs<1, 1, true, MINIMUMS>;
-  return halves ? add_pairs<1, 2, false, MINIMUMS> : add_pairs<1, 1, false, MINIMUMS>;
+template <int DIGITS, bool MAGIC, bool MINIMUMS> PairKernel pair_kernel(Reach reach) {
+  if constexpr (DIGITS == 1)
+    if (reach == Reach::blocks) return add_pairs<1, Reach::blocks, MAGIC, MINIMUMS>;
+  return reach == Reach::half ? add_pairs<DIGITS, Reach::half, MAGIC, MINIMUMS> : add_pairs<DIGITS, Reach::block, MAGIC, MINIMUMS>;
+}
+template <bool MINIMUMS> PairKernel pair_kernel(const Weights& w, const Activations8& x) {
+  const Reach reach = reach_of(w, x.span);
+  if (x.digits == 2) return pair_kernel<2, false, MINIMUMS>(reach);
+  return magic_sums(w, 1) ? pair_kernel<1, true, MINIMUMS>(reach) : pair_kernel<1, false, MINIMUMS>(reach);
 }
 
 // As multiply8, for x in pairs.
 inline void multiply_pairs(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
   const bool minimums = has_minimum(w.scales);
   const DecodePairs decode_slice = pair_decoder(w);
-  const PairKernel add_slice = minimums ? pair_kernel<true>(w, x.digits) : pair_kernel<false>(w, x.digits);
+  const PairKernel add_slice = minimums ? pair_kernel<true>(w, x) : pair_kernel<false>(w, x);
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
   GroupScales once[SLICE * 16];
   PairScales twice[SLICE * 16];

@@ -17,12 +17,13 @@ KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group,
   P::load(total, sums);
   BlockOfX<P> x_block(x, row, run.first);
   const uint8_t *p = run.stream, *ahead = run.ahead;
-  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes, x_block.next()) {
+  const auto ask = [&]() INLINED { ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64; };
+  for (int64_t b = 0; b < run.count; b += x_block.step, p += P::Decoder::block_bytes, x_block.next()) {
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
-    ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64;
+    ask();
     unroll<P::HALVES>([&](auto half) INLINED {
       typename P::Sums sum;
-      sum_codes<P, decltype(half)::value>(p, w.table, x_block, sum);
+      sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
       const FloatActivations x_scales = x_block.scales(false), x_total = x_block.total(half);
       unroll<P::COUNT>([&](auto r) INLINED {
         const Floats scale = load_floats(group[half].scale + P::row_at(r));
@@ -45,25 +46,29 @@ KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group,
 
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
-  const auto call = [&](auto rows, auto digits, auto halves, auto magic) {
+  const auto call = [&](auto rows, auto digits, auto reach, auto magic) {
     constexpr int T = decltype(rows)::value;
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
         else run.ahead += run.count * BUFFER_LINES * 64;
-        using P = Piece<Buffer, T, decltype(digits)::value, decltype(halves)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
+        using P = Piece<Buffer, T, decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
         add_buffered<P, MINIMUMS>(w, now, scales, x, row + part, sums + part * TILE_ROWS);
       });
+  };
+  const auto call_with = [&](auto rows, auto digits, auto magic) {
+    const Reach reach = reach_of(w, x.span);
+    if (reach == Reach::half) call(rows, digits, std::integral_constant<Reach, Reach::half>{}, magic);
+    else if (decltype(digits)::value == 2 || reach == Reach::block) call(rows, digits, std::integral_constant<Reach, Reach::block>{}, magic);
+    else if constexpr (decltype(digits)::value == 1) call(rows, digits, std::integral_constant<Reach, Reach::blocks>{}, magic);
   };
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
   constexpr std::integral_constant<int, X_ROWS> four;
-  constexpr std::true_type yes;
-  constexpr std::false_type no;
-  if (x.digits == 2) w.group == 16 ? call(two, two, two, yes) : call(two, two, one, yes);
-  else if (magic_sums(w, 1)) w.group == 16 ? call(four, one, two, yes) : call(four, one, one, yes);
-  else w.group == 16 ? call(four, one, two, no) : call(four, one, one, no);
+  if (x.digits == 2) call_with(two, two, std::true_type{});
+  else if (magic_sums(w, 1)) call_with(four, one, std::true_type{});
+  else call_with(four, one, std::false_type{});
 }
 
 // What a buffer has: values, but where dot() does not take any byte, what it takes gladly.

@@ -4,13 +4,18 @@
 
 namespace BILLFISH_ISA {
 
+#define KERNEL __attribute__((flatten, noinline))
+
+// Whether a block is the first of its span.
+inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 1)) == 0; }
+
 // What a kernel holds in registers: T rows of x, of DIGITS digits each, by the row vectors FIRST .. FIRST + COUNT - 1 of a tile.
-// HALVES: 2 where a group of weights is half a block. MAGIC: whether sums start at SUM_START.
-template <class DECODER, int ROWS, int X_DIGITS, int GROUPS_IN_BLOCK, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT> struct Piece {
+// MAGIC: whether sums start at SUM_START.
+template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT> struct Piece {
   using Decoder = DECODER;
-  static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = GROUPS_IN_BLOCK, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
-  static constexpr bool MAGIC = FROM_START;
-  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less where there are two digits
+  static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = REACH == Reach::half ? 2 : 1, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
+  static constexpr bool MAGIC = FROM_START, over_blocks = REACH == Reach::blocks;
+  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less
   using Sums = Ints[T][DIGITS][COUNT];
   using Totals = Floats[T][COUNT];
   using GroupFloats = Floats[HALVES][COUNT];  // a scale or a minimum for each row and group
@@ -31,22 +36,24 @@ template <class DECODER, int ROWS, int X_DIGITS, int GROUPS_IN_BLOCK, bool FROM_
   template <class R> static constexpr bool in_place(R) { return Decoder::in_place && (FIRST + R::value) % 2; }
 };
 
-// Where the next block of x is, for the rows of a piece.
+// Where the next block of x is, for the rows of a piece, and what belongs to its span.
 template <class P> struct BlockOfX {
   const int8_t* codes;
   const float *scale, *totals;
   const int32_t* starts;
   const int64_t start_stride;
+  const int step;  // blocks that a sum goes over
 
   // A constant number of lanes, and not x.lanes: divisions are slow.
-  INLINED BlockOfX(const Activations8& x, int64_t row, int64_t block) : start_stride(x.start_stride) {
+  INLINED BlockOfX(const Activations8& x, int64_t row, int64_t block) : start_stride(x.start_stride), step(P::over_blocks ? x.span : 1) {
     const int64_t at = row / P::lanes * x.blocks + block, lane = row % P::lanes;
     codes = x.codes + (at * P::DIGITS * P::lanes + lane) * 32;
     scale = x.scale + at * 2 * P::lanes + lane;
     totals = x.totals + at * 3 * P::lanes + lane;
     starts = x.starts + at * start_stride + lane * START_INTS;
   }
-  INLINED void next() { codes += P::DIGITS * P::lanes * 32, scale += 2 * P::lanes, totals += 3 * P::lanes, starts += start_stride; }
+  INLINED void next_codes() { codes += P::DIGITS * P::lanes * 32; }
+  INLINED void next() { next_codes(), scale += step * 2 * P::lanes, totals += step * 3 * P::lanes, starts += step * start_stride; }
 
   // What the sums of a digit begin with: the sums of a part begin with its last digit's.
   template <int HALF, int ROW_VECTOR, int T, int DIGIT> INLINED Ints start() const {
@@ -54,13 +61,14 @@ template <class P> struct BlockOfX {
     if constexpr (DIGIT % each == each - 1) return load_start(starts + (((HALF * 2 + ROW_VECTOR % 2) * parts + part) * P::lanes + T) * START_INTS);
     else return splat_int(0);
   }
-  INLINED FloatActivations scales(bool in_place) const { return load_x(scale + in_place * P::lanes); }
+  // Of all rows: scales, or a sixteenth of each, and totals.
+  INLINED FloatActivations scales(bool sixteenth) const { return load_x(scale + sixteenth * P::lanes); }
   INLINED FloatActivations total(int half) const { return load_x(totals + (P::HALVES == 2 ? half : 2) * P::lanes); }
 };
 
-// sum = the dot products of a half of a block, or of all of it, with the codes of x. Of four digits, each pair makes one sum, in digits 1 and 3.
-// The order of statements is that of the instructions, and was chosen by measurement.
-template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+// Adds the dot products of a half of a block, or of all of it, with the codes of x to sum, which begins here unless it GOES_ON.
+// Of four digits, each pair makes one sum, in digits 1 and 3. The order of statements is that of the instructions, and was chosen by measurement.
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
   constexpr Operand operand = P::Decoder::operand;
   constexpr int quads = 8 / P::HALVES, together = P::T * P::COUNT * P::DIGITS <= 8 ? QUADS_TOGETHER : 1;
   Activations x_now[P::T][P::DIGITS];
@@ -82,12 +90,12 @@ template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes,
         unroll<P::DIGITS>([&](auto p) INLINED {
           const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
           if constexpr (narrow_quads(operand) == 0) {
-            if constexpr (nth == 0) sum[t][p][r] = start();
+            if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = start();
             unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
           } else {
             constexpr int round = std::min(narrow_quads(operand), quads);
             narrow[t][p][r] = dot<quad % 4, operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
-            if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round ? start() : sum[t][p][r], widen(narrow[t][p][r]));
+            if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? start() : sum[t][p][r], widen(narrow[t][p][r]));
           }
         });
       });
@@ -97,6 +105,18 @@ template <class P, int HALF> INLINED inline void sum_codes(const uint8_t* codes,
     P::each([&](auto t, auto r) INLINED {
       unroll<2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
     });
+}
+
+// sum = all that it goes over, which are `blocks` blocks at most. p and x come to the last of them; ask() is called before each further one.
+template <class P, int HALF, class F>
+INLINED inline void sum_codes(const uint8_t*& p, BlockOfX<P>& x, int64_t blocks, const uint8_t* table, typename P::Sums& sum, F&& ask) {
+  sum_block<P, HALF, false>(p, table, x, sum);
+  if constexpr (P::over_blocks)
+    for (int64_t left = std::min<int64_t>(x.step, blocks); left > 1; left--) {
+      p += P::Decoder::block_bytes, x.next_codes();
+      ask();
+      sum_block<P, HALF, true>(p, table, x, sum);
+    }
 }
 
 // The sums of a row of x and a row vector as floats, all digits together.

@@ -15,6 +15,10 @@ using billfish::TileShape;
 
 constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
 
+// What one integer sum goes over: half a block for groups of 16, a block, or the blocks of x that share a scale, `span` of them.
+enum class Reach { half, block, blocks };
+inline Reach reach_of(const Weights& w, int span) { return span > 1 ? Reach::blocks : w.group == 16 ? Reach::half : Reach::block; }
+
 // Consecutive blocks of a tile, from the beginning of a chunk on. Before each span and each chunk lie so many bytes that are no
 // codes: scales, or nothing in a buffer. `ahead` is what will be needed next.
 struct Blocks {

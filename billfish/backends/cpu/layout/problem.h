@@ -6,7 +6,7 @@
 namespace billfish {
 
 constexpr int CHUNK = 256;  // k of the stream, with the upper scales of all rows before them
-constexpr int BLOCK = 32;   // k of x that share a scale, and k of the stream
+constexpr int BLOCK = 32;   // k of the stream, and k of x that share a scale unless span_of_x says more
 constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
 // A thread keeps room for x, and for the scores of attention, from call to call: so much of each at most. More is given back at once.
@@ -46,8 +46,13 @@ inline bool wants_floats(const Weights& w) { return is_plain(w) || w.codes == Co
 // How many int8 digits make x exact; see quantize_exactly.
 constexpr int EXACT_DIGITS = 4;
 
+// Blocks of x that share a scale in q8: as many as a group of weights has, so that one integer sum serves the whole group, but 128 values at
+// most. Sums of 128 codes of x times bytes of weights are below 128 * 127 * 255 < 2^22, which SUM_START needs and int32 has 2^9 times.
+constexpr int LARGEST_SPAN_OF_X = 4;
+inline int span_of_x(const Weights& w, int digits) { return digits != 1 || w.group <= BLOCK ? 1 : w.group < LARGEST_SPAN_OF_X * BLOCK ? w.group / BLOCK : LARGEST_SPAN_OF_X; }
+
 // x in integers of one int8 digit, of two for q16 (256 * digit 0 + digit 1), or of four for exact products with few rows,
-// with a scale for each block. Rows go side by side in bundles of `lanes`, as many as a kernel takes at a time:
+// with a scale for each `span` blocks. Sums, totals and starts of the first block of a span are those of the span. Rows go side by side in bundles of `lanes`, as many as a kernel takes at a time:
 // [bundles, blocks, ..., lanes]. Sums are in two parts where there are several digits: one for each of two, or for each pair of four.
 struct Activations8 {
   int8_t* codes;    // [bundles, blocks, digits, lanes, 32]
@@ -57,7 +62,7 @@ struct Activations8 {
   float* power;     // [m]: what each row was divided by beforehand, a power of two; see power_of_row
   int32_t* starts;  // what the integer sums of a block begin with, every `start_stride` of them; see fill_starts
   int64_t start_stride, m, blocks;
-  int32_t digits, lanes;
+  int32_t digits, lanes, span;
   // For exact products: whether a block is wide, [m, blocks], and then what of it is not in digits but stays float32, [m, blocks, 32].
   uint8_t* wide;
   float* rest;
@@ -77,6 +82,8 @@ class RowOfX {
   float* rest(int64_t block) const { return x_.rest + (row_ * x_.blocks + block) * 32; }
   int8_t* codes(int64_t block, int digit) const { return x_.codes + (((first_ + block) * x_.digits + digit) * x_.lanes + lane_) * 32; }
 
+  int span() const { return x_.span; }
+
   // The scale of a block, and what its codes, part[0] or part[0] * base + part[1], add up to in each half of it.
   template <int PARTS> void finish(int64_t block, float scale, const int32_t (&halves)[PARTS][2], float base) const {
     const int64_t at = first_ + block, lanes = x_.lanes;
@@ -93,6 +100,14 @@ class RowOfX {
       }
       totals[i * lanes] = scale * total;
     }
+  }
+
+  // Blocks of one digit that share a scale: the sum and the total of all become those of the first.
+  void join(int64_t block, int count) const {
+    const int64_t at = first_ + block, lanes = x_.lanes;
+    int32_t* sums = x_.sums + (at * 3 + 2) * lanes + lane_;
+    for (int i = 1; i < count; i++) sums[0] += sums[i * 3 * lanes];
+    x_.totals[(at * 3 + 2) * lanes + lane_] = x_.scale[at * 2 * lanes + lane_] * float(sums[0]);
   }
 
  private:
@@ -156,10 +171,10 @@ struct Level {
   bool small_tables;
   // Blocks [first, last) of a row of x.
   void (*quantize_row)(const float* x, int64_t k, const Activations8& out, int64_t row, int64_t first, int64_t last);
-  // Of x for these weights, with so many rows and digits: how many rows go together, and the stride of the starts.
-  int32_t (*lanes)(const Weights&, int64_t m, int32_t digits);
+  // Of x for these weights, with so many rows and digits, and blocks that share a scale: how many rows go together, and the stride of the starts.
+  int32_t (*lanes)(const Weights&, int64_t m, int32_t digits, int32_t span);
   int64_t (*start_stride)(const Weights&, const Activations8&);
-  // What is left to do for x when its codes are there: for bundles of rows [first, last) and blocks [begin, end), once.
+  // What is left to do for x when its codes are there: for rows [first, last), a multiple of four or the last, and blocks [begin, end), once.
   void (*finish_x)(const Weights&, const Activations8&, int64_t first, int64_t last, int64_t begin, int64_t end);
   bool (*exact_in_digits)(const Weights&, int64_t m);  // whether exact products are to be made by multiply8
   void (*lay_out_row)(const float* x, int64_t k, const ActivationsExact& out, int64_t row, int64_t first, int64_t last);

@@ -63,6 +63,11 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
 }
 // From so many rows of x on, it pays to decode weights into a buffer first.
 constexpr int BUFFER_ROWS = 9;
+constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
+// Whether two and three rows of x have kernels of their own. T = 2 takes 60 cycles a block and T = 3 86, where T = 4 takes 107 and one row 37.
+constexpr bool TAILS = true;
+// Up to so many rows, with more than MANY_ROWS, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
+constexpr int HELD_ROWS = 16;
 // With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.
@@ -183,10 +188,11 @@ template <int ROW, int SHIFT, int MASK> Floats byte_fields(const uint8_t* rows, 
 template <int ROW> Floats exponents_to_floats(const uint8_t* rows) {
   return vreinterpretq_f32_u32(vshrq_n_u32(vreinterpretq_u32_u8(row_bytes<ROW, 3>(vld1q_u8(rows), vdupq_n_u8(0))), 1));
 }
-// Bytes 0eeeemmm to 2^-8 of the E4M3 value: where float32 has its exponent and mantissa they read 2^-120 of it.
+// Bytes 0eeeemmm to 2^-8 of the E4M3 value, which is what float16 reads with seven zeros behind them, subnormals included. Eight rows are
+// widened at once.
 template <int ROW> Floats e4m3_to_floats(const uint8_t* rows) {
-  const uint32x4_t bits = vshrq_n_u32(vreinterpretq_u32_u8(row_bytes<ROW, 3>(vld1q_u8(rows), vdupq_n_u8(0))), 4);
-  return vmulq_n_f32(vreinterpretq_f32_u32(bits), 0x1p112f);
+  const float16x8_t halves = vreinterpretq_f16_u16(vshll_n_u8(vld1_u8(rows + ROW / 8 * 8), 7));
+  return vcvt_f32_f16(ROW % 8 ? vget_high_f16(halves) : vget_low_f16(halves));
 }
 
 // Four k of LANES rows, as Bytes has them: k[j] is byte j of every lane, as a number.

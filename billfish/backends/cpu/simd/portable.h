@@ -62,7 +62,9 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   return sum + signed_bytes<0>(w) * x.p[4 * L] + signed_bytes<1>(w) * x.p[4 * L + 1] + signed_bytes<2>(w) * x.p[4 * L + 2] +
          signed_bytes<3>(w) * x.p[4 * L + 3];
 }
-constexpr int BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr bool TAILS = false;
+constexpr int HELD_ROWS = 0;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 0;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h

@@ -55,7 +55,9 @@ template <int L> __m256i splat_quad(Activations x) {
   std::memcpy(&four, x.p + 4 * L, 4);
   return _mm256_set1_epi32(four);
 }
-constexpr int BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr bool TAILS = false;
+constexpr int HELD_ROWS = 0;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h

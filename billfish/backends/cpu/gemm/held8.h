@@ -1,0 +1,80 @@
+// Products in integers with 9 to 16 rows of x beside nibbles: the codes of a block are decoded once, stay in registers, and meet all rows.
+//
+// A kernel takes one row vector of a tile, since 16 rows of x have as many sums in float32. Its codes come by a mask alone: those of
+// odd vectors are 16 times their values, for which the scale of x makes up.
+#pragma once
+#include "gemm/sums8.h"
+
+namespace BILLFISH_ISA {
+
+// Whether products with so many rows of x are made here, and with how many of them together.
+constexpr bool is_held(Scales scales) { return scales == Scales::f16 || scales == Scales::f16_minimum; }
+template <class Decoder, Scales S, Reach REACH> constexpr bool has_held = HELD_ROWS > 0 && std::is_same_v<Decoder, Nibbles> && REACH == Reach::block && is_held(S);
+inline bool is_held(const Weights& w, int64_t m, int32_t digits, int32_t span) {
+  return w.codes == Codes::u4 && is_held(w.scales) && reach_of(w, span) == Reach::block && digits == 1 && m > MANY_ROWS && m <= HELD_ROWS;
+}
+inline int32_t held_lanes(int64_t m) { return int32_t((m + 3) / 4 * 4); }
+
+// Adds blocks of a row vector of a tile times ROWS rows of x to sums [ROWS][TILE_ROWS]. Sums are made four rows at a time, and added up while
+// those of the next four are made.
+template <class Source, int VECTOR, int ROWS>
+KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums) {
+  Source source;
+  Floats total[ROWS];
+  unroll<ROWS>([&](auto t) INLINED { total[t] = load_floats(sums + t * TILE_ROWS + VECTOR * LANES); });
+  const int64_t at = row / ROWS * x.blocks + run.first;
+  const int8_t* x_codes = x.codes + at * ROWS * 32;
+  const float *x_scale = x.scale + (at * 2 + VECTOR % 2) * ROWS, *x_totals = x.totals + (at * 3 + 2) * ROWS;
+  const int32_t* starts = x.starts + at * x.start_stride + VECTOR % 2 * ROWS * START_INTS;
+  const uint8_t *p = run.stream, *ahead = run.ahead;
+  Floats scale = splat(0), minimum = scale;  // of this span
+  alignas(64) float offset[LANES];
+  for (int64_t b = 0; b < run.count; b++) {
+    if (begins_span(run, b)) {
+      source.group = p, p += run.span_header;
+      scale = source.template scale<VECTOR * LANES>(0);
+      store_floats(offset, multiply(scale, splat(-SUM_OFFSET)));
+      if constexpr (Source::minimums) minimum = source.template minimum<VECTOR * LANES>(0);
+    }
+    __builtin_prefetch(ahead), ahead += 64;  // with four passes, 256 of 288 bytes
+    Bytes codes[8];
+    unroll<8>([&](auto quad) INLINED { codes[quad] = bit_and(load_bytes(p + (quad * ROW_VECTORS + VECTOR) / 2 * VECTOR_BYTES), splat_byte(VECTOR % 2 ? 0xf0 : 0x0f)); });
+    Ints sum[ROWS];
+    const auto add_four = [&](auto first) INLINED {
+      constexpr int t = decltype(first)::value;
+      const FloatActivations x_scales = load_x(x_scale + t);
+      unroll<4>([&](auto i) INLINED { total[t + i] = multiply_add_x<decltype(i)::value>(total[t + i], scale_sum<true>(sum[t + i], scale, offset), x_scales); });
+      if constexpr (Source::minimums) {
+        const FloatActivations totals = load_x(x_totals + t);
+        unroll<4>([&](auto i) INLINED { total[t + i] = multiply_add_x<decltype(i)::value>(total[t + i], minimum, totals); });
+      }
+    };
+    unroll<ROWS / 4>([&](auto four) INLINED {
+      constexpr int t = decltype(four)::value * 4;
+      Activations now[4];
+      unroll<8>([&](auto quad) INLINED {
+        constexpr int q = decltype(quad)::value;
+        unroll<4>([&](auto i) INLINED {
+          if constexpr (q == 0) sum[t + i] = load_start(starts + (t + i) * START_INTS);
+          if constexpr (q % 4 == 0) now[i] = load_activations(x_codes + (t + i) * 32 + q * 4);
+          sum[t + i] = dot<q % 4, Operand::codes>(sum[t + i], codes[q], now[i]);
+        });
+      });
+      if constexpr (t > 0) add_four(std::integral_constant<int, t - 4>{});
+    });
+    add_four(std::integral_constant<int, ROWS - 4>{});
+    p += Nibbles::block_bytes, x_codes += ROWS * 32, x_scale += 2 * ROWS, x_totals += 3 * ROWS, starts += x.start_stride;
+  }
+  unroll<ROWS>([&](auto t) INLINED { store_floats(sums + t * TILE_ROWS + VECTOR * LANES, total[t]); });
+}
+
+// All row vectors of a tile, and x.lanes rows of x.
+template <class Source> void add_held_rows(Blocks run, const Activations8& x, int64_t row, float* sums) {
+  unroll<ROW_VECTORS>([&](auto vector) {
+    constexpr int V = decltype(vector)::value;
+    (x.lanes == 12 ? add_held<Source, V, 12> : add_held<Source, V, 16>)(run, x, row, sums);
+    run.ahead += run.count * 64;
+  });
+}
+
+}  // namespace BILLFISH_ISA
