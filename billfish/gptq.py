@@ -1,9 +1,9 @@
 """method="gptq": columns are rounded one after the other, and the error of each is carried on to those after it.
-Then each is rounded once more, and again, beside the errors of all others.
+Then each is rounded once more, and again, beside the errors of all others, and the scales follow.
 
-The scales and offsets of all groups are fixed beforehand, by the search that is weighted with the Hessian's diagonal.
-What is left is to choose codes so that the error of the product is small: d H d^T for each row d = w - q of the error,
-with H = X^T X of the inputs. With H = G^T G, G lower triangular, that error is a sum over columns,
+The scales and offsets of all groups are those of the search that is weighted with the Hessian's diagonal. What is left
+is to choose codes so that the error of the product is small: d H d^T for each row d = w - q of the error, with
+H = X^T X of the inputs. With H = G^T G, G lower triangular, that error is a sum over columns,
 
     |G d|^2 = sum over j of G_jj^2 (target_j - q_j)^2,    target_j = w_j + sum over i < j of (G_ji / G_jj) (w_i - q_i)
 
@@ -14,6 +14,14 @@ The last columns have the errors of all others to make up for, the first have no
 columns as they are, the error is least where column j has the value nearest to
 
     target_j = q_j + (H d)_j / H_jj
+
+After a sweep, the scales fit the codes no longer. With q = c s in a group, c its numbers, another scale s + t leaves
+d - c t there, and the error is least with
+
+    t = c^T H d / c^T H c
+
+and with the nearest scale that the format can store, as the error is a parabola. Scales that are plain
+floating-point numbers are fitted so. Bytes have too few values for it, and scales at two levels are not free.
 
 Same inputs give the same bits for any number of threads: rows go in slices that do not depend on it, and matrices are
 multiplied in patches of PATCH^3 products, which are too few for a BLAS to share them out among threads.
@@ -72,12 +80,13 @@ def quantize_gptq(
     n, k = w.shape
     slices = -(-n // SLICE_ROWS)
 
-    def round_rows(start: int, stop: int) -> NDArray[np.uint8]:
+    def round_rows(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
         planes = {name: plane[start:stop] if plane.ndim else plane for name, plane in searched.items()}
         return _round_rows(format, w[start:stop], planes, group_size, carry)
 
     step = _whole_patches(-(-n // slices))
-    return format.with_codes(searched, np.concatenate(map_rows(round_rows, n, k, step=step)))
+    codes, scales = zip(*map_rows(round_rows, n, k, step=step), strict=True)
+    return format.with_codes({**searched, "scale": np.concatenate(scales)}, np.concatenate(codes))
 
 
 def carry_of(call: str, hessian: NDArray[Any]) -> Carry:
@@ -118,6 +127,11 @@ def _factorize(a: Doubles) -> None:
             patches[row, : row + 1] -= np.matmul(patches[p, row].T, patches[p, : row + 1])
 
 
+def has_plain_scales(plane: NDArray[Any], scale: NDArray[np.float32]) -> bool:
+    """Whether a plane holds the scales [n, groups] as floating-point numbers, and not in bytes or at two levels."""
+    return plane.dtype.kind == "f" and plane.shape == scale.shape
+
+
 class Rounding:
     """Rounds columns of some rows to the values that their groups have. Columns go by their place in the order."""
 
@@ -126,6 +140,9 @@ class Rounding:
         scale, zero, minimum = (None if x is None else x.T.copy() for x in format.group_values(planes))
         assert scale is not None
         self._scale, self._zero, self._minimum, self._inverse = scale, zero, minimum, reciprocal(scale)
+        self._type = planes["scale"].dtype
+        self.scales_are_numbers = has_plain_scales(planes["scale"], scale.T)
+        self.columns = [np.flatnonzero(self._groups == group) for group in range(len(scale))]
 
     def __call__(self, j: int, target: Doubles) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Of targets [n] for column j: the numbers of the element, and the values that they mean."""
@@ -136,17 +153,36 @@ class Rounding:
         if self._zero is not None:
             x += self._zero[group]
         level = self._round(x)
-        value = level * self._scale[group] if self._zero is None else (level - self._zero[group]) * self._scale[group]
+        return level, self.values(group, level)
+
+    def values(self, group: int, level: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What numbers of the element [n] or [columns, n] mean in a group."""
+        value = self.factors(group, level) * self._scale[group]
         if self._minimum is not None:
             value += self._minimum[group]
-        return level, value
+        return value
+
+    def factors(self, group: int, level: NDArray[np.float32]) -> NDArray[np.float32]:
+        """What the scale of a group is multiplied with."""
+        return level if self._zero is None else level - self._zero[group]
+
+    def rescale(self, group: int, change: Doubles) -> None:
+        """Add a change [n] to the scales of a group. A scale keeps its sign, and stays a finite number of its type."""
+        before = self._scale[group]
+        after = (before + change).astype(self._type).astype(np.float32)
+        self._scale[group] = np.where((after * before > 0) & np.isfinite(after), after, before)
+        self._inverse[group] = reciprocal(self._scale[group])
+
+    def scales(self) -> NDArray[Any]:
+        """Scales [n, groups], as planes have them."""
+        return self._scale.T.astype(self._type)
 
 
 @np.errstate(all="ignore")  # a scale that overflows is reported once the whole tensor is done
 def _round_rows(
     format: Format, w: NDArray[np.float32], planes: Planes, group_size: int, carry: Carry
-) -> NDArray[np.uint8]:
-    """The codes [n, K] of rows w [n, K]. Inside, columns are rows: each is contiguous, and they are in order."""
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """The codes [n, K] and scales of rows w [n, K]. Inside, columns are rows: each is contiguous, and in order."""
     n, k = w.shape
     exact = np.zeros((len(carry.factors), _whole_patches(n)))
     exact[:k, :n] = w.T[carry.order]
@@ -158,10 +194,13 @@ def _round_rows(
     _round_in_order(exact, wrong, levels, rounding, carry)
     for _ in range(SWEEPS):
         _round_again(exact, wrong, levels, rounding, carry.damped)
-    better = _errors(wrong, carry)[:n] < before
+        if rounding.scales_are_numbers:
+            _fit_scales(exact, wrong, levels, rounding, carry.damped)
+    better = (_errors(wrong, carry)[:n] < before)[:, None]
     codes = np.empty((n, k), np.uint8)
     codes[:, carry.order] = format.element.encode(levels).T
-    return np.where(better[:, None], codes, planes["codes"])
+    scales = rounding.scales() if rounding.scales_are_numbers else planes["scale"]
+    return np.where(better, codes, planes["codes"]), np.where(better, scales, planes["scale"])
 
 
 def _round_in_order(
@@ -183,8 +222,8 @@ def _round_again(
 ) -> None:
     """A sweep over columns that are rounded already: `levels` and `wrong` change."""
     k, n = levels.shape
-    for p, start in enumerate(range(0, k, PATCH)):
-        slopes, earlier = _slopes(damped, wrong, p), wrong[start : start + PATCH].copy()
+    for start in range(0, k, PATCH):
+        slopes, earlier = _slopes(damped[start : start + PATCH], wrong), wrong[start : start + PATCH].copy()
         for j in range(start, min(start + PATCH, k)):
             moved = wrong[start:j] - earlier[: j - start]
             slope = slopes[j - start] + np.einsum("i,in->n", damped[j, start:j], moved)
@@ -193,20 +232,41 @@ def _round_again(
             wrong[j, :n] = exact[j, :n] - value
 
 
+def _fit_scales(
+    exact: Doubles, wrong: Doubles, levels: NDArray[np.float32], rounding: Rounding, damped: Doubles
+) -> None:
+    """The scales of least error, one group after the other: `rounding` and `wrong` change."""
+    n = levels.shape[1]
+    for group, columns in enumerate(rounding.columns):
+        factors = np.zeros((_whole_patches(len(columns)), wrong.shape[1]))
+        factors[: len(columns), :n] = rounding.factors(group, levels[columns])
+        own = np.zeros((len(columns), len(factors)))
+        own[:, : len(columns)] = damped[np.ix_(columns, columns)]
+        rate = _products(factors, damped[columns], wrong) / _products(factors, own, factors)
+        rounding.rescale(group, np.nan_to_num(rate[:n], posinf=0, neginf=0))
+        wrong[columns, :n] = exact[columns, :n] - rounding.values(group, levels[columns])
+
+
 def _errors(wrong: Doubles, carry: Carry) -> Doubles:
     """d H d^T of each column d of `wrong` [K, n], without the damping."""
-    errors = -np.einsum("k,kn,kn->n", carry.damping, wrong, wrong)
-    for p, start in enumerate(range(0, len(wrong), PATCH)):
-        errors += np.einsum("kn,kn->n", wrong[start : start + PATCH], _slopes(carry.damped, wrong, p))
-    return errors
+    return _products(wrong, carry.damped, wrong) - np.einsum("k,kn,kn->n", carry.damping, wrong, wrong)
 
 
-def _slopes(damped: Doubles, wrong: Doubles, p: int) -> Doubles:
-    """H d at the columns of patch p, for each column d of `wrong` [K, n]: [PATCH, n]."""
-    total = np.zeros((wrong.shape[1] // PATCH, PATCH, PATCH))
-    for square, part in zip(_patches(damped)[p], _patches(wrong), strict=True):
-        total += np.matmul(square, part)
-    return total.transpose(1, 0, 2).reshape(PATCH, -1)
+def _products(left: Doubles, h: Doubles, right: Doubles) -> Doubles:
+    """left^T H right of each column [n], with H [m, K] and right [K, n]. Of `left`, the first m rows count."""
+    total = np.zeros(right.shape[1])
+    for start in range(0, len(h), PATCH):
+        rows = h[start : start + PATCH]
+        total += np.einsum("kn,kn->n", left[start : start + len(rows)], _slopes(rows, right))
+    return total
+
+
+def _slopes(rows: Doubles, wrong: Doubles) -> Doubles:
+    """H d at some columns, of which `rows` [m, K] are H's, for each column d of `wrong` [K, n]: [m, n]."""
+    total = np.zeros((wrong.shape[1] // PATCH, len(rows), PATCH))
+    for p, part in enumerate(_patches(wrong)):
+        total += np.matmul(rows[:, p * PATCH : (p + 1) * PATCH], part)
+    return total.transpose(1, 0, 2).reshape(len(rows), -1)
 
 
 def _carry_on(factors: Doubles, wrong: Doubles, p: int, targets: Doubles) -> None:
