@@ -223,7 +223,7 @@ def test_a_wrong_result_is_no_result(monkeypatch):
         (["--shapes", "33x64"], "[bench] K: got 33; takes a positive multiple of 32 for q4_0"),
         (["--m", "0"], "[bench] --m: got '0'; takes positive integers, such as 1,16,256"),
         (["--m", "1,,2"], "[bench] --m: got ''; takes positive integers, such as 1,16,256"),
-        (["--activations", "q9"], "[bench] --activations: got 'q9'; takes exact, q8, q16"),
+        (["--activations", "q9"], "[bench] --activations: got 'q9'; takes exact, q8, q16, fp8"),
         (["--threads", "0"], "[bench] --threads: got '0'; takes a positive integer"),
         (["--backend", "abacus"], "[bench] --backend: got 'abacus'; takes cpu, metal"),
         (

@@ -378,7 +378,7 @@ def test_an_unknown_kind_of_activations_is_an_error():
     q = bf.quantize(gaussian((8, 64)), "q4_0")
     with pytest.raises(bf.FormatError) as caught:
         bf.quantized_linear(gaussian((1, 64)), q, activations="q4")
-    assert str(caught.value) == "[quantized_linear] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"
+    assert str(caught.value) == "[quantized_linear] activations: got 'q4'; takes 'exact' or 'q8' or 'q16' or 'fp8'"
 
 
 # ---- packed weights as an object ------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_another_reader_finds_the_tensors_that_the_shape_says(tmp_path):
 
 
 def test_a_file_that_cannot_be_finished_is_not_left_behind(tmp_path, monkeypatch):
-    def full(rng, n, k):
+    def full(*_):
         raise OSError("no space left")
 
     monkeypatch.setattr(random_model, "random_blocks", full)

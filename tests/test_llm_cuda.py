@@ -221,8 +221,8 @@ def test_auto_takes_the_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     model = load(tmp_path / "model.gguf")
     assert isinstance(model.decoder, CudaDecoder)
-    with pytest.raises(bf.DataError, match="activations: got 'q8'; takes none on a GPU"):
-        model.generate(TOKENS, activations="q8")
+    with pytest.raises(bf.DataError, match="activations: got 'q16'; takes"):
+        model.generate(TOKENS, activations="q16")
 
 
 # ---- a real model ---------------------------------------------------------------------------------------------------
