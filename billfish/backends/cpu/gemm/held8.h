@@ -57,7 +57,7 @@ KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums
         unroll<4>([&](auto i) INLINED {
           if constexpr (q == 0) sum[t + i] = load_start(starts + (t + i) * START_INTS);
           if constexpr (q % 4 == 0) now[i] = load_activations(x_codes + (t + i) * 32 + q * 4);
-          sum[t + i] = dot<q % 4, Operand::codes>(sum[t + i], codes[q], now[i]);
+          sum[t + i] = dot<q % 4, Operand::bytes>(sum[t + i], codes[q], now[i]);
         });
       });
       if constexpr (t > 0) add_four(std::integral_constant<int, t - 4>{});
