@@ -75,7 +75,6 @@ def quantize_activations(x: NDArray[Any], activations: str, group_size: int) -> 
     return IntegerActivations(codes.reshape(m, blocks * block), scale.astype(np.float32))
 
 
-
 class RowActivations(NamedTuple):
     """codes uint8 [M, K], of E4M3 or of int8, and scale float32 [M]; x is about their numbers times the scale."""
 
