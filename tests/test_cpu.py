@@ -19,7 +19,7 @@ import pytest
 from support import assert_same_bits, decode_into, gaussian, multiply, options_of, random_storage
 
 import billfish as bf
-from billfish.activations import ACTIVATIONS, block_size, quantize_activations
+from billfish.activations import DIGITS, block_size, quantize_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.packed import FLOAT_CODES
@@ -390,7 +390,7 @@ def test_packed_weights_multiply_like_their_tensor_and_survive_a_file(name, tmp_
     packed, x, bias = bf.prepack(tensor), gaussian((3, 512), seed=1), gaussian((37,), seed=2)
     packed.save(tmp_path / "packed.npz")
     for weights in (packed, bf.PackedWeights.load(tmp_path / "packed.npz"), pickle.loads(pickle.dumps(packed))):
-        for activations in ACTIVATIONS:
+        for activations in DIGITS:
             y = bf.quantized_linear(x, weights, bias=bias, activations=activations)
             assert_same_bits(y, bf.quantized_linear(x, tensor, bias=bias, activations=activations, backend="cpu"))
     assert [path.name for path in tmp_path.iterdir()] == ["packed.npz"]
@@ -410,7 +410,7 @@ def test_streams_begin_with_a_cache_line(tmp_path):
 def test_avx_vnni_gives_the_bits_of_avx2(name):
     tensor = bf.quantize(gaussian((50, 512)), name)
     weights = [backend_at(level).pack(tensor) for level in ("avx2", "avx_vnni")]
-    for activations in ACTIVATIONS:
+    for activations in DIGITS:
         for m in (1, 4, 9, 33):
             x = gaussian((m, 512), seed=m)
             assert_same_bits(*(bf.quantized_linear(x, w, activations=activations) for w in weights))

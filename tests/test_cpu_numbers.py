@@ -14,7 +14,7 @@ from support import assert_same_bits, gaussian, multiply
 from test_cpu import FORMATS, LEVELS, backend_at, magnitude
 
 import billfish as bf
-from billfish.activations import ACTIVATIONS, quantize_activations
+from billfish.activations import DIGITS, quantize_activations
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.packed import FLOAT_CODES
 from billfish.format import Format
@@ -180,7 +180,7 @@ def check_all_activations(level: str, q: bf.QuantizedTensor, sizes: tuple[float,
     for factor in sizes:
         for m in (1, 4, 9, 17):
             x = (gaussian((m, k), m) * np.float64(factor)).astype(np.float32)
-            for activations in ACTIVATIONS:
+            for activations in DIGITS:
                 as_it_is = activations == "exact" or packed.axes.codes in FLOAT_CODES
                 values = x if as_it_is else quantize_activations(x, activations, q.group_size).values(k)
                 y = multiply(backend, x, packed, None, activations)
@@ -216,7 +216,7 @@ def test_a_global_scale_of_any_size(level, name, scale):
     check_all_activations(level, bf.QuantizedTensor.from_planes(name, planes | scales))
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("activations", DIGITS)
 @pytest.mark.parametrize("size", [1e28, 1e34, 5e36])
 def test_products_with_large_weights_are_finite(activations, size):
     q = bf.quantize(gaussian((16, 64)) * np.float32(size), "mxfp4")
@@ -227,7 +227,7 @@ def test_products_with_large_weights_are_finite(activations, size):
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("activations", DIGITS)
 def test_a_thread_keeps_little_of_the_room_for_a_large_x(activations):
     q, kept = bf.quantize(gaussian((8, 2048)), "q4_0"), {}
 

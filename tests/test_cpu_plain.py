@@ -11,7 +11,7 @@ import pytest
 from support import ALL_HALVES, assert_same_bits, gaussian, multiply
 
 import billfish as bf
-from billfish.activations import ACTIVATIONS
+from billfish.activations import DIGITS
 from billfish.arrays import Input
 from billfish.backends.base import Product
 from billfish.backends.cpu import CpuBackend, _cpu
@@ -77,7 +77,7 @@ def test_x_is_never_rounded(level, dtype):
     backend = backend_at(level)
     packed = backend.pack_all([gaussian((20, 96)).astype(dtype)])[0]
     for m in (1, 9):
-        exact, *others = (multiply(backend, gaussian((m, 96), m), packed, None, a) for a in ACTIVATIONS)
+        exact, *others = (multiply(backend, gaussian((m, 96), m), packed, None, a) for a in DIGITS)
         for other in others:
             assert_same_bits(other, exact)
 
@@ -124,7 +124,7 @@ def test_plain_and_quantized_weights_with_one_x(level):
     all_packed = backend.pack_all(matrices)
     for m in (1, 5, 12):
         x = Input("test", "x", gaussian((m, 96), m))
-        for activations in ACTIVATIONS:
+        for activations in DIGITS:
             products = [Product(x, packed, packed.shape[0]) for packed in all_packed]
             together = backend.linears(products, activations)
             for product, y in zip(products, together, strict=True):
