@@ -27,9 +27,9 @@ def line(record: Record) -> str:
 
 def _by_format(records: list[Record], columns: list[Record], figure: str, digits: int) -> list[list[str]]:
     """A row for each format: the figure of each column, and in brackets that figure by the better of rtn and mse."""
-    formats = dict.fromkeys((r["format"], r["group_size"], r["bits_per_weight"]) for r in records if r["format"])
+    formats = {(r["format"], r["group_size"]): r["bits_per_weight"] for r in records if r["format"]}
     rows = []
-    for name, group_size, bits in formats:
+    for (name, group_size), bits in formats.items():
         own = [record for record in records if (record["format"], record["group_size"]) == (name, group_size)]
         least = min(record[figure] for record in own if record["method"] in ("rtn", "mse"))
         row = [f"{name}, {group_size}", f"{bits:.2f}"]
@@ -76,16 +76,9 @@ def others(results: Any) -> str:
 
 def plan(results: Any) -> str:
     """The plan of `--bits`, as an example of one."""
-    plans = [record["plan"] for record in results["records"] if record["method"] == "bits"]
-    return f"```\n{plans[0] if plans else NO_PLAN}```"
+    found = next(record["plan"] for record in results["records"] if record["method"] == "bits")
+    return f"```\n{found}```"
 
-
-NO_PLAN = r"""# ... bits per weight. KL divergence with one kind quantized, TEXT:
-#   attn_q: mxfp4 ..., iq4_nl ..., q5_0 ..., q8_0 ...
-^blk\.(0|1|29)\.ffn_down\.weight$=q8_0
-^blk\.(0|2|3)\.attn_v\.weight$=q5_0
-=iq4_nl
-"""
 
 PASSAGES = (
     Passage("docs/calibration.md", NAME, r"```\n# [^`]* bits per weight\..*?```", plan),

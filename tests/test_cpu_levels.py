@@ -18,7 +18,7 @@ from billfish.backends.cpu import _cpu
 SOURCES = Path(billfish.backends.cpu.__file__).parent
 BUILD = Path(__file__).parents[1] / "build"
 EMULATED = Path(__file__).parent / "emulated"
-FLAGS = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{SOURCES}"]
+FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{SOURCES}"]
 
 
 def sources() -> list[tuple[str, str]]:

@@ -37,11 +37,12 @@ def test_exact_logits_are_those_of_a_float32_forward_pass(model):
 def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
     """The exact logits, which the last test has checked, are the truth.
 
-    q8 rounds x as llama.cpp does, but not before the head: that is worth a quarter of the divergence.
+    q8 rounds x as llama.cpp does, but not before the head: that is worth a quarter of the divergence. Which way a number
+    just between two integers goes changes the divergence of a text by a tenth, so there are three texts.
     """
     apart = {"q8": [], "q16": []}
-    predictions = RECORDED["predictions"][:2]  # 708 tokens; the third text has 587 more of the same kind
-    for text, recorded in zip(samples(), predictions, strict=False):
+    predictions = RECORDED["predictions"]
+    for text, recorded in zip(samples(), predictions, strict=True):
         tokens = model.tokenizer.encode(text, special=False)
         assert len(tokens) == recorded["tokens"]
         exact = model.logits(tokens)
@@ -57,7 +58,7 @@ def test_loss_is_that_of_llama_cpp(model):
     tokens = model.tokenizer.encode(PROSE, special=False)
     found = evaluate(model, tokens, activations="q8")
     assert found.tokens == len(tokens) - 1
-    assert found.loss == pytest.approx(RECORDED["predictions"][0]["loss"], abs=0.01)
+    assert found.loss == pytest.approx(RECORDED["predictions"][0]["loss"], abs=0.015)  # exact products: 0.004
     assert found.perplexity == pytest.approx(np.exp(found.loss))
 
 

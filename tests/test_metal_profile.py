@@ -126,7 +126,7 @@ def test_slices_of_k_are_added_up_by_a_kernel_of_mlx():
     q, x = bf.quantize(gaussian((64, 512)), "affine4"), half(64, 512)
     count = count_mlx(q, x)
     assert count.kernel == "affine_qmm_t_splitk + col_reduce_small"
-    slices = 512 // 64  # a group each
+    slices = 512 // q.group_size
     assert count.read["partials"] == slices * 64 * 64 * 4
 
 

@@ -149,6 +149,8 @@ class Statistics(Mapping[str, InputStatistics]):
         further: dict[str, Any] = {"importance": known.importance(expert)}
         if method == "gptq":
             further["hessian"] = known.hessian(name, call, expert)
+            if self.file is not None:
+                self.file.release()  # the mean is a copy
         return method, further
 
     def _stack_of(self, name: str, shape: Sequence[int]) -> tuple[str, int | None, int]:

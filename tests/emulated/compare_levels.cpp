@@ -120,8 +120,12 @@ struct Matrix {
     }
     w.stream = stream.data();
     Prepared prepared;
-    prepared.begin(level, w, m, digits);
-    for (int64_t row = 0; row < m; row += 8) prepared.put(x.data() + row * w.k, {row, std::min<int64_t>(8, m - row), 0, blocks_of(w.k)});
+    prepared.begin(level, w, m, digits, span_of_x(w, digits));
+    for (int64_t first = 0; first < m; first += prepared.bundle()) {
+      const Prepared::Part part{first, std::min(prepared.bundle(), m - first), 0, blocks_of(w.k)};
+      for (int64_t row = first; row < first + part.rows; row++) prepared.put(x.data() + row * w.k, row, part);
+      prepared.finish(part);
+    }
     std::vector<float> y(size_t(m * w.n));
     prepared.multiply(w, nullptr, y.data(), 0, tiles);
     return y;

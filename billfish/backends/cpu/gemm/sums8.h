@@ -16,7 +16,9 @@ template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, i
   static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = REACH == Reach::half ? 2 : 1, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
   static constexpr bool MAGIC = FROM_START, over_blocks = REACH == Reach::blocks;
   static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less
+  static constexpr int TOGETHER = T * COUNT * DIGITS <= 8 ? QUADS_TOGETHER : 1;  // quads of k whose codes are decoded before dot products
   using Sums = Ints[T][DIGITS][COUNT];
+  using Codes = Bytes[TOGETHER][COUNT];
   using Totals = Floats[T][COUNT];
   using GroupFloats = Floats[HALVES][COUNT];  // a scale or a minimum for each row and group
 
@@ -69,18 +71,17 @@ template <class P> struct BlockOfX {
 // Adds the dot products of a half of a block, or of all of it, with the codes of x to sum, which begins here unless it GOES_ON.
 // Of four digits, each pair makes one sum, in digits 1 and 3. The order of statements is that of the instructions, and was chosen by measurement.
 template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
-  constexpr Operand operand = P::Decoder::operand;
-  constexpr int quads = 8 / P::HALVES, together = P::T * P::COUNT * P::DIGITS <= 8 ? QUADS_TOGETHER : 1;
+  constexpr int quads = 8 / P::HALVES;
   Activations x_now[P::T][P::DIGITS];
   [[maybe_unused]] typename P::Sums narrow;  // where a level has them: of 16 bits, from 0 on, and then added to sums that have a start
-  unroll<quads / together>([&](auto step) INLINED {
-    constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * together;
+  unroll<quads / P::TOGETHER>([&](auto step) INLINED {
+    constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * P::TOGETHER;
     if constexpr (quad % 4 == 0)
       unroll<P::T>([&](auto t) INLINED {
         unroll<P::DIGITS>([&](auto p) INLINED { x_now[t][p] = load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4); });
       });
-    Bytes bytes[together][P::COUNT];
-    unroll<together>([&](auto i) INLINED {
+    typename P::Codes bytes;
+    unroll<P::TOGETHER>([&](auto i) INLINED {
       unroll<P::COUNT>([&](auto r) INLINED {
         bytes[i][r] = P::Decoder::template dotted<(quad + decltype(i)::value) * ROW_VECTORS + P::FIRST + decltype(r)::value>(codes, table);
       });
@@ -89,12 +90,12 @@ template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const u
       unroll<P::T>([&](auto t) INLINED {
         unroll<P::DIGITS>([&](auto p) INLINED {
           const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
-          if constexpr (narrow_quads(operand) == 0) {
+          if constexpr (narrow_quads(P::Decoder::operand) == 0) {
             if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = start();
-            unroll<together>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+            unroll<P::TOGETHER>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, P::Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
           } else {
-            constexpr int round = std::min(narrow_quads(operand), quads);
-            narrow[t][p][r] = dot<quad % 4, operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
+            constexpr int round = std::min(narrow_quads(P::Decoder::operand), quads);
+            narrow[t][p][r] = dot<quad % 4, P::Decoder::operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
             if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? start() : sum[t][p][r], widen(narrow[t][p][r]));
           }
         });
