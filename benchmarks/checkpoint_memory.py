@@ -9,7 +9,6 @@ of its own and prints the largest amount of memory that the process held, shared
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import shutil
 import subprocess
@@ -53,12 +52,23 @@ def write_checkpoint(folder: Path) -> int:
 
 
 def peak_bytes(command: list[str]) -> int:
-    """The largest resident size of a command, as the kernel counts it."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)}: status {status}")
-    return usage.ru_maxrss * 1024
+    """The largest resident size of a command, as the kernel counts it.
+
+    To the kernel, a process is as large as the one that started it was, so a small one starts the command.
+    """
+    done = subprocess.run([sys.executable, "-c", STARTER, *command], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: status {done.returncode}")
+    return int(done.stdout) * 1024
+
+
+STARTER = """
+import os, sys
+silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+_, status, usage = os.wait4(os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=silent), 0)
+print(usage.ru_maxrss)
+sys.exit(status != 0)
+"""
 
 
 def main() -> None:

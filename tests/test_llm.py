@@ -37,8 +37,8 @@ def test_exact_logits_are_those_of_a_float32_forward_pass(model):
 def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
     """The exact logits, which the last test has checked, are the truth.
 
-    q8 rounds x as llama.cpp does, but not before the head: that is worth a quarter of the divergence. Which way a number
-    just between two integers goes changes the divergence of a text by a tenth, so there are three texts.
+    q8 rounds x as llama.cpp does, but not before the head: that is worth a quarter of the divergence. Which way a
+    number just between two integers goes changes the divergence of a text by a tenth, so there are three texts.
     """
     apart = {"q8": [], "q16": []}
     predictions = RECORDED["predictions"]
