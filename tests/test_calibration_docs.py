@@ -42,7 +42,8 @@ def test_the_plan_is_one(tmp_path):
     [sample] = re.findall(r"```\n(# .*?)```", PAGE, re.DOTALL)
     (tmp_path / "plan").write_text(sample)
     plan = BitPlan.load(tmp_path / "plan")
-    assert [plan.format, *plan.keep.values()] == ["iq4_nl", "q8_0", "q5_0"]
+    assert plan.format == "iq4_nl"
+    assert {*plan.keep.values()} == {"q5_0", "q8_0"}
     assert re.search(next(iter(plan.keep)), "blk.29.ffn_down.weight")
 
 
