@@ -1,4 +1,4 @@
-"""What README.md, docs/llm.md, docs/inside-a-token.md and docs/vllm.md take from results: run this to write it anew.
+"""What README.md and the pages of docs/ on language models take from results: run this to write it anew.
 
     python benchmarks/llm_tables.py
 
@@ -128,6 +128,18 @@ def served_speed(results: Results) -> str:
     return table(rows)
 
 
+def eight_clients(results: Results) -> str:
+    """How fast `billfish serve` is, beside the decoder without a server and llama.cpp's server."""
+    about, records = results["about"], {(r["who"], r["what"]): r for r in results["records"]}
+    rows = [[f"{about['cpu']}, {about['threads']} threads", "8 clients together", *(f"first token, {s}" for s in STATES)]]
+    for who in dict.fromkeys(r["who"] for r in results["records"]):
+        waits = [records.get((who, f"first token, {state}")) for state in STATES]
+        cells = [f"{1000 * wait['seconds']:.0f} ms" if wait else "" for wait in waits]
+        rows.append([who, f"{records[who, '8 streams']['tokens_per_s']:.0f} tok/s", *cells])
+    return table(rows)
+
+
+STATES = ("idle", "busy")
 LLM, INSIDE, VLLM = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md"
 SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 PASSAGES = (
@@ -136,6 +148,8 @@ PASSAGES = (
     Passage("README.md", "llm_neoverse_n1.json", SPEED, speed_in_short),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
     Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
+    Passage(VLLM, "vllm_neoverse_n1.json", r"\| [^|\n]* threads, tok/s \|.*?\n\n", served_speed),
+    Passage("docs/serving.md", "serving_neoverse_n1.json", r"\| [^|\n]* threads \| 8 clients.*?\n\n", eight_clients),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
 )
 
