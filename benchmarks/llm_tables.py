@@ -131,7 +131,9 @@ def served_speed(results: Results) -> str:
 def eight_clients(results: Results) -> str:
     """How fast `billfish serve` is, beside the decoder without a server and llama.cpp's server."""
     about, records = results["about"], {(r["who"], r["what"]): r for r in results["records"]}
-    rows = [[f"{about['cpu']}, {about['threads']} threads", "8 clients together", *(f"first token, {s}" for s in STATES)]]
+    rows = [
+        [f"{about['cpu']}, {about['threads']} threads", "8 clients together", *(f"first token, {s}" for s in STATES)]
+    ]
     for who in dict.fromkeys(r["who"] for r in results["records"]):
         waits = [records.get((who, f"first token, {state}")) for state in STATES]
         cells = [f"{1000 * wait['seconds']:.0f} ms" if wait else "" for wait in waits]

@@ -13,7 +13,7 @@ from billfish.calibration import damage
 from billfish.calibration.bits import BitPlan
 from billfish.calibration.running import INPUTS, TOKENS, WINDOW
 from billfish.calibration.text import default_text
-from billfish.cli import parser
+from billfish.command_line import parser
 from billfish.llm.config import read_config
 from billfish.llm.model import default_model
 from billfish.llm.source import open_source

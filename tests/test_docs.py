@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from billfish.cli import main, parser
+from billfish.cli import main
+from billfish.command_line import parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

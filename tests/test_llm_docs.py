@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from billfish.cli import parser
+from billfish.command_line import parser
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "llm.md").read_text()

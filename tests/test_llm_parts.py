@@ -19,7 +19,8 @@ import billfish as bf
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.gguf_header import read_header
-from billfish.cli import main, parser
+from billfish.cli import main
+from billfish.command_line import parser
 from billfish.llm import commands, evaluate, load
 from billfish.llm.cpu import CpuDecoder
 from billfish.llm.model import Model

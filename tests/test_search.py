@@ -109,7 +109,7 @@ def test_gains_are_those_of_the_documentation(format):
 
 def test_the_better_method_is_the_default_everywhere():
     """Except where a function promises ggml's very bits."""
-    from billfish.cli import parser
+    from billfish.command_line import parser
     from billfish.nn import mlx, torch
     from billfish.nn.transformers import BillfishConfig
 
