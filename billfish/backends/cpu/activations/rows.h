@@ -28,13 +28,20 @@ class Rows {
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
     expect(weights);
+    if (bundle() > SEVERAL_ROWS) {
+      made_.resize(size_t(m_ * k_));
+      parallel_for(m_, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) make(row, made_.data() + row * k_);
+      });
+      return share_out(made_.data());
+    }
     for_each_part(m_, bundle(), blocks_of(k_), false, [&](const Prepared::Part& part) { fill_part(part, make); });
   }
 
   // The same with x [m, k] that is there already.
   void take(const std::vector<const Weights*>& weights, const float* x) {
     expect(weights);
-    for_each_part(m_, bundle(), blocks_of(k_), true, [&](const Prepared::Part& part) { put(part, [&](int64_t row) { return x + row * k_; }); });
+    share_out(x);
   }
 
   // y = x W^T + bias for several W, whose tiles are shared out among the threads together.
@@ -75,7 +82,7 @@ class Rows {
   }
 
   size_t bytes() const {
-    size_t all = 0;
+    size_t all = made_.capacity() * sizeof(float);
     for (const Prepared& p : prepared_) all += p.bytes();
     return all;
   }
@@ -95,6 +102,10 @@ class Rows {
     return p;
   }
 
+  void share_out(const float* x) {
+    for_each_part(m_, bundle(), blocks_of(k_), true, [&](const Prepared::Part& part) { put(part, [&](int64_t row) { return x + row * k_; }); });
+  }
+
   // The rows of a part, of which row_of(number) gives one [k] at a time.
   template <class RowOf> void put(const Prepared::Part& part, RowOf row_of) {
     for (int64_t row = part.first_row; row < part.first_row + part.rows; row++) {
@@ -104,7 +115,11 @@ class Rows {
     for (Prepared* prepared : wanted_) prepared->finish(part);
   }
 
-  // Rows that one thread prepares: bundles of all kinds are whole, as they have one row or four.
+  // A thread prepares whole bundles as it makes their rows, if they have so many at most. Larger ones would leave other threads nothing to do: their
+  // rows are made first, and then shared out block by block, since rows of a bundle share cache lines.
+  static constexpr int64_t SEVERAL_ROWS = 4;
+
+  // Rows of the largest bundle: all others are parts of it.
   int64_t bundle() const {
     int64_t rows = 1;
     for (const Prepared* prepared : wanted_) rows = std::max(rows, prepared->bundle());
@@ -118,6 +133,7 @@ class Rows {
   int digits_ = 0;
   std::deque<Prepared> prepared_;  // one for each kind, mostly a single one
   size_t used_ = 0;                // of them
+  std::vector<float> made_;        // rows of x, where they are made before they are prepared
   std::vector<Prepared*> wanted_;  // for the weights that come next
 };
 

@@ -10,9 +10,9 @@ namespace BILLFISH_ISA {
 using billfish::EXACT_DIGITS;
 
 // Lines of 64 bytes that each block asks for ahead with several rows of x, so that memory works while products are made, not only while
-// codes are read: half the lines of a block's codes and one for scales where NEON passes over a tile twice, with two of its four row vectors
-// at a time, and twice as many where it passes once.
-template <class P> constexpr int STREAM_LINES = (P::Decoder::block_bytes / 128 + 1) * P::COUNT / 2;
+// codes are read: half the lines of a block's codes, and perhaps one for scales, where NEON passes over a tile twice, with two of its four row
+// vectors at a time, and twice as many where it passes once.
+template <class P> constexpr int STREAM_LINES = (P::Decoder::block_bytes / 128 + LINES_OF_SCALES) * P::COUNT / 2;
 
 template <int LINES> INLINED inline void ask_for(const uint8_t* at) {
   unroll<LINES>([&](auto line) INLINED { __builtin_prefetch(at + line * 64); });
@@ -271,15 +271,19 @@ inline void multiply_few8(const Weights& w, const Activations8& x, const float* 
     }
     return;
   }
-  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it.
+  // Several rows of x, slice by slice: what a slice of x takes stays in the first-level cache while all tiles pass over it. Up to four rows
+  // leave room for longer slices, which are read at a better rate.
+  const int64_t slice = x.bundles() * x.lanes <= X_ROWS ? SLICE * SLICES_OF_FEW : SLICE;
   const int64_t each = x.bundles() * x.lanes * TILE_ROWS;
   Room room;
   float* sums = room.take((last - first) * each);
   std::fill_n(sums, (last - first) * each, 0.0f);
-  each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+  each_slice(shape, slice, [&](int64_t chunk, int64_t blocks) {
     for (int64_t tile = first; tile < last; tile++) add(tile, chunk, blocks, sums + (tile - first) * each);
   });
-  for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each, w.factor, x.power, bias, w.n, tile, 0, x.m, y);
+  // Row by row, so that y is written line after line.
+  for (int64_t row = 0; row < x.m; row++)
+    for (int64_t tile = first; tile < last; tile++) write_tile(sums + (tile - first) * each + row * TILE_ROWS, w.factor, x.power, bias, w.n, tile, row, row + 1, y);
 }
 
 }  // namespace BILLFISH_ISA

@@ -28,7 +28,8 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = x.parts();
   const bool is_unsigned = unsigned_codes(w, x), sixteenfold = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const bool in_place = sixteenfold && !is_held(w, x.m, x.digits, x.span);
-  const int32_t zero = magic_sums(w, x.digits) ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
+  const bool in_one_sum = x.digits == 2 && DIGITS_IN_ONE_SUM && buffered(w, x.m, x.digits, x.span);
+  const int32_t zero = magic_sums(w, x.digits) && !in_one_sum ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   for (int64_t row = first; row < last; row++)
     for (int64_t at = x.block_of(row, begin), lane = row % lanes; at < x.block_of(row, end); at += x.span) {
       int32_t* out = x.starts + at * x.start_stride + lane * START_INTS;

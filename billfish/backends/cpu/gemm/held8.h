@@ -15,10 +15,12 @@ inline bool is_held(const Weights& w, int64_t m, int32_t digits, int32_t span) {
 }
 inline int32_t held_lanes(int64_t m) { return int32_t((m + 3) / 4 * 4); }
 
-// Adds blocks of a row vector of a tile times ROWS rows of x to sums [ROWS][TILE_ROWS]. Sums are made four rows at a time, and added up while
-// those of the next four are made.
+// Adds blocks of a row vector of a tile times ROWS rows of x to sums [ROWS][TILE_ROWS], TOGETHER of them at a time: 16 rows have 16 totals and
+// 8 vectors of codes, which leaves registers for 8 sums; 12 rows leave 12. A sum gets the dot products of 16 k in a row, so that one register for x
+// serves all rows.
 template <class Source, int VECTOR, int ROWS>
 KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums) {
+  constexpr int TOGETHER = ROWS == 16 ? 8 : ROWS;
   Source source;
   Floats total[ROWS];
   unroll<ROWS>([&](auto t) INLINED { total[t] = load_floats(sums + t * TILE_ROWS + VECTOR * LANES); });
@@ -39,30 +41,24 @@ KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums
     __builtin_prefetch(ahead), ahead += 64;  // with four passes, 256 of 288 bytes
     Bytes codes[8];
     unroll<8>([&](auto quad) INLINED { codes[quad] = bit_and(load_bytes(p + (quad * ROW_VECTORS + VECTOR) / 2 * VECTOR_BYTES), splat_byte(VECTOR % 2 ? 0xf0 : 0x0f)); });
-    Ints sum[ROWS];
-    const auto add_four = [&](auto first) INLINED {
-      constexpr int t = decltype(first)::value;
-      const FloatActivations x_scales = load_x(x_scale + t);
-      unroll<4>([&](auto i) INLINED { total[t + i] = multiply_add_x<decltype(i)::value>(total[t + i], scale_sum<true>(sum[t + i], scale, offset), x_scales); });
-      if constexpr (Source::minimums) {
-        const FloatActivations totals = load_x(x_totals + t);
-        unroll<4>([&](auto i) INLINED { total[t + i] = multiply_add_x<decltype(i)::value>(total[t + i], minimum, totals); });
-      }
-    };
-    unroll<ROWS / 4>([&](auto four) INLINED {
-      constexpr int t = decltype(four)::value * 4;
-      Activations now[4];
-      unroll<8>([&](auto quad) INLINED {
-        constexpr int q = decltype(quad)::value;
-        unroll<4>([&](auto i) INLINED {
-          if constexpr (q == 0) sum[t + i] = load_start(starts + (t + i) * START_INTS);
-          if constexpr (q % 4 == 0) now[i] = load_activations(x_codes + (t + i) * 32 + q * 4);
-          sum[t + i] = dot<q % 4, Operand::bytes>(sum[t + i], codes[q], now[i]);
+    unroll<ROWS / TOGETHER>([&](auto part) INLINED {
+      constexpr int first = decltype(part)::value * TOGETHER;
+      Ints sum[TOGETHER];
+      unroll<2>([&](auto half) INLINED {
+        unroll<TOGETHER>([&](auto t) INLINED {
+          if constexpr (half == 0) sum[t] = load_start(starts + (first + t) * START_INTS);
+          const Activations now = load_activations(x_codes + (first + t) * 32 + half * 16);
+          unroll<4>([&](auto quad) INLINED { sum[t] = dot<decltype(quad)::value, Operand::bytes>(sum[t], codes[half * 4 + quad], now); });
         });
       });
-      if constexpr (t > 0) add_four(std::integral_constant<int, t - 4>{});
+      FloatActivations x_scales, totals;  // of four rows
+      unroll<TOGETHER>([&](auto t) INLINED {
+        constexpr int lane = (first + decltype(t)::value) % 4;
+        if constexpr (lane == 0) x_scales = load_x(x_scale + first + t), totals = load_x(x_totals + first + t);
+        total[first + t] = multiply_add_x<lane>(total[first + t], scale_sum<true>(sum[t], scale, offset), x_scales);
+        if constexpr (Source::minimums) total[first + t] = multiply_add_x<lane>(total[first + t], minimum, totals);
+      });
     });
-    add_four(std::integral_constant<int, ROWS - 4>{});
     p += Nibbles::block_bytes, x_codes += ROWS * 32, x_scale += 2 * ROWS, x_totals += 3 * ROWS, starts += x.start_stride;
   }
   unroll<ROWS>([&](auto t) INLINED { store_floats(sums + t * TILE_ROWS + VECTOR * LANES, total[t]); });

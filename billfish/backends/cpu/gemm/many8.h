@@ -44,6 +44,40 @@ KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group,
   P::store(total, sums);
 }
 
+// The same with x in two digits, whose sums one register makes: that of the first digit, times 256, and on top of it that of the second. 32 products
+// of 16 bits and 8 are below 2^28, so the sum is exact, and rounded once, to a float. P has one digit.
+template <class P, bool MINIMUMS>
+KERNEL void add_buffered_16(const Weights& w, Blocks run, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
+  typename P::Totals total;
+  P::load(total, sums);
+  BlockOfX<P> high(x, row, run.first);
+  high.codes += (row / P::lanes * x.blocks + run.first) * P::lanes * 32;  // blocks have two digits
+  const uint8_t *p = run.stream, *ahead = run.ahead;
+  for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes) {
+    if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
+    ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64;
+    BlockOfX<P> low = high;
+    low.next_codes();
+    unroll<P::HALVES>([&](auto half) INLINED {
+      typename P::Sums sum;
+      sum_block<P, decltype(half)::value, false>(p, w.table, high, sum);
+      P::each([&](auto t, auto r) INLINED { sum[t][0][r] = shift_left<8>(sum[t][0][r]); });
+      sum_block<P, decltype(half)::value, true>(p, w.table, low, sum);
+      const FloatActivations x_scales = high.scales(false), x_total = high.total(half);
+      unroll<P::COUNT>([&](auto r) INLINED {
+        const Floats scale = load_floats(group[half].scale + P::row_at(r));
+        unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P>(total[t][r], sum, t, r, x_scales, scale); });
+        if constexpr (MINIMUMS) {
+          const Floats minimum = load_floats(group[half].minimum + P::row_at(r));
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum, x_total); });
+        }
+      });
+    });
+    high.next_codes(), high.next();
+  }
+  P::store(total, sums);
+}
+
 // Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   const auto call = [&](auto rows, auto digits, auto reach, auto magic) {
@@ -53,8 +87,10 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
         if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
         else run.ahead += run.count * BUFFER_LINES * 64;
-        using P = Piece<Buffer, T, decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
-        add_buffered<P, MINIMUMS>(w, now, scales, x, row + part, sums + part * TILE_ROWS);
+        constexpr bool in_one_sum = decltype(digits)::value == 2 && DIGITS_IN_ONE_SUM;
+        using P = Piece<Buffer, T, in_one_sum ? 1 : decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
+        constexpr auto add = [] { if constexpr (in_one_sum) return add_buffered_16<P, MINIMUMS>; else return add_buffered<P, MINIMUMS>; }();
+        add(w, now, scales, x, row + part, sums + part * TILE_ROWS);
       });
   };
   const auto call_with = [&](auto rows, auto digits, auto magic) {
@@ -66,7 +102,10 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
   constexpr std::integral_constant<int, X_ROWS> four;
-  if (x.digits == 2) call_with(two, two, std::true_type{});
+  if (x.digits == 2) {
+    if constexpr (DIGITS_IN_ONE_SUM) call_with(four, two, std::false_type{});
+    else call_with(two, two, std::true_type{});
+  }
   else if (magic_sums(w, 1)) call_with(four, one, std::true_type{});
   else call_with(four, one, std::false_type{});
 }

@@ -51,9 +51,9 @@ inline void write_tile(const float* sums, float factor, const float* power, cons
 // Chunks that are handled together: what they become when decoded takes 16 KiB, a quarter of a first-level cache.
 constexpr int SLICE = std::max(1, 16384 / (8 * Whole::block_bytes));
 
-// Runs of chunks, SLICE at a time: f(number of the first chunk, blocks in all).
-template <class F> void each_slice(const TileShape& shape, F&& f) {
-  for (int64_t chunk = 0; chunk < shape.chunks; chunk += SLICE) f(chunk, std::min<int64_t>(SLICE * 8, shape.blocks - chunk * 8));
+// Runs of chunks, `slice` at a time: f(number of the first chunk, blocks in all).
+template <class F> void each_slice(const TileShape& shape, int64_t slice, F&& f) {
+  for (int64_t chunk = 0; chunk < shape.chunks; chunk += slice) f(chunk, std::min<int64_t>(slice * 8, shape.blocks - chunk * 8));
 }
 
 inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t tile, int64_t chunk, int64_t blocks) {
@@ -76,7 +76,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
     const int64_t last_row = std::min(x.m, first_row + panel);
     for (int64_t tile = first; tile < last; tile++) {
       std::fill_n(sums, panel * TILE_ROWS, 0.0f);
-      each_slice(shape, [&](int64_t chunk, int64_t blocks) {
+      each_slice(shape, SLICE, [&](int64_t chunk, int64_t blocks) {
         Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;

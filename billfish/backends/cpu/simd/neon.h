@@ -68,6 +68,11 @@ constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
 constexpr bool TAILS = true;
 // Up to so many rows, with more than MANY_ROWS, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
 constexpr int HELD_ROWS = 16;
+// Up to four rows of x go with so many slices of a tile together: 64 blocks of q4_0 and their x take 18 KiB each. With each block the kernels ask
+// for its codes ahead; the lines of its scales come by themselves, and asking for them too reads a third more than there is.
+constexpr int SLICES_OF_FEW = 2, LINES_OF_SCALES = 0;
+// Whether many rows of x in two digits have one sum for both: see add_buffered_16. Values in the buffer have no bias, so sums begin with 0.
+constexpr bool DIGITS_IN_ONE_SUM = true;
 // With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
 // With one row of x, how many bytes ahead to ask for the stream. 0 is not at all: asking more than halves the rate of reading here.

@@ -58,6 +58,8 @@ template <int L> __m256i splat_quad(Activations x) {
 constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
 constexpr bool TAILS = false;
 constexpr int HELD_ROWS = 0;
+constexpr int SLICES_OF_FEW = 1, LINES_OF_SCALES = 1;
+constexpr bool DIGITS_IN_ONE_SUM = false;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h
