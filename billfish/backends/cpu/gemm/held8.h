@@ -1,4 +1,4 @@
-// Products in integers with 9 to 16 rows of x beside nibbles: the codes of a block are decoded once, stay in registers, and meet all rows.
+// Products in integers with 8 to 16 rows of x beside nibbles: the codes of a block are decoded once, stay in registers, and meet all rows.
 //
 // A kernel takes one row vector of a tile, since 16 rows of x have as many sums in float32. Its codes come by a mask alone: those of
 // odd vectors are 16 times their values, for which the scale of x makes up.
@@ -11,7 +11,7 @@ namespace BILLFISH_ISA {
 constexpr bool is_held(Scales scales) { return scales == Scales::f16 || scales == Scales::f16_minimum; }
 template <class Decoder, Scales S, Reach REACH> constexpr bool has_held = HELD_ROWS > 0 && std::is_same_v<Decoder, Nibbles> && REACH == Reach::block && is_held(S);
 inline bool is_held(const Weights& w, int64_t m, int32_t digits, int32_t span) {
-  return w.codes == Codes::u4 && is_held(w.scales) && reach_of(w, span) == Reach::block && digits == 1 && m > MANY_ROWS && m <= HELD_ROWS;
+  return w.codes == Codes::u4 && is_held(w.scales) && reach_of(w, span) == Reach::block && digits == 1 && m >= MANY_ROWS && m <= HELD_ROWS;
 }
 inline int32_t held_lanes(int64_t m) { return int32_t((m + 3) / 4 * 4); }
 
@@ -68,7 +68,7 @@ KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums
 template <class Source> void add_held_rows(Blocks run, const Activations8& x, int64_t row, float* sums) {
   unroll<ROW_VECTORS>([&](auto vector) {
     constexpr int V = decltype(vector)::value;
-    (x.lanes == 12 ? add_held<Source, V, 12> : add_held<Source, V, 16>)(run, x, row, sums);
+    (x.lanes == 8 ? add_held<Source, V, 8> : x.lanes == 12 ? add_held<Source, V, 12> : add_held<Source, V, 16>)(run, x, row, sums);
     run.ahead += run.count * 64;
   });
 }

@@ -66,7 +66,7 @@ constexpr int BUFFER_ROWS = 9;
 constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
 // Whether two and three rows of x have kernels of their own. T = 2 takes 60 cycles a block and T = 3 86, where T = 4 takes 107 and one row 37.
 constexpr bool TAILS = true;
-// Up to so many rows, with more than MANY_ROWS, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
+// From MANY_ROWS up to so many rows, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
 constexpr int HELD_ROWS = 16;
 // Up to four rows of x go with so many slices of a tile together: 64 blocks of q4_0 and their x take 18 KiB each. With each block the kernels ask
 // for its codes ahead; the lines of its scales come by themselves, and asking for them too reads a third more than there is.
