@@ -17,6 +17,7 @@ import billfish as bf
 from billfish.activations import quantize_rows
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda.byte_plans import (
+    ROW_BYTES,
     STAGE_NS,
     ByteShape,
     byte_plan,
@@ -38,7 +39,7 @@ ORDER = [k for c in range(4) for k in (2 * c, 2 * c + 8, 2 * c + 1, 2 * c + 9)] 
 
 @cache
 def emulated() -> ctypes.CDLL:
-    library = compiled_file("bytes.cpp", ("device.cuh", "decode.cuh", "bytes.cuh", "quantize_rows.cu"))
+    library = compiled_file("bytes.cpp", ("device.cuh", "decode.cuh", "bytes.cuh", "row_of_x.cuh", "quantize_rows.cu"))
     for name in ("int4_fp8", "int4_int8", "e2m1_fp8", "e2m1_folded"):
         getattr(library, f"{name}_reduced").restype = ctypes.c_float
     return library
@@ -102,13 +103,14 @@ def test_rows_are_rounded_as_the_model_says(call, activations, k):
     x = np.full((m, x_stride), 7, type)
     x[:, :k] = rng.standard_normal((m, k)) * np.exp(3 * rng.standard_normal((m, 1)))
     x[1, :k], x[2, k // 2], x[3, k - 1] = 0, np.nan, -np.inf
-    work = np.full(m * stride + 4 * m, 255, np.uint8)
+    work = np.full(m * stride + ROW_BYTES * m, 255, np.uint8)
     getattr(emulated(), f"quantize_{call}")(at(x), at(work), m, k, x_stride, stride)
     expected = quantize_rows(x[:, :k], activations)
     finite = np.isfinite(expected.scale)
-    scale = work[m * stride :].view(np.float32)
+    scale, steep = work[m * stride :].view(np.float32)[::2], work[m * stride :].view(np.uint32)[1::2]
     assert np.array_equal(scale, expected.scale, equal_nan=True)
     assert finite.tolist() == [True, True, False, False, True, True, True]
+    assert not steep.any() or k < 100
     padded = np.zeros((m, stride), np.uint8)
     padded[:, :k] = expected.codes
     assert np.array_equal(work[: m * stride].reshape(m, stride)[finite], padded[:, in_order(stride)][finite])

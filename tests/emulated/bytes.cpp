@@ -2,6 +2,8 @@
 // that meet.
 #include "ptx.h"
 
+#include <numeric>
+
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 using std::max;
 
@@ -58,11 +60,24 @@ EXPORT(e2m1_folded)
 
 static Index gridDim;
 inline int __float2int_rn(float v) { return int(std::nearbyint(v)); }
+inline uint32_t __float2uint_rn(float v) { return uint32_t(std::nearbyint(v)); }
 #include "warps.h"
 inline uint32_t largest_of_warp(uint32_t, uint32_t value) {
   return warps::exchanged(int(value), [](const int* values) { return uint32_t(*std::max_element(values, values + 32)); });
 }
+inline uint32_t sum_of_warp(uint32_t, uint32_t value) {
+  return warps::exchanged(int(value), [](const int* values) { return uint32_t(std::accumulate(values, values + 32, 0)); });
+}
+inline uint32_t ballot(uint32_t, bool value) {
+  return warps::exchanged(value, [](const int* values) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 32; i++) bits |= uint32_t(values[i]) << i;
+    return bits;
+  });
+}
 #define __reduce_max_sync largest_of_warp
+#define __reduce_add_sync sum_of_warp
+#define __ballot_sync ballot
 #define __int_as_float __uint_as_float
 #define THREADS 64
 #define HELD 2

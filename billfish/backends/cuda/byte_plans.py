@@ -26,12 +26,13 @@ from billfish.backends.cuda.plans import (
 
 FEW_ROWS = 64
 MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
+ROW_BYTES = 8  # of row_of_x.cuh
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
 
 # Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K.
 # Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
 STAGE_NS = {
-    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605}, {128: 404}),
+    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 750}, {128: 404}),
     "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
     "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
 }
@@ -111,7 +112,7 @@ def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
 
 def most_work(rows: int, k: int) -> int:
     """Memory that products with up to so many rows and columns of x want for x in bytes."""
-    return rows * -(-k // SIXTEEN) * SIXTEEN + 4 * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
+    return rows * -(-k // SIXTEEN) * SIXTEEN + ROW_BYTES * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
 
 
 def way_of(kind: Kind, activations: str) -> str:
@@ -146,7 +147,7 @@ def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
 
 def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
     """Stages of the ring, and all dynamic shared memory as gemm_bytes.cu lays it out."""
-    stage = shape.width * (BRICK + (16 if given else 4)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    stage = shape.width * (BRICK + (16 if given else ROW_BYTES)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
     rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters

@@ -1,25 +1,30 @@
 // Many rows of x, in bytes, on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
 //
 // As gemm_large.cu, with these differences. x is what quantize_rows.cu made: E4M3 or int8, each 16 k in the order of bytes.cuh, and
-// behind all of them a float32 scale for each row; or, GIVEN, for each 32 k of a row, and then y is float32. A warpgroup has one strip. wgmma takes 32 k.
+// behind all of them a RowOfX for each row; or, GIVEN, a float32 scale for each 32 k of a row, and then y is float32. A warpgroup has one
+// strip. wgmma takes 32 k.
 //
 // *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
-// it adds STEPS times 32 k, and the sums go to float32 sums in other registers. Where groups have scales, this multiplies by these.
-// Sums of int8 are exact. FOLDED weights have no scales left, and 512 k go by until then.
+// it adds STEPS times 32 k, and the sums go to other registers. Where groups have scales, this multiplies by these. Sums of int8 are
+// exact. FOLDED weights have no scales left: `Held` keeps their sums. Where x is steep in some row of the tile, STEPS is 1.
 //
 // Compiled with: TYPE (of y), ELEMENT, SCALE, OFFSET, GROUPS, BYTES, GIVEN, and the shape, as gemm_large.cu.
 #include "bytes.cuh"
+#include "row_of_x.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
 static_assert(OFFSET == NONE && Element::words == 1 && TALL == 1 && !PAIRED, "what this kernel takes");
-constexpr int STEPS = FOLDED ? 16 : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
-static_assert(STEPS >= 1 && !(FOLDED && GIVEN), "a group has at least 32 k");
+#ifndef FOLDED_STEPS
+#define FOLDED_STEPS 16
+#endif
+constexpr int STEPS = FOLDED ? FOLDED_STEPS : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
+static_assert(STEPS >= 1 && (!FOLDED || STEPS % (2 * IN_BRICK) == 0) && !(FOLDED && GIVEN), "a group has at least 32 k");
 static_assert(!GIVEN || PARTNERS == 1, "float32 is stored by whoever has all sums");
 
 // Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
 // partners own, which may be a few more than there are.
-constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : 4), OWN_BYTES = PARTNERS * OWNED * 4;
+constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : (int)sizeof(RowOfX)), OWN_BYTES = PARTNERS * OWNED * 4;
 
 template <Bytes X> struct Sums { typedef float type; };
 template <> struct Sums<INT8> { typedef int type; };
@@ -40,7 +45,47 @@ struct Scales {
   }
 };
 
-DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const float* x_scale, const void* __restrict__ bias,
+// Sums that the compiler must not touch before, nor change after.
+template <class Sums> DEVICE void settle(Sums& d) {
+#pragma unroll
+  for (int j = 0; j < WIDTH / 2; j++) asm volatile("" : "+f"(d[j])::"memory");
+}
+
+// Sums of FOLDED weights beside those in the tensor core: of two float32 the upper halves, in one register. What the lower halves had goes
+// back to the tensor core, so nothing is lost, and registers are left for tiles of 256 rows.
+struct Held {
+  u32 halves[WIDTH / 4] = {};
+
+  // The second number is the whole word: the first one's bits are the lower half of it, each time.
+  static __device__ __forceinline__ float first(u32 pair) { return __uint_as_float(pair << 16); }
+  static __device__ __forceinline__ float second(u32 pair) { return __uint_as_float(pair); }
+
+  // Of the sums d, which keep what `halves` cannot.
+  template <class Sums> __device__ __forceinline__ void promote(Sums& d) {
+#pragma unroll
+    for (int p = 0; p < WIDTH / 4; p++) {
+      const float a = d[2 * p] + first(halves[p]), b = d[2 * p + 1] + second(halves[p]);
+      halves[p] = permute(__float_as_uint(a), __float_as_uint(b), 0x7632);
+      d[2 * p] = a - first(halves[p]), d[2 * p + 1] = b - second(halves[p]);
+    }
+    settle(d);
+  }
+  template <class Sums> __device__ __forceinline__ void add_to(Sums& d) const {
+#pragma unroll
+    for (int p = 0; p < WIDTH / 4; p++) d[2 * p] += first(halves[p]), d[2 * p + 1] += second(halves[p]);
+  }
+};
+
+// Where x is steep in a tile: a bit for each 512 k, those of all of its rows, in stage memory at `scales`. A warp finds them by itself.
+DEVICE u32 steep_in_tile(u32 scales, int rows, int lane) {
+  u32 steep = 0;
+#pragma unroll
+  for (int row = lane; row < WIDTH; row += 32)
+    if (row < rows) steep |= load_shared4(scales + row * (int)sizeof(RowOfX) + 4);
+  return __reduce_or_sync(0xffffffff, steep);
+}
+
+DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u8* x_scale, const void* __restrict__ bias,
                      u16* __restrict__ y, const Rows& rows, int n, int k) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) Barriers barriers;
@@ -62,7 +107,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
         if (!elected) return;
         const bool first = GIVEN || brick < share.first_brick + TEAMS;  // each team wants the scales of its rows once
         barrier_expect(full + 8 * stage, X_BYTES + (first ? SCALE_BYTES : 0));
-        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 4 : row), SCALE_BYTES, full + 8 * stage);
+        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 16 : row * sizeof(RowOfX)), SCALE_BYTES, full + 8 * stage);
         copy_box(xs + stage * X_BYTES, &x_map, full + 8 * stage, brick * 128, row);
       });
     }
@@ -82,6 +127,9 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     const int mine = (share.last_brick - share.first_brick - team + TEAMS - 1) / TEAMS;
     Sum d[WIDTH / 2];
     float sums[1][WIDTH / 2] = {};
+    u32 steep = 0;
+    int brick = share.first_brick + team;
+    auto is_steep = [&] { return (steep >> (brick / 4 % 32) & 1) != 0; };
     Load loads[2];
     auto fetch = [&](int stage, int load) { loads[load].fetch(codes_at + stage * W_BYTES, groups_at + stage * W_BYTES, load); };
     auto after = [&](bool last) {  // the last brick is fetched again, rather than that there is a branch
@@ -91,45 +139,76 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     };
     barrier_wait(filled + 8 * at.stage, at.parity);
     fetch(at.stage, 0);
-    if constexpr (!GIVEN)
-      for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(ss + at.stage * SCALE_BYTES + row * 4));
-    if constexpr (STEPS > IN_BRICK) {
-      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
-      auto promote = [&] {
-#pragma unroll
-        for (int j = 0; j < WIDTH / 2; j++) sums[0][j] += d[j];
-      };
-      u32 a[2][4];
-      for (int left = mine; left > 0; left--) {
-        const Ring next = after(left == 1);
-        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
-        const bool first = left == mine, anew = first || (left + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
-#pragma unroll
-        for (int step = 0; step < IN_BRICK; step++) {
-          if (step == 0) fetch(at.stage, 1);
-          if (step == 2) {
-            barrier_wait(filled + 8 * next.stage, next.parity);
-            fetch(next.stage, 0);
-          }
-          wgmma_wait<1>();
-          if (step == 1 && !first) release(at.stage < TEAMS ? at.stage + STAGES - TEAMS : at.stage - TEAMS);  // the brick before
-          loads[step / 2].decode(step % 2, a[step % 2]);
-          if (step == 0 && anew && !first) {
-            wgmma_wait<0>();
-            promote();
-          }
-          wgmma_fence();
-          wgmma<BYTES>(d, a[step % 2], b + step * 2, step > 0 || !anew);
-          wgmma_commit();
-        }
-        if (left > 1) at = next;
+    if constexpr (!GIVEN) {
+      const u32 scales = ss + at.stage * SCALE_BYTES;
+      for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(scales + row * (int)sizeof(RowOfX)));
+      if constexpr (BYTES == FP8) {
+        const Tile tile(number, rows, n);
+        steep = steep_in_tile(scales, tile.end - tile.row, lane);
       }
-      wgmma_wait<0>();
-      release(at.stage);
-      promote();
+    }
+    if constexpr (FOLDED) {
+      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
+      Held held;
+      u32 a[2][4];
+#pragma unroll
+      for (int j = 0; j < WIDTH / 2; j++) d[j] = 0;
+      int left = mine, alone = 0;  // bricks; and steps of a steep one that are promoted
+      auto multiply_step = [&](int step, u32 (&a)[4]) {
+        wgmma_fence();
+        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 1);
+        wgmma_commit();
+      };
+      auto await_next = [&](const Ring& next) {
+        barrier_wait(filled + 8 * next.stage, next.parity);
+        fetch(next.stage, 0);
+      };
+      auto finish_brick = [&](const Ring& next) {
+        const int stage = at.stage;
+        at = next, left--, brick += TEAMS;
+        return stage;
+      };
+      while (true) {
+        int done = -1;  // the stage of a brick that is not released yet
+        if (is_steep()) {
+          Load one;
+          one.fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
+          if (alone % 2) one.skip_first();
+          one.decode(0, a[0]);
+          multiply_step(alone, a[0]);
+          if (alone = (alone + 1) % IN_BRICK; alone == 0) {
+            const Ring next = after(left == 1);
+            await_next(next);
+            done = finish_brick(next);
+          }
+        } else {
+          do {
+            const Ring next = after(left == 1);
+#pragma unroll
+            for (int step = 0; step < IN_BRICK; step++) {
+              if (step == 0) fetch(at.stage, 1);
+              if (step == 2) await_next(next);
+              wgmma_wait<1>();
+              if (step == 1 && done >= 0) release(done);
+              loads[step / 2].decode(step % 2, a[step % 2]);
+              multiply_step(step, a[step % 2]);
+            }
+            done = finish_brick(next);
+          } while (left > 0 && (left + member * (STEPS / IN_BRICK / 2)) % (STEPS / IN_BRICK) > 0 && !is_steep());  // members by turns
+        }
+        wgmma_wait<0>();
+        settle(d);
+        if (done >= 0) release(done);
+        if (left == 0) break;
+        held.promote(d);
+      }
+      held.add_to(d);
+#pragma unroll
+      for (int j = 0; j < WIDTH / 2; j++) sums[0][j] = d[j];
     } else {
       u32 a[IN_BRICK][4];
-      for (int left = mine; left > 0; left--) {
+      for (int left = mine; left > 0; left--, brick += TEAMS) {
+        const bool now_steep = is_steep();
         const Ring next = after(left == 1);
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
         fetch(at.stage, 1);
@@ -139,8 +218,8 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           if (step % STEPS == 0) stored = Brick::stored_scale(groups_at + at.stage * W_BYTES, 0, step * GROUPS / IN_BRICK);
           loads[step / 2].decode(step % 2, a[step]);  // only the first one of a group waits for the sums to be promoted
           wgmma_fence();
-          wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0);
-          if (step % STEPS < STEPS - 1) continue;
+          wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0 && !now_steep);
+          if (step % STEPS < STEPS - 1 && !now_steep) continue;
           wgmma_commit();
           if (step == IN_BRICK - 1) {
             barrier_wait(filled + 8 * next.stage, next.parity);
@@ -201,5 +280,5 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 marlin_gemm_bytes(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
                   const u8* x, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int x_stride) {
-  multiply(x_map, weights, row_scale, (const float*)(x + (size_t)m * x_stride), bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
+  multiply(x_map, weights, row_scale, x + (size_t)m * x_stride, bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
 }
