@@ -60,33 +60,33 @@ EXPORT(e2m1_folded)
 
 static Index gridDim;
 inline int __float2int_rn(float v) { return int(std::nearbyint(v)); }
-inline uint32_t __float2uint_rn(float v) { return uint32_t(std::nearbyint(v)); }
 #include "warps.h"
 inline uint32_t largest_of_warp(uint32_t, uint32_t value) {
   return warps::exchanged(int(value), [](const int* values) { return uint32_t(*std::max_element(values, values + 32)); });
 }
-inline uint32_t sum_of_warp(uint32_t, uint32_t value) {
-  return warps::exchanged(int(value), [](const int* values) { return uint32_t(std::accumulate(values, values + 32, 0)); });
+inline int sum_of_warp(uint32_t, int value) {
+  return warps::exchanged(value, [](const int* values) { return std::accumulate(values, values + 32, 0); });
 }
-inline uint32_t ballot(uint32_t, bool value) {
-  return warps::exchanged(value, [](const int* values) {
-    uint32_t bits = 0;
-    for (int i = 0; i < 32; i++) bits |= uint32_t(values[i]) << i;
-    return bits;
-  });
+inline float shuffle_xor(uint32_t, float value, int by) {
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  return __uint_as_float(warps::exchanged(bits, [=](const int* values) { return values[threadIdx.x % 32 ^ by]; }));
 }
 #define __reduce_max_sync largest_of_warp
 #define __reduce_add_sync sum_of_warp
-#define __ballot_sync ballot
+#define __shfl_xor_sync shuffle_xor
 #define __int_as_float __uint_as_float
-#define THREADS 64
-#define HELD 2
+#define THREADS 128
+#define HELD 1
+#define STEEPNESS 1
 #define INTEGERS 0
 namespace fp8 {
 #include "quantize_rows.cu"
 }
 #undef INTEGERS
+#undef STEEPNESS
 #define INTEGERS 1
+#define STEEPNESS 0
 namespace int8 {
 #include "quantize_rows.cu"
 }

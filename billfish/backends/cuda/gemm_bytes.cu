@@ -51,39 +51,54 @@ template <class Sums> DEVICE void settle(Sums& d) {
   for (int j = 0; j < WIDTH / 2; j++) asm volatile("" : "+f"(d[j])::"memory");
 }
 
-// Sums of FOLDED weights beside those in the tensor core: of two float32 the upper halves, in one register. What the lower halves had goes
-// back to the tensor core, so nothing is lost, and registers are left for tiles of 256 rows.
-struct Held {
+// Sums of FOLDED weights beside those in the tensor core, which begin again with 0.
+template <bool HALVES> struct Held {
+  static constexpr bool begins_anew = true;
+  float sums[WIDTH / 2] = {};
+
+  template <class Sums> __device__ __forceinline__ void promote(Sums& d) {
+#pragma unroll
+    for (int j = 0; j < WIDTH / 2; j++) sums[j] += d[j];
+  }
+  __device__ __forceinline__ float2 pair(int p) const { return {sums[2 * p], sums[2 * p + 1]}; }
+};
+
+// Registers are too few for that in tiles of 256 rows. Of two float32 sums the upper halves share a register, and what the lower halves had
+// goes back to the tensor core, so nothing is lost. That takes 7 operations for two sums instead of 2.
+template <> struct Held<true> {
+  static constexpr bool begins_anew = false;
   u32 halves[WIDTH / 4] = {};
 
   // The second number is the whole word: the first one's bits are the lower half of it, each time.
-  static __device__ __forceinline__ float first(u32 pair) { return __uint_as_float(pair << 16); }
-  static __device__ __forceinline__ float second(u32 pair) { return __uint_as_float(pair); }
-
-  // Of the sums d, which keep what `halves` cannot.
+  __device__ __forceinline__ float2 pair(int p) const { return {__uint_as_float(halves[p] << 16), __uint_as_float(halves[p])}; }
   template <class Sums> __device__ __forceinline__ void promote(Sums& d) {
 #pragma unroll
     for (int p = 0; p < WIDTH / 4; p++) {
-      const float a = d[2 * p] + first(halves[p]), b = d[2 * p + 1] + second(halves[p]);
-      halves[p] = permute(__float_as_uint(a), __float_as_uint(b), 0x7632);
-      d[2 * p] = a - first(halves[p]), d[2 * p + 1] = b - second(halves[p]);
+      const float2 before = pair(p);
+      const float first = d[2 * p] + before.x, second = d[2 * p + 1] + before.y;
+      halves[p] = permute(__float_as_uint(first), __float_as_uint(second), 0x7632);
+      const float2 kept = pair(p);
+      d[2 * p] = first - kept.x, d[2 * p + 1] = second - kept.y;
     }
     settle(d);
   }
-  template <class Sums> __device__ __forceinline__ void add_to(Sums& d) const {
-#pragma unroll
-    for (int p = 0; p < WIDTH / 4; p++) d[2 * p] += first(halves[p]), d[2 * p + 1] += second(halves[p]);
-  }
 };
 
-// Where x is steep in a tile: a bit for each 512 k, those of all of its rows, in stage memory at `scales`. A warp finds them by itself.
-DEVICE u32 steep_in_tile(u32 scales, int rows, int lane) {
-  u32 steep = 0;
+// Where x is steep in some row of a tile, as RowOfX has it. A warp finds out by itself, of scales in shared memory.
+struct Steep {
+  u32 parts = 0;
+
+  __device__ __forceinline__ Steep(u32 scales, const Tile& tile, int lane) {
 #pragma unroll
-  for (int row = lane; row < WIDTH; row += 32)
-    if (row < rows) steep |= load_shared4(scales + row * (int)sizeof(RowOfX) + 4);
-  return __reduce_or_sync(0xffffffff, steep);
-}
+    for (int row = lane; row < WIDTH; row += 32)
+      if (tile.row + row < tile.end) parts |= load_shared4(scales + row * (int)sizeof(RowOfX) + 4);
+    parts = __reduce_or_sync(0xffffffff, parts);
+  }
+  __device__ __forceinline__ bool at(int brick) const {
+    const int part = brick / (PART / 128);
+    return parts >> (part % 4 * 8 + part / 4 % 8) & 1;
+  }
+};
 
 DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u8* x_scale, const void* __restrict__ bias,
                      u16* __restrict__ y, const Rows& rows, int n, int k) {
@@ -124,66 +139,58 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   Ring at;
   at.next(team);
   for (int number = share.first_tile; number < share.count; number += share.stride) {
-    const int mine = (share.last_brick - share.first_brick - team + TEAMS - 1) / TEAMS;
     Sum d[WIDTH / 2];
     float sums[1][WIDTH / 2] = {};
-    u32 steep = 0;
     int brick = share.first_brick + team;
-    auto is_steep = [&] { return (steep >> (brick / 4 % 32) & 1) != 0; };
+    auto is_left = [&] { return brick < share.last_brick; };
     Load loads[2];
     auto fetch = [&](int stage, int load) { loads[load].fetch(codes_at + stage * W_BYTES, groups_at + stage * W_BYTES, load); };
-    auto after = [&](bool last) {  // the last brick is fetched again, rather than that there is a branch
+    auto after = [&] {  // the last brick is fetched again, rather than that there is a branch
       Ring next = at;
-      if (!last) next.next(TEAMS);
+      if (brick + TEAMS < share.last_brick) next.next(TEAMS);
       return next;
     };
-    barrier_wait(filled + 8 * at.stage, at.parity);
-    fetch(at.stage, 0);
-    if constexpr (!GIVEN) {
-      const u32 scales = ss + at.stage * SCALE_BYTES;
+    auto await_next = [&](const Ring& next) {
+      barrier_wait(filled + 8 * next.stage, next.parity);
+      fetch(next.stage, 0);
+    };
+    await_next(at);
+    const u32 scales = ss + at.stage * SCALE_BYTES;
+    if constexpr (!GIVEN)
       for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(scales + row * (int)sizeof(RowOfX)));
-      if constexpr (BYTES == FP8) {
-        const Tile tile(number, rows, n);
-        steep = steep_in_tile(scales, tile.end - tile.row, lane);
-      }
-    }
     if constexpr (FOLDED) {
       // Two products are under way, each with registers of its own, while the next one's weights are decoded.
-      Held held;
+      Held<(WIDTH > 208)> held;
+      const Steep steep(scales, Tile(number, rows, n), lane);
+      int alone = 0;  // steps of a steep brick that are promoted
       u32 a[2][4];
 #pragma unroll
       for (int j = 0; j < WIDTH / 2; j++) d[j] = 0;
-      int left = mine, alone = 0;  // bricks; and steps of a steep one that are promoted
-      auto multiply_step = [&](int step, u32 (&a)[4]) {
+      auto multiply_step = [&](int step, u32 (&a)[4], bool first) {
         wgmma_fence();
-        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 1);
+        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, !(held.begins_anew && first));
         wgmma_commit();
-      };
-      auto await_next = [&](const Ring& next) {
-        barrier_wait(filled + 8 * next.stage, next.parity);
-        fetch(next.stage, 0);
       };
       auto finish_brick = [&](const Ring& next) {
         const int stage = at.stage;
-        at = next, left--, brick += TEAMS;
+        at = next, brick += TEAMS;
         return stage;
       };
       while (true) {
         int done = -1;  // the stage of a brick that is not released yet
-        if (is_steep()) {
-          Load one;
-          one.fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
-          if (alone % 2) one.skip_first();
-          one.decode(0, a[0]);
-          multiply_step(alone, a[0]);
+        if (steep.at(brick)) {
+          loads[0].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
+          if (alone % 2) loads[0].skip_first();
+          loads[0].decode(0, a[0]);
+          multiply_step(alone, a[0], true);
           if (alone = (alone + 1) % IN_BRICK; alone == 0) {
-            const Ring next = after(left == 1);
+            const Ring next = after();
             await_next(next);
             done = finish_brick(next);
           }
         } else {
           do {
-            const Ring next = after(left == 1);
+            const Ring next = after();
 #pragma unroll
             for (int step = 0; step < IN_BRICK; step++) {
               if (step == 0) fetch(at.stage, 1);
@@ -191,25 +198,26 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
               wgmma_wait<1>();
               if (step == 1 && done >= 0) release(done);
               loads[step / 2].decode(step % 2, a[step % 2]);
-              multiply_step(step, a[step % 2]);
+              multiply_step(step, a[step % 2], step == 0 && done < 0);
             }
             done = finish_brick(next);
-          } while (left > 0 && (left + member * (STEPS / IN_BRICK / 2)) % (STEPS / IN_BRICK) > 0 && !is_steep());  // members by turns
+          } while (is_left() && (brick / TEAMS + member * (STEPS / IN_BRICK / 2)) % (STEPS / IN_BRICK) > 0 && !steep.at(brick));  // members by turns
         }
         wgmma_wait<0>();
         settle(d);
         if (done >= 0) release(done);
-        if (left == 0) break;
+        if (!is_left()) break;
         held.promote(d);
       }
-      held.add_to(d);
 #pragma unroll
-      for (int j = 0; j < WIDTH / 2; j++) sums[0][j] = d[j];
+      for (int p = 0; p < WIDTH / 4; p++) {
+        const float2 kept = held.pair(p);
+        sums[0][2 * p] = d[2 * p] + kept.x, sums[0][2 * p + 1] = d[2 * p + 1] + kept.y;
+      }
     } else {
       u32 a[IN_BRICK][4];
-      for (int left = mine; left > 0; left--, brick += TEAMS) {
-        const bool now_steep = is_steep();
-        const Ring next = after(left == 1);
+      for (; is_left(); brick += TEAMS) {
+        const Ring next = after();
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
         fetch(at.stage, 1);
         uint2 stored;  // scales of a group
@@ -218,13 +226,10 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           if (step % STEPS == 0) stored = Brick::stored_scale(groups_at + at.stage * W_BYTES, 0, step * GROUPS / IN_BRICK);
           loads[step / 2].decode(step % 2, a[step]);  // only the first one of a group waits for the sums to be promoted
           wgmma_fence();
-          wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0 && !now_steep);
-          if (step % STEPS < STEPS - 1 && !now_steep) continue;
+          wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0);
+          if (step % STEPS < STEPS - 1) continue;
           wgmma_commit();
-          if (step == IN_BRICK - 1) {
-            barrier_wait(filled + 8 * next.stage, next.parity);
-            fetch(next.stage, 0);
-          }
+          if (step == IN_BRICK - 1) await_next(next);
           wgmma_wait<0>();
           if (!GIVEN && step == IN_BRICK - 1) release(at.stage);
           const float2 factor = SCALE::decode(stored.x, stored.y);

@@ -2,13 +2,13 @@
 // [m, stride], then a RowOfX for each row. Each 16 k lie in the order of bytes.cuh; k beyond the last are 0. One CTA a row. A row that has NaN
 // or an infinity gets a scale of NaN, and so all of its y.
 //
-// Compiled with TYPE, INTEGERS, THREADS, and HELD: blocks of 16 k that a thread keeps in registers. Further ones are read twice. A warp has
-// 32 blocks at a time, which are a part of 512 k, so that a bit of `steep` is one warp's.
+// Compiled with TYPE, INTEGERS, THREADS, STEEPNESS (whether `steep` is wanted), and HELD: blocks of 16 k that a thread keeps in registers. Further
+// ones are read twice. A warp has 32 blocks at a time, a part.
 #include "row_of_x.cuh"
 
 constexpr float LARGEST = INTEGERS ? 127 : 448;
 constexpr int WARPS = THREADS / 32;
-static_assert(32 % WARPS == 0 || WARPS < 8, "parts of one bit are one warp's");
+static_assert(WARPS == 4 || (WARPS < 4 && HELD == 1), "a byte of `steep` is one warp's");
 
 struct Sixteen {
   u32 pairs[8];
@@ -26,25 +26,21 @@ struct Sixteen {
       }
     }
   }
-  // Bits of magnitudes, which are in the order of magnitudes, infinity and NaN last.
-  __device__ __forceinline__ u32 largest(u32 most) const {
+  // Bits of the largest magnitude, which are in the order of magnitudes, infinity and NaN last.
+  __device__ __forceinline__ u32 largest() const {
+    u32 most = 0;
 #pragma unroll
     for (int p = 0; p < 8; p++) most = max(most, max(pairs[p] & 0x7fff, pairs[p] >> 16 & 0x7fff));
     return most;
   }
-  // Returns the sum of magnitudes, in sixteenths.
-  __device__ __forceinline__ u32 store(u8* to, float by) const {
+  __device__ __forceinline__ void store(u8* to, float by) const {
     u32 words[4];
-    float sum = 0;
 #pragma unroll
     for (int c = 0; c < 4; c++) {
       const u32 first = pairs[c], later = pairs[c + 4];
-      const float v[4] = {number(first) * by, number(later) * by, number(first >> 16) * by, number(later >> 16) * by};
-      words[c] = bytes(v[0], v[1]) | bytes(v[2], v[3]) << 16;
-      sum += fabsf(v[0]) + fabsf(v[1]) + fabsf(v[2]) + fabsf(v[3]);
+      words[c] = bytes(number(first) * by, number(later) * by) | bytes(number(first >> 16) * by, number(later >> 16) * by) << 16;
     }
     *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
-    return __float2uint_rn(sum * 16);
   }
   static __device__ __forceinline__ float number(u32 bits) { return TYPE::to_float((u16)bits); }
   static __device__ __forceinline__ u32 bytes(float low, float high) {
@@ -57,51 +53,61 @@ struct Sixteen {
 
 extern "C" __global__ void __launch_bounds__(THREADS) marlin_quantize_rows(const u16* __restrict__ x, u8* __restrict__ bytes, int k, int x_stride, int stride) {
   __shared__ u32 largest[WARPS];
-  __shared__ float parts[32], sums[WARPS];  // the largest sum of a bit's parts, and each warp's sum
+  __shared__ float sums[WARPS];
   const int blocks = stride / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u16* from = x + (size_t)blockIdx.x * x_stride;
   u8* to = bytes + (size_t)blockIdx.x * stride;
+  RowOfX& row = ((RowOfX*)(bytes + (size_t)gridDim.x * stride))[blockIdx.x];
   let_next_start();  // its weights do not depend on x
   wait_for_previous();
   Sixteen held[HELD], other;
-  u32 most = 0;
+  u32 peaks[HELD], most = 0;
+  float sum = 0;  // of peaks
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int block = threadIdx.x + i * THREADS;
-    if (block < blocks) held[i].load(from, block * 16, k), most = held[i].largest(most);
+    peaks[i] = 0;
+    if (block < blocks) held[i].load(from, block * 16, k), peaks[i] = held[i].largest();
+    most = max(most, peaks[i]), sum += TYPE::to_float((u16)peaks[i]);
   }
-  for (int block = threadIdx.x + HELD * THREADS; block < blocks; block += THREADS) other.load(from, block * 16, k), most = other.largest(most);
+  for (int block = threadIdx.x + HELD * THREADS; block < blocks; block += THREADS) {
+    other.load(from, block * 16, k);
+    const u32 peak = other.largest();
+    most = max(most, peak), sum += TYPE::to_float((u16)peak);
+  }
   most = __reduce_max_sync(0xffffffff, most);
-  if (lane == 0) largest[warp] = most;
-  if (threadIdx.x < 32) parts[threadIdx.x] = 0;
+  if constexpr (STEEPNESS)
+#pragma unroll
+    for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffff, sum, by);
+  if (lane == 0) largest[warp] = most, sums[warp] = sum;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < WARPS; i++) most = max(most, largest[i]);
   const float top = TYPE::to_float((u16)most);
   const bool finite = top < INFINITE;
+  if (threadIdx.x == 0) row.scale = finite ? top / LARGEST : __int_as_float(0x7fffffff);
   const float inverse = LARGEST / top, by = finite && inverse < INFINITE ? inverse : 0;
-  float sum = 0;
-  auto note = [&](int part, u32 magnitudes) {
-    if constexpr (INTEGERS) return;  // their sums are exact
-    const float all = (float)__reduce_add_sync(0xffffffff, magnitudes) * 0.0625f;
-    sum += all;
-    if (lane == 0) parts[part % 32] = fmaxf(parts[part % 32], all);
-  };
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int block = threadIdx.x + i * THREADS;
-    note(block / 32, block < blocks ? held[i].store(to + block * 16, by) : 0);
+    if (block < blocks) held[i].store(to + block * 16, by);
   }
+  u32 steep = 0;
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) sum += sums[i];
+  const float most_of_part = STEEP * 32 * (sum * by - LARGEST) / blocks;
+  auto note = [&](int i, u32 peak) {  // peaks of the warp's part i, in sixteenths, are added up
+    if constexpr (STEEPNESS)
+      if (__reduce_add_sync(0xffffffff, __float2int_rn(TYPE::to_float((u16)peak) * by * 16)) > (int)(most_of_part * 16) && by > 0) steep |= 1 << i % 8;
+  };
+#pragma unroll
+  for (int i = 0; i < HELD; i++) note(i, peaks[i]);
   for (int part = warp + HELD * WARPS; part * 32 < blocks; part += WARPS) {
     const int block = part * 32 + lane;
-    if (block < blocks) other.load(from, block * 16, k);
-    note(part, block < blocks ? other.store(to + block * 16, by) : 0);
+    u32 peak = 0;
+    if (block < blocks) other.load(from, block * 16, k), other.store(to + block * 16, by), peak = other.largest();
+    note(part / WARPS, peak);
   }
-  if (lane == 0) sums[warp] = sum;
-  __syncthreads();
-  if (warp > 0) return;
-  sum = 0;
-  for (int i = 0; i < WARPS; i++) sum += sums[i];
-  const u32 steep = __ballot_sync(0xffffffff, by > 0 && parts[lane] * k > STEEP * (sum - LARGEST));
-  if (lane == 0) ((RowOfX*)(bytes + (size_t)gridDim.x * stride))[blockIdx.x] = {finite ? top / LARGEST : __int_as_float(0x7fffffff), INTEGERS ? 0 : steep};
+  if (STEEPNESS && lane == 0) row.steep[warp] = (u8)steep;
 }
