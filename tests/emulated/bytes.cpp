@@ -76,8 +76,9 @@ inline float shuffle_xor(uint32_t, float value, int by) {
 #define __reduce_add_sync sum_of_warp
 #define __shfl_xor_sync shuffle_xor
 #define __int_as_float __uint_as_float
-#define THREADS 128
-#define HELD 1
+inline uint32_t atomicOr(uint32_t* to, uint32_t bits) { return __atomic_fetch_or(to, bits, __ATOMIC_SEQ_CST); }
+#define THREADS 64
+#define HELD 2
 #define STEEPNESS 1
 #define INTEGERS 0
 namespace fp8 {

@@ -25,8 +25,8 @@ from billfish.backends.cuda.plans import (
 )
 
 FEW_ROWS = 64
-# Sums promoted every 128 of K cut off up to 3.6e-3 where one number of x dominates a row of fewer: docs/cuda.md.
-SHORT_K = 2048
+# Sums promoted every 128 of K cut off more than 3e-3 where one number of x dominates a row of fewer: docs/cuda.md.
+SHORT_K = 2560
 MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
 ROW_BYTES = 8  # of row_of_x.cuh
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
@@ -132,7 +132,8 @@ def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
     way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
     if way == "scaled" and gemm.k < SHORT_K:
         return None
-    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS]
+    too_wide = 208 if gemm.gate is not None and way == "folded" else 0  # registers are too few
+    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS and width != too_wide]
     shapes += [ByteShape(128, split=split) for split in (2, 3)]
     if gemm.m <= 128:
         shapes += [ByteShape(64, split=2), *(ByteShape(128, teams=2, split=split) for split in (1, 2, 3))]
@@ -207,9 +208,9 @@ def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -
 
 
 def quantize(gemm: Gemm, stride: int) -> KernelLaunch:
-    """One CTA a row, whose threads hold all of it up to 128 * 8 * 16 k."""
+    """One CTA a row, whose threads hold all of it up to 256 * 8 * 16 k."""
     blocks = stride // SIXTEEN
-    threads = min(128, -(-blocks // 32) * 32)
+    threads = min(256, -(-blocks // 32) * 32)
     way = way_of(gemm.kind, gemm.activations)
     macros = {
         "TYPE": "BF16" if gemm.bfloat16 else "F16",

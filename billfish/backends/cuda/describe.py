@@ -25,7 +25,7 @@ from billfish.tensor import QuantizedTensor
 
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
-STEEP_POWERS = 32  # a power of two so many times the mean of its row's others would cut off their terms in the tensor core
+STEEP_POWERS = 16  # a power of two so many times the mean of its row's others would cut off their terms in the tensor core
 NARROW_OCTAVES = 16  # E5M2's smallest number is 2^-16, and a row's largest power of two goes to 2
 MIDDLE_LIMIT = 256  # float16 and bfloat16 hold integers up to 256 exactly
 
@@ -212,7 +212,7 @@ def _byte_scales(
         if exponent.min() < -31:
             return None
         name, dropped = "ScaleE5M2", 8
-        narrow = bool(exponent.min() >= -NARROW_OCTAVES) and not _are_steep(np.where(empty, -np.inf, exponent))
+        narrow = bool(exponent.min() >= -NARROW_OCTAVES) and not _are_steep(exponent, empty)
         scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     elif means in E4M3 and groups == 8:
@@ -230,14 +230,13 @@ def _byte_scales(
     return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale, narrow
 
 
-def _are_steep(exponents: NDArray[Any]) -> bool:
-    """Whether in some row of exponents [N, groups] the largest power of two is STEEP_POWERS times the mean of others.
+def _are_steep(exponent: NDArray[np.int32], empty: NDArray[np.bool_]) -> bool:
+    """Whether in some row of powers of two [N, groups] the largest is STEEP_POWERS times the mean of the others.
 
-    Groups of zeros have an exponent of -inf.
+    Empty groups do not count.
     """
-    powers = np.exp2(exponents.astype(np.float32))
-    others = powers.sum(axis=1) - powers.max(axis=1)
-    count = (powers > 0).sum(axis=1) - 1
+    powers = np.where(empty, np.float32(0), np.ldexp(np.float32(1), exponent))
+    others, count = powers.sum(axis=1) - powers.max(axis=1), np.where(empty, 0, 1).sum(axis=1) - 1
     return bool((others * np.float32(STEEP_POWERS) < count).any())
 
 

@@ -15,11 +15,8 @@
 #include "wgmma.cuh"
 
 static_assert(OFFSET == NONE && Element::words == 1 && TALL == 1 && !PAIRED, "what this kernel takes");
-#ifndef FOLDED_STEPS
-#define FOLDED_STEPS 16
-#endif
-constexpr int STEPS = FOLDED ? FOLDED_STEPS : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
-static_assert(STEPS >= 1 && (!FOLDED || STEPS % (2 * IN_BRICK) == 0) && !(FOLDED && GIVEN), "a group has at least 32 k");
+constexpr int STEPS = FOLDED ? 16 : GIVEN ? 1 : 4 / GROUPS, IN_BRICK = 4;  // wgmmas of 32 k: until sums are promoted, and of a brick
+static_assert(STEPS >= 1 && !(FOLDED && GIVEN), "a group has at least 32 k");
 static_assert(!GIVEN || PARTNERS == 1, "float32 is stored by whoever has all sums");
 
 // Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
@@ -95,8 +92,7 @@ struct Steep {
     parts = __reduce_or_sync(0xffffffff, parts);
   }
   __device__ __forceinline__ bool at(int brick) const {
-    const int part = brick / (PART / 128);
-    return parts >> (part % 4 * 8 + part / 4 % 8) & 1;
+    return parts >> (brick / (PART / 128) % 32) & 1;
   }
 };
 
@@ -159,13 +155,14 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
     if constexpr (!GIVEN)
       for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(scales + row * (int)sizeof(RowOfX)));
     if constexpr (FOLDED) {
-      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
+      // One product is under way while the next one's weights are decoded, in the other one of two sets of registers.
       Held<(WIDTH > 208)> held;
       const Steep steep(scales, Tile(number, rows, n), lane);
       int alone = 0;  // steps of a steep brick that are promoted
       u32 a[2][4];
 #pragma unroll
       for (int j = 0; j < WIDTH / 2; j++) d[j] = 0;
+      loads[0].decode(0, a[0]);
       auto multiply_step = [&](int step, u32 (&a)[4], bool first) {
         wgmma_fence();
         wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, !(held.begins_anew && first));
@@ -179,13 +176,14 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
       while (true) {
         int done = -1;  // the stage of a brick that is not released yet
         if (steep.at(brick)) {
-          loads[0].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
-          if (alone % 2) loads[0].skip_first();
-          loads[0].decode(0, a[0]);
-          multiply_step(alone, a[0], true);
+          loads[1].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
+          if (alone % 2) loads[1].skip_first();
+          loads[1].decode(0, a[1]);
+          multiply_step(alone, a[1], true);
           if (alone = (alone + 1) % IN_BRICK; alone == 0) {
             const Ring next = after();
             await_next(next);
+            loads[0].decode(0, a[0]);
             done = finish_brick(next);
           }
         } else {
@@ -193,12 +191,13 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
             const Ring next = after();
 #pragma unroll
             for (int step = 0; step < IN_BRICK; step++) {
+              multiply_step(step, a[step % 2], step == 0 && done < 0);
               if (step == 0) fetch(at.stage, 1);
               if (step == 2) await_next(next);
               wgmma_wait<1>();
-              if (step == 1 && done >= 0) release(done);
-              loads[step / 2].decode(step % 2, a[step % 2]);
-              multiply_step(step, a[step % 2], step == 0 && done < 0);
+              if (step == 0 && done >= 0) release(done);
+              const int then = (step + 1) % IN_BRICK;
+              loads[then / 2].decode(then % 2, a[then % 2]);
             }
             done = finish_brick(next);
           } while (is_left() && (brick / TEAMS + member * (STEPS / IN_BRICK / 2)) % (STEPS / IN_BRICK) > 0 && !steep.at(brick));  // members by turns

@@ -8,7 +8,9 @@
 
 constexpr float LARGEST = INTEGERS ? 127 : 448;
 constexpr int WARPS = THREADS / 32;
-static_assert(WARPS == 4 || (WARPS < 4 && HELD == 1), "a byte of `steep` is one warp's");
+
+// The larger one of both numbers in both halves of a register.
+DEVICE u32 largest_of_pairs(u32 a, u32 b) { u32 r; asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 
 struct Sixteen {
   u32 pairs[8];
@@ -30,8 +32,8 @@ struct Sixteen {
   __device__ __forceinline__ u32 largest() const {
     u32 most = 0;
 #pragma unroll
-    for (int p = 0; p < 8; p++) most = max(most, max(pairs[p] & 0x7fff, pairs[p] >> 16 & 0x7fff));
-    return most;
+    for (int p = 0; p < 8; p++) most = largest_of_pairs(most, pairs[p] & 0x7fff7fff);
+    return max(most & 0xffff, most >> 16);
   }
   __device__ __forceinline__ void store(u8* to, float by) const {
     u32 words[4];
@@ -80,6 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) marlin_quantize_rows(const
 #pragma unroll
     for (int by = 16; by > 0; by /= 2) sum += __shfl_xor_sync(0xffffffff, sum, by);
   if (lane == 0) largest[warp] = most, sums[warp] = sum;
+  if (threadIdx.x == 0) row.steep = 0;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < WARPS; i++) most = max(most, largest[i]);
@@ -92,22 +95,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) marlin_quantize_rows(const
     const int block = threadIdx.x + i * THREADS;
     if (block < blocks) held[i].store(to + block * 16, by);
   }
-  u32 steep = 0;
+  for (int block = threadIdx.x + HELD * THREADS; block < blocks; block += THREADS) other.load(from, block * 16, k), other.store(to + block * 16, by);
+  if constexpr (!STEEPNESS) return;
   sum = 0;
 #pragma unroll
   for (int i = 0; i < WARPS; i++) sum += sums[i];
-  const float most_of_part = STEEP * 32 * (sum * by - LARGEST) / blocks;
-  auto note = [&](int i, u32 peak) {  // peaks of the warp's part i, in sixteenths, are added up
-    if constexpr (STEEPNESS)
-      if (__reduce_add_sync(0xffffffff, __float2int_rn(TYPE::to_float((u16)peak) * by * 16)) > (int)(most_of_part * 16) && by > 0) steep |= 1 << i % 8;
+  const float mean = (sum * by - LARGEST) / blocks;
+  if (by == 0 || LARGEST < STEEP_ROW * mean) return;
+  auto note = [&](int part, u32 peak) {
+    const int peaks = __reduce_add_sync(0xffffffff, __float2int_rn(TYPE::to_float((u16)peak) * by * 16));
+    if (lane == 0 && peaks > (int)(STEEP_PART * 32 * 16 * mean)) atomicOr(&row.steep, 1u << part % 32);
   };
 #pragma unroll
-  for (int i = 0; i < HELD; i++) note(i, peaks[i]);
+  for (int i = 0; i < HELD; i++) note(warp + i * WARPS, peaks[i]);
   for (int part = warp + HELD * WARPS; part * 32 < blocks; part += WARPS) {
     const int block = part * 32 + lane;
-    u32 peak = 0;
-    if (block < blocks) other.load(from, block * 16, k), other.store(to + block * 16, by), peak = other.largest();
-    note(part / WARPS, peak);
+    if (block < blocks) other.load(from, block * 16, k);
+    note(part, block < blocks ? other.largest() : 0);
   }
-  if (STEEPNESS && lane == 0) row.steep[warp] = (u8)steep;
 }

@@ -24,14 +24,7 @@ constexpr int LETTER = MEMBERS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNE
 struct Rows {
   int m, across;
   __device__ __forceinline__ int count(int places) const { return places * across; }
-  __device__ __forceinline__ Part part(int i, int places, int) const {
-#ifdef BAND
-    const int band = i / (BAND * places), first = band * BAND, high = min(BAND, across - first), in_band = i - first * places;
-    return {0, (first + in_band % high) * WIDTH, m, in_band / high};
-#else
-    return {0, i % across * WIDTH, m, i / across};
-#endif
-  }
+  __device__ __forceinline__ Part part(int i, int, int) const { return {0, i % across * WIDTH, m, i / across}; }
   __device__ __forceinline__ int out(int row) const { return row; }
 };
 #ifdef EXPERTS
