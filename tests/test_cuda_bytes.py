@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import ml_dtypes
@@ -24,6 +25,7 @@ from billfish.backends.cuda.byte_plans import (
     given_plan,
     launch_bytes,
     launches,
+    why_as_it_is,
     why_exact,
     why_not_given,
 )
@@ -217,6 +219,17 @@ def test_few_rows_small_matrices_and_other_gpus_take_x_as_it_is():
     ]
     names = [launch.name for launch in launches(Gemm(MXFP4, 2048, 4096, 4096, activations="fp8"), H200)]
     assert names == ["marlin_quantize_rows", "marlin_gemm_bytes"]
+
+
+def test_what_takes_x_as_it_is_says_why():
+    fp8 = Gemm(MXFP4, 2048, 4096, 4096, activations="fp8")
+    assert why_as_it_is(fp8, H200) == ""
+    assert "no Hopper GPU" in why_as_it_is(fp8, ADA)
+    assert "up to 64, x in 16 bits" in why_as_it_is(replace(fp8, m=64), H200)
+    assert "rounding x would take longer" in why_as_it_is(replace(fp8, n=1536, k=576), H200)
+    assert "the same bits" in why_as_it_is(replace(fp8, batch_invariant=True), H200)
+    assert "16 octaves" in why_as_it_is(replace(fp8, kind=replace(MXFP4, narrow=False)), H200)
+    assert "nobody asked" in why_as_it_is(replace(fp8, activations="exact"), H200)
 
 
 def test_what_was_measured_goes_in_bytes():

@@ -1,8 +1,8 @@
 """Which products multiply x in bytes, and in which shape of gemm_bytes.cu: docs/cuda.md has the figures.
 
 `activations="fp8"` rounds x to E4M3, "q8" to int8, with one scale for each row of x. Weights stay exact, so only some
-kinds can: `why_exact` says why others cannot. Up to FEW_ROWS rows of x the kernels of 16 bits are the faster ones, and
-`byte_plan` gives None: x is multiplied as it is.
+kinds can: `why_exact` says why others cannot. Where the kernels of 16 bits are the faster ones, up to FEW_ROWS rows of
+x for one, `byte_plan` gives None: x is multiplied as it is, and `why_as_it_is` says so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from billfish.backends.cuda.plans import (
 )
 
 FEW_ROWS = 64
-# Sums promoted every 128 of K cut off more than 3e-3 where one number of x dominates a row of fewer: docs/cuda.md.
-SHORT_K = 2560
 MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
 ROW_BYTES = 8  # of row_of_x.cuh
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
@@ -34,7 +32,7 @@ SIXTEEN = 16  # k that quantize_rows.cu writes at a time
 # Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K.
 # Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
 STAGE_NS = {
-    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 787}, {128: 404}),
+    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 800}, {128: 404}),
     "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
     "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
 }
@@ -122,16 +120,34 @@ def way_of(kind: Kind, activations: str) -> str:
     return "int8" if activations == "q8" else "folded" if kind.scale == "ScaleE5M2" else "scaled"
 
 
+def why_as_it_is(gemm: Gemm, device: Device) -> str:
+    """Why a product that may have x in bytes takes x as it is, or "": what a layer that was asked for fp8 or q8 does."""
+    if gemm.activations == "exact":
+        return "nobody asked for 8 bits"
+    if device.capability != (9, 0):
+        return f"{device.name} is no Hopper GPU"
+    reason = why_exact(gemm.kind, gemm.activations)
+    if reason:
+        return reason
+    if gemm.batch_invariant or gemm.float_y:
+        return "gemm_small alone gives the same bits in any batch, and float32"
+    if gemm.m <= FEW_ROWS:
+        return f"{gemm.m} rows: up to {FEW_ROWS}, x in 16 bits is as fast"
+    if fastest(gemm, device) is None:
+        return f"{gemm.m} rows of {gemm.k} x {gemm.n}: rounding x would take longer than 8 bits gain"
+    return ""
+
+
 @lru_cache(maxsize=4096)
 def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
-    """The plan of a product whose x goes in bytes; None: x as it is, since that is faster or because x has to stay."""
-    if gemm.activations == "exact" or gemm.m <= FEW_ROWS or gemm.batch_invariant or gemm.float_y:
-        return None
-    if device.capability != (9, 0) or why_exact(gemm.kind, gemm.activations):
-        return None
+    """The plan of a product whose x goes in bytes; None: x as it is, and `why_as_it_is` says why."""
+    shape = None if why_as_it_is(gemm, device) else fastest(gemm, device)
+    return None if shape is None else launch_bytes(gemm, device, shape)
+
+
+def fastest(gemm: Gemm, device: Device) -> ByteShape | None:
+    """The shape with the least estimated time; None: x in 16 bits takes less."""
     way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
-    if way == "scaled" and gemm.k < SHORT_K:
-        return None
     too_wide = 208 if gemm.gate is not None and way == "folded" else 0  # registers are too few
     shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS and width != too_wide]
     shapes += [ByteShape(128, split=split) for split in (2, 3)]
@@ -146,7 +162,7 @@ def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
     quantizing = CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
     as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
     factor = 1 if gemm.m <= 128 else AS_IT_IS
-    return launch_bytes(gemm, device, chosen) if cost(chosen) + quantizing < factor * as_it_is else None
+    return chosen if cost(chosen) + quantizing < factor * as_it_is else None
 
 
 def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
@@ -215,7 +231,7 @@ def quantize(gemm: Gemm, stride: int) -> KernelLaunch:
     macros = {
         "TYPE": "BF16" if gemm.bfloat16 else "F16",
         "INTEGERS": str(int(way == "int8")),
-        "STEEPNESS": str(int(way == "folded")),
+        "STEEPNESS": str(int(way != "int8")),
         "THREADS": str(threads),
         "HELD": str(min(8, -(-blocks // threads))),
     }

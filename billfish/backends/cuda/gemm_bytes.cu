@@ -6,7 +6,7 @@
 //
 // *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
 // it adds STEPS times 32 k, and the sums go to other registers. Where groups have scales, this multiplies by these. Sums of int8 are
-// exact. FOLDED weights have no scales left: `Held` keeps their sums. Where x is steep in some row of the tile, STEPS is 1.
+// exact. FOLDED weights have no scales left: 512 k go by until then. Where x is steep in some row of the tile, only 32 k do.
 //
 // Compiled with: TYPE (of y), ELEMENT, SCALE, OFFSET, GROUPS, BYTES, GIVEN, and the shape, as gemm_large.cu.
 #include "bytes.cuh"
@@ -48,22 +48,9 @@ template <class Sums> DEVICE void settle(Sums& d) {
   for (int j = 0; j < WIDTH / 2; j++) asm volatile("" : "+f"(d[j])::"memory");
 }
 
-// Sums of FOLDED weights beside those in the tensor core, which begin again with 0.
-template <bool HALVES> struct Held {
-  static constexpr bool begins_anew = true;
-  float sums[WIDTH / 2] = {};
-
-  template <class Sums> __device__ __forceinline__ void promote(Sums& d) {
-#pragma unroll
-    for (int j = 0; j < WIDTH / 2; j++) sums[j] += d[j];
-  }
-  __device__ __forceinline__ float2 pair(int p) const { return {sums[2 * p], sums[2 * p + 1]}; }
-};
-
-// Registers are too few for that in tiles of 256 rows. Of two float32 sums the upper halves share a register, and what the lower halves had
-// goes back to the tensor core, so nothing is lost. That takes 7 operations for two sums instead of 2.
-template <> struct Held<true> {
-  static constexpr bool begins_anew = false;
+// Sums of FOLDED weights in tiles of 256 rows, for which registers are too few: of two float32 sums the upper halves share one. What the
+// lower halves had goes back to the tensor core, so nothing is lost. That takes 7 operations for two sums instead of 2.
+struct Halves {
   u32 halves[WIDTH / 4] = {};
 
   // The second number is the whole word: the first one's bits are the lower half of it, each time.
@@ -150,22 +137,44 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
       barrier_wait(filled + 8 * next.stage, next.parity);
       fetch(next.stage, 0);
     };
+    auto scale_of_group = [&](int group) {
+      const uint2 stored = Brick::stored_scale(groups_at + at.stage * W_BYTES, 0, group);
+      return SCALE::decode(stored.x, stored.y);
+    };
+    auto promote = [&](float2 factor, int step) {
+#pragma unroll
+      for (int eight = 0; eight < WIDTH / 8; eight++) {
+        float2 of_x = {1, 1};
+        if constexpr (GIVEN) {
+          const u32 from = ss + at.stage * SCALE_BYTES + (eight * 8 + (lane & 3) * 2) * 16 + step * 4;
+          of_x = {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 16))};
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int j = eight * 4 + h * 2;
+          const float by = h ? factor.y : factor.x;
+          sums[0][j] += (float)d[j] * (by * of_x.x), sums[0][j + 1] += (float)d[j + 1] * (by * of_x.y);
+        }
+      }
+    };
     await_next(at);
     const u32 scales = ss + at.stage * SCALE_BYTES;
     if constexpr (!GIVEN)
       for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(scales + row * (int)sizeof(RowOfX)));
-    if constexpr (FOLDED) {
+    bool is_steep = false;
+    if constexpr (BYTES == FP8 && WIDTH <= 208) is_steep = Steep(scales, Tile(number, rows, n), lane).parts != 0;
+    if constexpr (FOLDED && WIDTH > 208) {
       // One product is under way while the next one's weights are decoded, in the other one of two sets of registers.
-      Held<(WIDTH > 208)> held;
+      Halves held;
       const Steep steep(scales, Tile(number, rows, n), lane);
       int alone = 0;  // steps of a steep brick that are promoted
       u32 a[2][4];
 #pragma unroll
       for (int j = 0; j < WIDTH / 2; j++) d[j] = 0;
       loads[0].decode(0, a[0]);
-      auto multiply_step = [&](int step, u32 (&a)[4], bool first) {
+      auto multiply_step = [&](int step, u32 (&a)[4]) {
         wgmma_fence();
-        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, !(held.begins_anew && first));
+        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 1);
         wgmma_commit();
       };
       auto finish_brick = [&](const Ring& next) {
@@ -179,7 +188,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           loads[1].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
           if (alone % 2) loads[1].skip_first();
           loads[1].decode(0, a[1]);
-          multiply_step(alone, a[1], true);
+          multiply_step(alone, a[1]);
           if (alone = (alone + 1) % IN_BRICK; alone == 0) {
             const Ring next = after();
             await_next(next);
@@ -191,7 +200,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
             const Ring next = after();
 #pragma unroll
             for (int step = 0; step < IN_BRICK; step++) {
-              multiply_step(step, a[step % 2], step == 0 && done < 0);
+              multiply_step(step, a[step % 2]);
               if (step == 0) fetch(at.stage, 1);
               if (step == 2) await_next(next);
               wgmma_wait<1>();
@@ -213,6 +222,52 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
         const float2 kept = held.pair(p);
         sums[0][2 * p] = d[2 * p] + kept.x, sums[0][2 * p + 1] = d[2 * p + 1] + kept.y;
       }
+    } else if (is_steep) {
+      // Sums of each product are promoted.
+      u32 a[4];
+      for (; is_left(); brick += TEAMS) {
+        const Ring next = after();
+        for (int step = 0; step < IN_BRICK; step++) {
+          loads[0].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, step / 2);
+          if (step % 2) loads[0].skip_first();
+          loads[0].decode(0, a);
+          wgmma_fence();
+          wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+          promote(FOLDED ? make_float2(1, 1) : scale_of_group(0), 0);
+        }
+        barrier_wait(filled + 8 * next.stage, next.parity);
+        release(at.stage);
+        at = next;
+      }
+    } else if constexpr (FOLDED) {
+      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
+      u32 a[2][4];
+      for (bool first = true; is_left(); brick += TEAMS, first = false) {
+        const Ring next = after();
+        const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
+        const bool anew = first || (brick / TEAMS + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
+#pragma unroll
+        for (int step = 0; step < IN_BRICK; step++) {
+          if (step == 0) fetch(at.stage, 1);
+          if (step == 2) await_next(next);
+          wgmma_wait<1>();
+          if (step == 1 && !first) release(at.stage < TEAMS ? at.stage + STAGES - TEAMS : at.stage - TEAMS);  // the brick before
+          loads[step / 2].decode(step % 2, a[step % 2]);
+          if (step == 0 && anew && !first) {
+            wgmma_wait<0>();
+            promote(make_float2(1, 1), 0);
+          }
+          wgmma_fence();
+          wgmma<BYTES>(d, a[step % 2], b + step * 2, step > 0 || !anew);
+          wgmma_commit();
+        }
+        if (brick + TEAMS < share.last_brick) at = next;
+      }
+      wgmma_wait<0>();
+      release(at.stage);
+      promote(make_float2(1, 1), 0);
     } else {
       u32 a[IN_BRICK][4];
       for (; is_left(); brick += TEAMS) {
@@ -231,21 +286,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           if (step == IN_BRICK - 1) await_next(next);
           wgmma_wait<0>();
           if (!GIVEN && step == IN_BRICK - 1) release(at.stage);
-          const float2 factor = SCALE::decode(stored.x, stored.y);
-#pragma unroll
-          for (int eight = 0; eight < WIDTH / 8; eight++) {
-            float2 of_x = {1, 1};
-            if constexpr (GIVEN) {
-              const u32 from = ss + at.stage * SCALE_BYTES + (eight * 8 + (lane & 3) * 2) * 16 + step * 4;
-              of_x = {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 16))};
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const int j = eight * 4 + h * 2;
-              const float by = h ? factor.y : factor.x;
-              sums[0][j] += (float)d[j] * (by * of_x.x), sums[0][j + 1] += (float)d[j + 1] * (by * of_x.y);
-            }
-          }
+          promote(SCALE::decode(stored.x, stored.y), step);
         }
         if constexpr (GIVEN) release(at.stage);
         at = next;
