@@ -121,7 +121,7 @@ def way_of(kind: Kind, activations: str) -> str:
 
 
 def why_as_it_is(gemm: Gemm, device: Device) -> str:
-    """Why a product that may have x in bytes takes x as it is, or "": what a layer that was asked for fp8 or q8 does."""
+    """Why a product whose x may go in bytes takes x as it is, or ""."""
     if gemm.activations == "exact":
         return "nobody asked for 8 bits"
     if device.capability != (9, 0):
