@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import ml_dtypes
@@ -17,12 +18,14 @@ import billfish as bf
 from billfish.activations import quantize_rows
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda.byte_plans import (
+    ROW_BYTES,
     STAGE_NS,
     ByteShape,
     byte_plan,
     given_plan,
     launch_bytes,
     launches,
+    why_as_it_is,
     why_exact,
     why_not_given,
 )
@@ -38,7 +41,7 @@ ORDER = [k for c in range(4) for k in (2 * c, 2 * c + 8, 2 * c + 1, 2 * c + 9)] 
 
 @cache
 def emulated() -> ctypes.CDLL:
-    library = compiled_file("bytes.cpp", ("device.cuh", "decode.cuh", "bytes.cuh", "quantize_rows.cu"))
+    library = compiled_file("bytes.cpp", ("device.cuh", "decode.cuh", "bytes.cuh", "row_of_x.cuh", "quantize_rows.cu"))
     for name in ("int4_fp8", "int4_int8", "e2m1_fp8", "e2m1_folded"):
         getattr(library, f"{name}_reduced").restype = ctypes.c_float
     return library
@@ -102,16 +105,45 @@ def test_rows_are_rounded_as_the_model_says(call, activations, k):
     x = np.full((m, x_stride), 7, type)
     x[:, :k] = rng.standard_normal((m, k)) * np.exp(3 * rng.standard_normal((m, 1)))
     x[1, :k], x[2, k // 2], x[3, k - 1] = 0, np.nan, -np.inf
-    work = np.full(m * stride + 4 * m, 255, np.uint8)
+    work = np.full(m * stride + ROW_BYTES * m, 255, np.uint8)
     getattr(emulated(), f"quantize_{call}")(at(x), at(work), m, k, x_stride, stride)
     expected = quantize_rows(x[:, :k], activations)
     finite = np.isfinite(expected.scale)
-    scale = work[m * stride :].view(np.float32)
+    scale = work[m * stride :].view(np.float32)[::2]
     assert np.array_equal(scale, expected.scale, equal_nan=True)
     assert finite.tolist() == [True, True, False, False, True, True, True]
     padded = np.zeros((m, stride), np.uint8)
     padded[:, :k] = expected.codes
     assert np.array_equal(work[: m * stride].reshape(m, stride)[finite], padded[:, in_order(stride)][finite])
+
+
+def steep_parts(x: np.ndarray) -> np.ndarray:
+    """Which parts of 512 k are steep, by row_of_x.cuh: bool [M, parts]."""
+    m, k = x.shape
+    padded = np.zeros((m, -(-k // 512) * 512))
+    padded[:, :k] = np.abs(x.astype(np.float64))
+    peaks = padded.reshape(m, -1, 32, 16).max(axis=3).sum(axis=2)
+    others = (peaks.sum(axis=1) - padded.max(axis=1)) / -(-k // 16)
+    return peaks > 2 * 32 * others[:, None]
+
+
+@pytest.mark.parametrize("k", [512, 4096, 20000])
+def test_parts_of_rows_with_a_large_number_are_steep(k):
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((6, k)).astype(np.float16)
+    x[1, 7], x[2, k - 1], x[3, k // 2], x[4], x[5, 3] = 500, -300, 20, 0, np.inf
+    stride = -(-k // 16) * 16
+    work = np.full(6 * (stride + ROW_BYTES), 255, np.uint8)
+    emulated().quantize_fp8(at(x), at(work), 6, k, k, stride)
+    parts = np.arange(-(-k // 512))
+    found = work[6 * stride :].view(np.uint32)[1::2, None] >> (parts % 32).astype(np.uint32) & 1
+    expected = steep_parts(x[:5])
+    assert expected.sum() == 2
+    if len(parts) > 32:  # a bit has several parts
+        expected[:, :-32] |= expected[:, 32:]
+        expected[:, 32:] = expected[:, :-32]
+    assert np.array_equal(found[:5], expected)
+    assert not found[5].any()
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -187,6 +219,17 @@ def test_few_rows_small_matrices_and_other_gpus_take_x_as_it_is():
     ]
     names = [launch.name for launch in launches(Gemm(MXFP4, 2048, 4096, 4096, activations="fp8"), H200)]
     assert names == ["marlin_quantize_rows", "marlin_gemm_bytes"]
+
+
+def test_what_takes_x_as_it_is_says_why():
+    fp8 = Gemm(MXFP4, 2048, 4096, 4096, activations="fp8")
+    assert why_as_it_is(fp8, H200) == ""
+    assert "no Hopper GPU" in why_as_it_is(fp8, ADA)
+    assert "up to 64, x in 16 bits" in why_as_it_is(replace(fp8, m=64), H200)
+    assert "rounding x would take longer" in why_as_it_is(replace(fp8, n=1536, k=576), H200)
+    assert "the same bits" in why_as_it_is(replace(fp8, batch_invariant=True), H200)
+    assert "16 octaves" in why_as_it_is(replace(fp8, kind=replace(MXFP4, narrow=False)), H200)
+    assert "nobody asked" in why_as_it_is(replace(fp8, activations="exact"), H200)
 
 
 def test_what_was_measured_goes_in_bytes():

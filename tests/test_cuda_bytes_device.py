@@ -39,8 +39,22 @@ def error(y: torch.Tensor, x: torch.Tensor, q: bf.QuantizedTensor, activations: 
     return float((y.double() - exact).norm() / exact.norm())
 
 
+def multiplied(x: torch.Tensor, q: bf.QuantizedTensor, activations: str, shape: ByteShape) -> torch.Tensor:
+    """y in bytes, whatever the plan would be; every byte that is not written is 255."""
+    held, (n, k), m = DeviceWeights.pack(q, "cuda:0"), q.shape, len(x)
+    plan = launch_bytes(Gemm(held.kind, m, n, k, x.dtype == torch.bfloat16, activations=activations), GPU, shape)
+    work = torch.full((plan.work_bytes,), 255, dtype=torch.uint8, device="cuda")
+    sizes = m, n, k, BYTES, plan.box_rows
+    product = launcher().NativeProduct(native(plan.launch, 0), address(held.bricks), address(held.row_scale), *sizes)
+    y, stream = torch.full((m, n), float("nan"), dtype=x.dtype, device="cuda"), torch.cuda.current_stream()
+    native(plan.quantize, 0)(stream.cuda_stream, x.data_ptr(), work.data_ptr(), k, k, plan.stride)
+    product(stream.cuda_stream, work.data_ptr(), plan.stride, 0, y.data_ptr())
+    torch.cuda.synchronize()
+    return y
+
+
 SHAPES = [
-    *(ByteShape(width) for width in (64, 128, 152, 176, 192, 208)),
+    *(ByteShape(width) for width in (64, 128, 152, 176, 192, 208, 256)),
     *(ByteShape(128, teams, split) for teams in (1, 2) for split in (1, 2, 3)),
     ByteShape(64, split=2),
 ]
@@ -51,23 +65,13 @@ SHAPES = [
 def test_every_shape(shape, format, size, activations):
     if activations == "q8" and (shape.width % 16 or shape.width == 208):
         pytest.skip("no such wgmma, or registers are too few")
+    if shape.width == 256 and format != "mxfp4":
+        pytest.skip("registers are too few")
     q = weights(200, 1056 if format == "mxfp4" else 1024, format, size)
-    held, (n, k) = DeviceWeights.pack(q, "cuda:0"), q.shape
     for m, dtype in ((70, torch.float16), (333, torch.bfloat16)):
-        x = torch.randn((m, k), device="cuda").to(dtype)
-        gemm = Gemm(held.kind, m, n, k, dtype == torch.bfloat16, activations=activations)
-        plan = launch_bytes(gemm, GPU, shape)
-        work = torch.full((plan.work_bytes,), 255, dtype=torch.uint8, device="cuda")
-        product = launcher().NativeProduct(
-            native(plan.launch, 0), address(held.bricks), address(held.row_scale), m, n, k, BYTES, plan.box_rows
-        )
-        results = []
-        for _ in range(2):
-            y, stream = torch.full((m, n), float("nan"), dtype=dtype, device="cuda"), torch.cuda.current_stream()
-            native(plan.quantize, 0)(stream.cuda_stream, x.data_ptr(), work.data_ptr(), k, k, plan.stride)
-            product(stream.cuda_stream, work.data_ptr(), plan.stride, 0, y.data_ptr())
-            torch.cuda.synchronize()
-            results.append(y)
+        x = torch.randn((m, q.shape[1]), device="cuda").to(dtype)
+        x[m // 2, 7] = 3000  # a steep row
+        results = [multiplied(x, q, activations, shape) for _ in range(2)]
         assert error(results[0], x, q, activations) < (1e-3 if dtype == torch.float16 else 4e-3)
         assert torch.equal(*results)
 
@@ -83,18 +87,45 @@ def test_products_with_a_bias(m, n, k, format, size, activations):
     assert error(y.double() - bias.double(), x, q, taken) < 1e-3
 
 
-@pytest.mark.parametrize(("format", "size", "activations"), [way for way in WAYS if way[2] == "fp8"])
-@pytest.mark.parametrize("large", [0, 1, 32, 128])
-@pytest.mark.parametrize("k", [4096, 14336])
-def test_the_worst_signs_stay_within_the_bound(k, large, format, size, activations):
-    """All terms positive; then the first one so many times the others, on top of which the others are added."""
+fp8_ways = pytest.mark.parametrize(("format", "size", "activations"), [way for way in WAYS if way[2] == "fp8"])
+
+
+@fp8_ways
+@pytest.mark.parametrize("k", [512, 1024, 2560, 4096, 14336])
+def test_one_large_number_of_x_stays_within_the_bound(k, format, size, activations):
+    """All terms positive: none larger, then one of each row, which the tensor core would add the others to."""
     q = weights(2048, k, format, size, positive=True)
-    x = torch.rand((512, k), device="cuda").half()
-    if large:
-        x[:, 0] = large
-    y = bf.quantized_linear(x, q, activations=activations)
-    assert byte_plan(Gemm(DeviceWeights.pack(q, "cuda:0").kind, 512, 2048, k, activations=activations), GPU)
-    assert error(y, x, q, activations) < BOUND
+    for times in (1, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536):
+        for place in (0, 3, k // 2 + 33, k - 1):
+            x = torch.rand((256, k), device="cuda")
+            x[:, place] = times / 2
+            x = (x / x.sum(dim=1).max() * 2000).half()
+            for width in (128, 256) if format == "mxfp4" else (128,):
+                found = error(multiplied(x, q, activations, ByteShape(width)), x, q, activations)
+                assert found < BOUND, (times, place, width, found)
+
+
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("times", [8, 128, 1024, 8192])
+def test_one_large_weight_stays_within_the_bound(times, k):
+    w = torch.rand((2048, k), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    w[:, k // 2] = times / 2
+    q, x = bf.quantize(w, "mxfp4", method="rtn"), torch.rand((512, k), device="cuda").half()
+    y = bf.quantized_linear(x, q, activations="fp8")
+    taken = byte_plan(Gemm(DeviceWeights.pack(q, "cuda:0").kind, 512, 2048, k, activations="fp8"), GPU) is not None
+    assert taken == (times == 8)
+    assert error(y, x, q, "fp8" if taken else "exact") < BOUND
+
+
+@fp8_ways
+def test_large_numbers_in_other_places_of_each_row_and_both_signs(format, size, activations):
+    k = 4096
+    q = weights(2048, k, format, size)
+    x = torch.randn((300, k), device="cuda")
+    places = torch.randint(0, k, (300, 3), device="cuda")
+    x.scatter_(1, places, 2000.0)
+    x = x.half()
+    assert error(multiplied(x, q, activations, ByteShape(128)), x, q, activations) < BOUND
 
 
 @ways

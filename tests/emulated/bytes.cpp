@@ -2,6 +2,8 @@
 // that meet.
 #include "ptx.h"
 
+#include <numeric>
+
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 using std::max;
 
@@ -62,16 +64,30 @@ inline int __float2int_rn(float v) { return int(std::nearbyint(v)); }
 inline uint32_t largest_of_warp(uint32_t, uint32_t value) {
   return warps::exchanged(int(value), [](const int* values) { return uint32_t(*std::max_element(values, values + 32)); });
 }
+inline int sum_of_warp(uint32_t, int value) {
+  return warps::exchanged(value, [](const int* values) { return std::accumulate(values, values + 32, 0); });
+}
+inline float shuffle_xor(uint32_t, float value, int by) {
+  int bits;
+  std::memcpy(&bits, &value, 4);
+  return __uint_as_float(warps::exchanged(bits, [=](const int* values) { return values[threadIdx.x % 32 ^ by]; }));
+}
 #define __reduce_max_sync largest_of_warp
+#define __reduce_add_sync sum_of_warp
+#define __shfl_xor_sync shuffle_xor
 #define __int_as_float __uint_as_float
+inline uint32_t atomicOr(uint32_t* to, uint32_t bits) { return __atomic_fetch_or(to, bits, __ATOMIC_SEQ_CST); }
 #define THREADS 64
 #define HELD 2
+#define STEEPNESS 1
 #define INTEGERS 0
 namespace fp8 {
 #include "quantize_rows.cu"
 }
 #undef INTEGERS
+#undef STEEPNESS
 #define INTEGERS 1
+#define STEEPNESS 0
 namespace int8 {
 #include "quantize_rows.cu"
 }

@@ -65,6 +65,9 @@ EMULATED void prmt_b32(uint32_t& d, uint32_t a, uint32_t b, uint32_t select) {
     d |= (choice < 8 ? byte : byte & 128 ? 255 : 0) << (8 * i);  // bit 3: the sign of that byte, eight times
   }
 }
+EMULATED void max_u16x2(uint32_t& d, uint32_t a, uint32_t b) {
+  d = std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
+}
 EMULATED void brev_b32(uint32_t& d, uint32_t a) {
   d = 0;
   for (int i = 0; i < 32; i++) d |= (a >> i & 1) << (31 - i);

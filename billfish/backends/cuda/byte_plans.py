@@ -1,8 +1,8 @@
 """Which products multiply x in bytes, and in which shape of gemm_bytes.cu: docs/cuda.md has the figures.
 
 `activations="fp8"` rounds x to E4M3, "q8" to int8, with one scale for each row of x. Weights stay exact, so only some
-kinds can: `why_exact` says why others cannot. Up to FEW_ROWS rows of x the kernels of 16 bits are the faster ones, and
-`byte_plan` gives None: x is multiplied as it is.
+kinds can: `why_exact` says why others cannot. Where the kernels of 16 bits are the faster ones, up to FEW_ROWS rows of
+x for one, `byte_plan` gives None: x is multiplied as it is, and `why_as_it_is` says so.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from billfish.backends.cuda.plans import (
 
 FEW_ROWS = 64
 MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
+ROW_BYTES = 8  # of row_of_x.cuh
 SIXTEEN = 16  # k that quantize_rows.cu writes at a time
 
 # Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K.
 # Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
 STAGE_NS = {
-    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605}, {128: 404}),
+    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 800}, {128: 404}),
     "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
     "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
 }
@@ -111,7 +112,7 @@ def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
 
 def most_work(rows: int, k: int) -> int:
     """Memory that products with up to so many rows and columns of x want for x in bytes."""
-    return rows * -(-k // SIXTEEN) * SIXTEEN + 4 * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
+    return rows * -(-k // SIXTEEN) * SIXTEEN + ROW_BYTES * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
 
 
 def way_of(kind: Kind, activations: str) -> str:
@@ -119,16 +120,36 @@ def way_of(kind: Kind, activations: str) -> str:
     return "int8" if activations == "q8" else "folded" if kind.scale == "ScaleE5M2" else "scaled"
 
 
+def why_as_it_is(gemm: Gemm, device: Device) -> str:
+    """Why a product whose x may go in bytes takes x as it is, or ""."""
+    if gemm.activations == "exact":
+        return "nobody asked for 8 bits"
+    if device.capability != (9, 0):
+        return f"{device.name} is no Hopper GPU"
+    reason = why_exact(gemm.kind, gemm.activations)
+    if reason:
+        return reason
+    if gemm.batch_invariant or gemm.float_y:
+        return "gemm_small alone gives the same bits in any batch, and float32"
+    if gemm.m <= FEW_ROWS:
+        return f"{gemm.m} rows: up to {FEW_ROWS}, x in 16 bits is as fast"
+    if fastest(gemm, device) is None:
+        return f"{gemm.m} rows of {gemm.k} x {gemm.n}: rounding x would take longer than 8 bits gain"
+    return ""
+
+
 @lru_cache(maxsize=4096)
 def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
-    """The plan of a product whose x goes in bytes; None: x as it is, since that is faster or because x has to stay."""
-    if gemm.activations == "exact" or gemm.m <= FEW_ROWS or gemm.batch_invariant or gemm.float_y:
-        return None
-    if device.capability != (9, 0) or why_exact(gemm.kind, gemm.activations):
-        return None
+    """The plan of a product whose x goes in bytes; None: x as it is, and `why_as_it_is` says why."""
+    shape = None if why_as_it_is(gemm, device) else fastest(gemm, device)
+    return None if shape is None else launch_bytes(gemm, device, shape)
+
+
+def fastest(gemm: Gemm, device: Device) -> ByteShape | None:
+    """The shape with the least estimated time; None: x in 16 bits takes less."""
     way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
-    widest = 192 if gemm.gate is not None and way == "folded" else 208  # registers are too few for more
-    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if FEW_ROWS < width <= widest]
+    too_wide = 208 if gemm.gate is not None and way == "folded" else 0  # registers are too few
+    shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS and width != too_wide]
     shapes += [ByteShape(128, split=split) for split in (2, 3)]
     if gemm.m <= 128:
         shapes += [ByteShape(64, split=2), *(ByteShape(128, teams=2, split=split) for split in (1, 2, 3))]
@@ -141,12 +162,12 @@ def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
     quantizing = CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
     as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
     factor = 1 if gemm.m <= 128 else AS_IT_IS
-    return launch_bytes(gemm, device, chosen) if cost(chosen) + quantizing < factor * as_it_is else None
+    return chosen if cost(chosen) + quantizing < factor * as_it_is else None
 
 
 def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
     """Stages of the ring, and all dynamic shared memory as gemm_bytes.cu lays it out."""
-    stage = shape.width * (BRICK + (16 if given else 4)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    stage = shape.width * (BRICK + (16 if given else ROW_BYTES)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
     owned = -(-shape.width // 8 // shape.partners)
     letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
     rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters
@@ -157,9 +178,8 @@ def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int
 def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
     """A plan in this shape."""
     stride = -(-gemm.k // SIXTEEN) * SIXTEEN
-    integers = gemm.activations == "q8"
     work_bytes = most_work(gemm.m, gemm.k)
-    return BytePlan(quantize(gemm, stride, integers), _launch(gemm, device, shape), shape.width, stride, work_bytes)
+    return BytePlan(quantize(gemm, stride), _launch(gemm, device, shape), shape.width, stride, work_bytes)
 
 
 def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
@@ -203,16 +223,17 @@ def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -
     )
 
 
-def quantize(gemm: Gemm, stride: int, integers: bool) -> KernelLaunch:
-    """One CTA a row, whose threads hold all of it up to 1024 * 4 * 16 k."""
+def quantize(gemm: Gemm, stride: int) -> KernelLaunch:
+    """One CTA a row, whose threads hold all of it up to 256 * 8 * 16 k."""
     blocks = stride // SIXTEEN
-    threads = min(256, -(-blocks // 32) * 32) if blocks <= 1024 else 1024
-    held = min(4, -(-blocks // threads))
+    threads = min(256, -(-blocks // 32) * 32)
+    way = way_of(gemm.kind, gemm.activations)
     macros = {
         "TYPE": "BF16" if gemm.bfloat16 else "F16",
-        "INTEGERS": str(int(integers)),
+        "INTEGERS": str(int(way == "int8")),
+        "STEEPNESS": str(int(way != "int8")),
         "THREADS": str(threads),
-        "HELD": str(held),
+        "HELD": str(min(8, -(-blocks // threads))),
     }
     defined = tuple(sorted(macros.items()))
     return KernelLaunch("quantize_rows.cu", "marlin_quantize_rows", defined, (gemm.m,), threads, overlap=True)

@@ -68,6 +68,11 @@ template <class Decoded, class Scale> struct LoadOf {
     words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     if constexpr (IS_POWER<Scale>) scales = load_shared4(groups + Brick::code_bytes + load * 4);
   }
+  // Operand 1 becomes operand 0.
+  __device__ __forceinline__ void skip_first() {
+    words[0] = words[2], words[1] = words[3];
+    if constexpr (IS_POWER<Scale>) scales >>= 16;
+  }
   // Operand 0 or 1: registers of the rows g and g + 8 for 16 k, then for the next 16 k.
   __device__ __forceinline__ void decode(int operand, u32 (&a)[4]) const {
 #pragma unroll

@@ -25,6 +25,9 @@ from billfish.tensor import QuantizedTensor
 
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
+STEEP_POWERS = (
+    16  # a power of two so many times the mean of its row's others would cut off their terms in the tensor core
+)
 NARROW_OCTAVES = 16  # E5M2's smallest number is 2^-16, and a row's largest power of two goes to 2
 MIDDLE_LIMIT = 256  # float16 and bfloat16 hold integers up to 256 exactly
 
@@ -210,7 +213,8 @@ def _byte_scales(
         exponent = np.where(empty, 0, codes - largest)
         if exponent.min() < -31:
             return None
-        name, dropped, narrow = "ScaleE5M2", 8, bool(exponent.min() >= -NARROW_OCTAVES)
+        name, dropped = "ScaleE5M2", 8
+        narrow = bool(exponent.min() >= -NARROW_OCTAVES) and not _are_steep(exponent, empty)
         scale = np.ldexp(np.float32(1), exponent + 8)
         row_scale = np.ldexp(np.float32(1), largest[:, 0] - 127 - 8)
     elif means in E4M3 and groups == 8:
@@ -226,6 +230,16 @@ def _byte_scales(
     if (half != raised).any() or (bits & np.uint16((1 << dropped) - 1)).any():
         return None
     return name, (bits >> np.uint16(dropped)).astype(np.uint8), row_scale, narrow
+
+
+def _are_steep(exponent: NDArray[np.int32], empty: NDArray[np.bool_]) -> bool:
+    """Whether in some row of powers of two [N, groups] the largest is STEEP_POWERS times the mean of the others.
+
+    Empty groups do not count.
+    """
+    powers = np.where(empty, np.float32(0), np.ldexp(np.float32(1), exponent))
+    others, count = powers.sum(axis=1) - powers.max(axis=1), np.where(empty, 0, 1).sum(axis=1) - 1
+    return bool((others * np.float32(STEEP_POWERS) < count).any())
 
 
 def _empty_groups(codes: Codes, group_size: int) -> NDArray[np.bool_]:

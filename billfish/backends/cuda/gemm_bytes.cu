@@ -1,14 +1,16 @@
 // Many rows of x, in bytes, on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
 //
 // As gemm_large.cu, with these differences. x is what quantize_rows.cu made: E4M3 or int8, each 16 k in the order of bytes.cuh, and
-// behind all of them a float32 scale for each row; or, GIVEN, for each 32 k of a row, and then y is float32. A warpgroup has one strip. wgmma takes 32 k.
+// behind all of them a RowOfX for each row; or, GIVEN, a float32 scale for each 32 k of a row, and then y is float32. A warpgroup has one
+// strip. wgmma takes 32 k.
 //
 // *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
-// it adds STEPS times 32 k, and the sums go to float32 sums in other registers. Where groups have scales, this multiplies by these.
-// Sums of int8 are exact. FOLDED weights have no scales left, and 512 k go by until then.
+// it adds STEPS times 32 k, and the sums go to other registers. Where groups have scales, this multiplies by these. Sums of int8 are
+// exact. FOLDED weights have no scales left: 512 k go by until then. Where x is steep in some row of the tile, only 32 k do.
 //
 // Compiled with: TYPE (of y), ELEMENT, SCALE, OFFSET, GROUPS, BYTES, GIVEN, and the shape, as gemm_large.cu.
 #include "bytes.cuh"
+#include "row_of_x.cuh"
 #include "tiles.cuh"
 #include "wgmma.cuh"
 
@@ -19,7 +21,7 @@ static_assert(!GIVEN || PARTNERS == 1, "float32 is stored by whoever has all sum
 
 // Shared memory: STAGES of x, of bricks, of scales of x; what tiles.cuh says; and for each warpgroup its scales of x, of all rows that
 // partners own, which may be a few more than there are.
-constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : 4), OWN_BYTES = PARTNERS * OWNED * 4;
+constexpr int X_BYTES = WIDTH * 128, SCALE_BYTES = WIDTH * (GIVEN ? 16 : (int)sizeof(RowOfX)), OWN_BYTES = PARTNERS * OWNED * 4;
 
 template <Bytes X> struct Sums { typedef float type; };
 template <> struct Sums<INT8> { typedef int type; };
@@ -40,7 +42,48 @@ struct Scales {
   }
 };
 
-DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const float* x_scale, const void* __restrict__ bias,
+// Sums that the compiler must not touch before, nor change after.
+template <class Sums> DEVICE void settle(Sums& d) {
+#pragma unroll
+  for (int j = 0; j < WIDTH / 2; j++) asm volatile("" : "+f"(d[j])::"memory");
+}
+
+// Sums of FOLDED weights in tiles of 256 rows, for which registers are too few: of two float32 sums the upper halves share one. What the
+// lower halves had goes back to the tensor core, so nothing is lost. That takes 7 operations for two sums instead of 2.
+struct Halves {
+  u32 halves[WIDTH / 4] = {};
+
+  // The second number is the whole word: the first one's bits are the lower half of it, each time.
+  __device__ __forceinline__ float2 pair(int p) const { return {__uint_as_float(halves[p] << 16), __uint_as_float(halves[p])}; }
+  template <class Sums> __device__ __forceinline__ void promote(Sums& d) {
+#pragma unroll
+    for (int p = 0; p < WIDTH / 4; p++) {
+      const float2 before = pair(p);
+      const float first = d[2 * p] + before.x, second = d[2 * p + 1] + before.y;
+      halves[p] = permute(__float_as_uint(first), __float_as_uint(second), 0x7632);
+      const float2 kept = pair(p);
+      d[2 * p] = first - kept.x, d[2 * p + 1] = second - kept.y;
+    }
+    settle(d);
+  }
+};
+
+// Where x is steep in some row of a tile, as RowOfX has it. A warp finds out by itself, of scales in shared memory.
+struct Steep {
+  u32 parts = 0;
+
+  __device__ __forceinline__ Steep(u32 scales, const Tile& tile, int lane) {
+#pragma unroll
+    for (int row = lane; row < WIDTH; row += 32)
+      if (tile.row + row < tile.end) parts |= load_shared4(scales + row * (int)sizeof(RowOfX) + 4);
+    parts = __reduce_or_sync(0xffffffff, parts);
+  }
+  __device__ __forceinline__ bool at(int brick) const {
+    return parts >> (brick / (PART / 128) % 32) & 1;
+  }
+};
+
+DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale, const u8* x_scale, const void* __restrict__ bias,
                      u16* __restrict__ y, const Rows& rows, int n, int k) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ __align__(8) Barriers barriers;
@@ -62,7 +105,7 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
         if (!elected) return;
         const bool first = GIVEN || brick < share.first_brick + TEAMS;  // each team wants the scales of its rows once
         barrier_expect(full + 8 * stage, X_BYTES + (first ? SCALE_BYTES : 0));
-        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 4 : row), SCALE_BYTES, full + 8 * stage);
+        if (first) copy_bulk(ss + stage * SCALE_BYTES, x_scale + (GIVEN ? ((size_t)brick * rows.m + row) * 16 : row * sizeof(RowOfX)), SCALE_BYTES, full + 8 * stage);
         copy_box(xs + stage * X_BYTES, &x_map, full + 8 * stage, brick * 128, row);
       });
     }
@@ -79,58 +122,156 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
   Ring at;
   at.next(team);
   for (int number = share.first_tile; number < share.count; number += share.stride) {
-    const int mine = (share.last_brick - share.first_brick - team + TEAMS - 1) / TEAMS;
     Sum d[WIDTH / 2];
     float sums[1][WIDTH / 2] = {};
+    int brick = share.first_brick + team;
+    auto is_left = [&] { return brick < share.last_brick; };
     Load loads[2];
     auto fetch = [&](int stage, int load) { loads[load].fetch(codes_at + stage * W_BYTES, groups_at + stage * W_BYTES, load); };
-    auto after = [&](bool last) {  // the last brick is fetched again, rather than that there is a branch
+    auto after = [&] {  // the last brick is fetched again, rather than that there is a branch
       Ring next = at;
-      if (!last) next.next(TEAMS);
+      if (brick + TEAMS < share.last_brick) next.next(TEAMS);
       return next;
     };
-    barrier_wait(filled + 8 * at.stage, at.parity);
-    fetch(at.stage, 0);
-    if constexpr (!GIVEN)
-      for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(ss + at.stage * SCALE_BYTES + row * 4));
-    if constexpr (STEPS > IN_BRICK) {
-      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
-      auto promote = [&] {
+    auto await_next = [&](const Ring& next) {
+      barrier_wait(filled + 8 * next.stage, next.parity);
+      fetch(next.stage, 0);
+    };
+    auto scale_of_group = [&](int group) {
+      const uint2 stored = Brick::stored_scale(groups_at + at.stage * W_BYTES, 0, group);
+      return SCALE::decode(stored.x, stored.y);
+    };
+    auto promote = [&](float2 factor, int step) {
 #pragma unroll
-        for (int j = 0; j < WIDTH / 2; j++) sums[0][j] += d[j];
-      };
+      for (int eight = 0; eight < WIDTH / 8; eight++) {
+        float2 of_x = {1, 1};
+        if constexpr (GIVEN) {
+          const u32 from = ss + at.stage * SCALE_BYTES + (eight * 8 + (lane & 3) * 2) * 16 + step * 4;
+          of_x = {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 16))};
+        }
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int j = eight * 4 + h * 2;
+          const float by = h ? factor.y : factor.x;
+          sums[0][j] += (float)d[j] * (by * of_x.x), sums[0][j + 1] += (float)d[j + 1] * (by * of_x.y);
+        }
+      }
+    };
+    await_next(at);
+    const u32 scales = ss + at.stage * SCALE_BYTES;
+    if constexpr (!GIVEN)
+      for (int row = thread; row < WIDTH; row += 128) store_shared4(my_scales + row * 4, load_shared4(scales + row * (int)sizeof(RowOfX)));
+    bool is_steep = false;
+    if constexpr (BYTES == FP8 && WIDTH <= 208) is_steep = Steep(scales, Tile(number, rows, n), lane).parts != 0;
+    if constexpr (FOLDED && WIDTH > 208) {
+      // One product is under way while the next one's weights are decoded, in the other one of two sets of registers.
+      Halves held;
+      const Steep steep(scales, Tile(number, rows, n), lane);
+      int alone = 0;  // steps of a steep brick that are promoted
       u32 a[2][4];
-      for (int left = mine; left > 0; left--) {
-        const Ring next = after(left == 1);
+#pragma unroll
+      for (int j = 0; j < WIDTH / 2; j++) d[j] = 0;
+      loads[0].decode(0, a[0]);
+      auto multiply_step = [&](int step, u32 (&a)[4]) {
+        wgmma_fence();
+        wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 1);
+        wgmma_commit();
+      };
+      auto finish_brick = [&](const Ring& next) {
+        const int stage = at.stage;
+        at = next, brick += TEAMS;
+        return stage;
+      };
+      while (true) {
+        int done = -1;  // the stage of a brick that is not released yet
+        if (steep.at(brick)) {
+          loads[1].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, alone / 2);
+          if (alone % 2) loads[1].skip_first();
+          loads[1].decode(0, a[1]);
+          multiply_step(alone, a[1]);
+          if (alone = (alone + 1) % IN_BRICK; alone == 0) {
+            const Ring next = after();
+            await_next(next);
+            loads[0].decode(0, a[0]);
+            done = finish_brick(next);
+          }
+        } else {
+          do {
+            const Ring next = after();
+#pragma unroll
+            for (int step = 0; step < IN_BRICK; step++) {
+              multiply_step(step, a[step % 2]);
+              if (step == 0) fetch(at.stage, 1);
+              if (step == 2) await_next(next);
+              wgmma_wait<1>();
+              if (step == 0 && done >= 0) release(done);
+              const int then = (step + 1) % IN_BRICK;
+              loads[then / 2].decode(then % 2, a[then % 2]);
+            }
+            done = finish_brick(next);
+          } while (is_left() && (brick / TEAMS + member * (STEPS / IN_BRICK / 2)) % (STEPS / IN_BRICK) > 0 && !steep.at(brick));  // members by turns
+        }
+        wgmma_wait<0>();
+        settle(d);
+        if (done >= 0) release(done);
+        if (!is_left()) break;
+        held.promote(d);
+      }
+#pragma unroll
+      for (int p = 0; p < WIDTH / 4; p++) {
+        const float2 kept = held.pair(p);
+        sums[0][2 * p] = d[2 * p] + kept.x, sums[0][2 * p + 1] = d[2 * p + 1] + kept.y;
+      }
+    } else if (is_steep) {
+      // Sums of each product are promoted.
+      u32 a[4];
+      for (; is_left(); brick += TEAMS) {
+        const Ring next = after();
+        for (int step = 0; step < IN_BRICK; step++) {
+          loads[0].fetch(codes_at + at.stage * W_BYTES, groups_at + at.stage * W_BYTES, step / 2);
+          if (step % 2) loads[0].skip_first();
+          loads[0].decode(0, a);
+          wgmma_fence();
+          wgmma<BYTES>(d, a, wgmma_descriptor(xs + at.stage * X_BYTES) + step * 2, 0);
+          wgmma_commit();
+          wgmma_wait<0>();
+          promote(FOLDED ? make_float2(1, 1) : scale_of_group(0), 0);
+        }
+        barrier_wait(filled + 8 * next.stage, next.parity);
+        release(at.stage);
+        at = next;
+      }
+    } else if constexpr (FOLDED) {
+      // Two products are under way, each with registers of its own, while the next one's weights are decoded.
+      u32 a[2][4];
+      for (bool first = true; is_left(); brick += TEAMS, first = false) {
+        const Ring next = after();
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
-        const bool first = left == mine, anew = first || (left + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
+        const bool anew = first || (brick / TEAMS + member * 2) % (STEPS / IN_BRICK) == 0;  // members by turns
 #pragma unroll
         for (int step = 0; step < IN_BRICK; step++) {
           if (step == 0) fetch(at.stage, 1);
-          if (step == 2) {
-            barrier_wait(filled + 8 * next.stage, next.parity);
-            fetch(next.stage, 0);
-          }
+          if (step == 2) await_next(next);
           wgmma_wait<1>();
           if (step == 1 && !first) release(at.stage < TEAMS ? at.stage + STAGES - TEAMS : at.stage - TEAMS);  // the brick before
           loads[step / 2].decode(step % 2, a[step % 2]);
           if (step == 0 && anew && !first) {
             wgmma_wait<0>();
-            promote();
+            promote(make_float2(1, 1), 0);
           }
           wgmma_fence();
           wgmma<BYTES>(d, a[step % 2], b + step * 2, step > 0 || !anew);
           wgmma_commit();
         }
-        if (left > 1) at = next;
+        if (brick + TEAMS < share.last_brick) at = next;
       }
       wgmma_wait<0>();
       release(at.stage);
-      promote();
+      promote(make_float2(1, 1), 0);
     } else {
       u32 a[IN_BRICK][4];
-      for (int left = mine; left > 0; left--) {
-        const Ring next = after(left == 1);
+      for (; is_left(); brick += TEAMS) {
+        const Ring next = after();
         const u64 b = wgmma_descriptor(xs + at.stage * X_BYTES);
         fetch(at.stage, 1);
         uint2 stored;  // scales of a group
@@ -142,27 +283,10 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
           wgmma<BYTES>(d, a[step], b + step * 2, step % STEPS > 0);
           if (step % STEPS < STEPS - 1) continue;
           wgmma_commit();
-          if (step == IN_BRICK - 1) {
-            barrier_wait(filled + 8 * next.stage, next.parity);
-            fetch(next.stage, 0);
-          }
+          if (step == IN_BRICK - 1) await_next(next);
           wgmma_wait<0>();
           if (!GIVEN && step == IN_BRICK - 1) release(at.stage);
-          const float2 factor = SCALE::decode(stored.x, stored.y);
-#pragma unroll
-          for (int eight = 0; eight < WIDTH / 8; eight++) {
-            float2 of_x = {1, 1};
-            if constexpr (GIVEN) {
-              const u32 from = ss + at.stage * SCALE_BYTES + (eight * 8 + (lane & 3) * 2) * 16 + step * 4;
-              of_x = {__uint_as_float(load_shared4(from)), __uint_as_float(load_shared4(from + 16))};
-            }
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-              const int j = eight * 4 + h * 2;
-              const float by = h ? factor.y : factor.x;
-              sums[0][j] += (float)d[j] * (by * of_x.x), sums[0][j + 1] += (float)d[j + 1] * (by * of_x.y);
-            }
-          }
+          promote(SCALE::decode(stored.x, stored.y), step);
         }
         if constexpr (GIVEN) release(at.stage);
         at = next;
@@ -201,5 +325,5 @@ DEVICE void multiply(const TensorMap& x_map, const u8* __restrict__ weights, con
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 marlin_gemm_bytes(const __grid_constant__ TensorMap x_map, const u8* __restrict__ weights, const float* __restrict__ row_scale,
                   const u8* x, const void* __restrict__ bias, u16* __restrict__ y, int m, int n, int k, int x_stride) {
-  multiply(x_map, weights, row_scale, (const float*)(x + (size_t)m * x_stride), bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
+  multiply(x_map, weights, row_scale, x + (size_t)m * x_stride, bias, y, {m, (m + WIDTH - 1) / WIDTH}, n, k);
 }

@@ -28,9 +28,7 @@ class Kind:
     middle: int = 0  # element = stored number + middle; other than 0 only with an offset
     table: tuple[int, ...] = ()  # of Table4: 16 bytes that mean byte - 128
     one_zero: bool = False  # code 8 of E2M1 is +0, as ggml has it, and not -0
-    narrow: bool = (
-        False  # powers of two of ScaleE5M2 are at least 2^-16 of their row's largest: gemm_bytes.cu takes them
-    )
+    narrow: bool = False  # powers of two of ScaleE5M2 are close enough to each other for gemm_bytes.cu (describe.py)
 
     def __post_init__(self) -> None:
         """Raises unless decode.cuh has these words: files name them, and they become source text."""
