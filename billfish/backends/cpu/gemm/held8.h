@@ -16,7 +16,7 @@ inline bool is_held(const Weights& w, int64_t m, int32_t digits, int32_t span) {
 inline int32_t held_lanes(int64_t m) { return int32_t((m + 3) / 4 * 4); }
 
 // Adds blocks of a row vector of a tile times ROWS rows of x to sums [ROWS][TILE_ROWS], TOGETHER of them at a time: 16 rows have 16 totals and
-// 8 vectors of codes, which leaves registers for 8 sums; 12 rows leave 12. A sum gets the dot products of 16 k in a row, so that one register for x
+// 8 vectors of codes, which leaves registers for 8 sums; 8 and 12 rows leave as many as they have. A sum gets the dot products of 16 k in a row, so that one register for x
 // serves all rows.
 template <class Source, int VECTOR, int ROWS>
 KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums) {
