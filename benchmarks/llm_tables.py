@@ -150,7 +150,6 @@ PASSAGES = (
     Passage("README.md", "llm_neoverse_n1.json", SPEED, speed_in_short),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
     Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
-    Passage(VLLM, "vllm_neoverse_n1.json", r"\| [^|\n]* threads, tok/s \|.*?\n\n", served_speed),
     Passage("docs/serving.md", "serving_neoverse_n1.json", r"\| [^|\n]* threads \| 8 clients.*?\n\n", eight_clients),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
 )
