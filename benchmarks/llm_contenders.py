@@ -13,6 +13,7 @@ from typing import Any
 
 from billfish.llm import Model
 from billfish.llm.cache import Cache
+from billfish.llm.sampling import Sampling
 
 MOST_STREAMS = 16
 BATCH = 512  # rows of a prompt that the peers take at a time
@@ -33,7 +34,10 @@ class Contender(ABC):
 
     @abstractmethod
     def step(self, tokens: list[int]) -> None:
-        """Go on with as many texts as there are tokens, each by one, and compute the scores after each."""
+        """Go on with as many texts as there are tokens, each by one, and compute the scores after each.
+
+        Ours chooses the best token, too.
+        """
 
 
 class Peer(Contender):
@@ -152,4 +156,4 @@ class Ours(Contender):
 
     def step(self, tokens: list[int]) -> None:
         passages = [(cache, [token]) for cache, token in zip(self._caches, tokens, strict=False)]
-        self._decoder.logits(self._decoder.run(passages, self._activations), self._activations)
+        self._decoder.choose(passages, [Sampling().sampler() for _ in tokens], self._activations)

@@ -228,9 +228,12 @@ class CpuDecoder(Decoder):
     def logits(self, hidden: Floats, activations: Activations | None) -> Floats:
         """The head is the largest matrix and waits for memory, so that x in 16 bits, not 8, costs nothing there."""
         self.check_hidden(hidden)
-        out = np.empty((len(hidden), self.config.vocabulary), np.float32)
         checked = check_activations("llm.logits", activations or self.usual, DIGITS)
-        self._native.finish(np.ascontiguousarray(hidden), DIGITS["q16" if checked == "q8" else checked], out)
+        return self._scores(hidden, DIGITS["q16" if checked == "q8" else checked])
+
+    def _scores(self, hidden: Floats, digits: int) -> Floats:
+        out = np.empty((len(hidden), self.config.vocabulary), np.float32)
+        self._native.finish(np.ascontiguousarray(hidden), digits, out)
         return out
 
     def choose(
@@ -245,7 +248,10 @@ class CpuDecoder(Decoder):
         most, chosen = _cpu.FEW_ROWS if activations == "exact" else max(1, len(samplers)), []
         for start in range(0, len(samplers), most):
             together = samplers[start : start + most]
-            scores = self.logits(np.stack(states[start : start + len(together)]), activations)
+            hidden = np.stack(states[start : start + len(together)])
+            # More than two rows do not wait for memory: the best token is found with 8 bits, and settled with 16.
+            best = activations != "exact" and len(together) > 2 and all(sampler.takes_best for sampler in together)
+            scores = self._scores(hidden, _cpu.BEST_OF_16) if best else self.logits(hidden, activations)
             chosen += [sampler.choose(row) for sampler, row in zip(together, scores, strict=True)]
         return chosen
 

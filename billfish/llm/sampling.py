@@ -79,6 +79,11 @@ class Sampler:
         """Whether it must see the scores: a GPU knows temperature, top_k and top_p alone."""
         return self.how.min_p > 0 or self._adjusts
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether it takes the token with the best score, whatever the others have."""
+        return self.how.temperature == 0 and not self.needs_scores
+
     @cached_property
     def _adjusts(self) -> bool:
         how = self.how

@@ -68,6 +68,7 @@ class Decoder:
 
 Field = tuple[NDArray[Any], int, int, int]
 
+BEST_OF_16: int
 CACHE_BLOCK: int
 FEW_ROWS: int
 

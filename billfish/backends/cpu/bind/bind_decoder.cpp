@@ -205,5 +205,6 @@ void billfish::bind_decoder(nb::module_& module) {
       .def("seconds", &PythonDecoder::seconds);
   module.def("add_outer", &add_outer);
   module.attr("CACHE_BLOCK") = CACHE_BLOCK;
+  module.attr("BEST_OF_16") = BEST_OF_16;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }

@@ -5,6 +5,7 @@
 
 #include "activations/rows.h"
 #include "decoder/router.h"
+#include "decoder/screen.h"
 
 namespace billfish {
 namespace {
@@ -333,9 +334,21 @@ void Decoder::normalize(const float* x, int64_t m, const float* norm, float* out
 
 void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const {
   Stopwatch watch(seconds_);
-  Rows rows(level_, m, shape_.hidden, digits);
-  rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
+  const auto prepare = [&](Rows& rows) {
+    rows.fill({&head.weights}, [&](int64_t row, float* to) { kernels_.normalize(x + row * shape_.hidden, norm, shape_.epsilon, shape_.hidden, to); });
+  };
+  const bool best = digits == BEST_OF_16 && !wants_floats(head.weights);
+  Rows rows(level_, m, shape_.hidden, best ? 1 : digits == BEST_OF_16 ? 2 : digits);
+  prepare(rows);
   rows.multiply({{head.weights, head.bias, out}});
+  if (best) {
+    const std::vector<int64_t> tiles = tiles_near_best(out, m, head.weights.n, level_.tile_rows);
+    rows.begin(level_, m, shape_.hidden, 2);
+    prepare(rows);
+    parallel_for(int64_t(tiles.size()), [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; i++) rows.multiply_tiles({head.weights, head.bias, out}, tiles[size_t(i)], tiles[size_t(i)] + 1);
+    });
+  }
   if (shape_.logit_cap > 0)
     parallel_for(m, [&](int64_t first, int64_t last) { kernels_.soften(out + first * head.weights.n, (last - first) * head.weights.n, shape_.logit_cap); });
   watch.lap(HEAD);

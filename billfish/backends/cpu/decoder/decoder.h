@@ -131,6 +131,8 @@ constexpr int64_t NO_EXPERT = -1;
 // multiplies them, or NO_EXPERT.
 using Observe = std::function<void(int64_t layer, LayerInput input, int64_t expert, const float* rows, int64_t count, int64_t width)>;
 
+constexpr int BEST_OF_16 = -1;
+
 class Decoder {
  public:
   Decoder(const billfish::Level& level, const DecoderKernels& kernels, const DecoderShape& shape, std::vector<Rotation> rotations)
@@ -144,7 +146,8 @@ class Decoder {
   void run_layers(float* x, const std::vector<Passage>& passages, int digits, int64_t first, int64_t last, const Observe& observe) const;
   // x [m, hidden] as the head multiplies it.
   void normalize(const float* x, int64_t m, const float* norm, float* out) const;
-  // The last norm and product: x [m, hidden] -> out [m, n].
+  // The last norm and product: x [m, hidden] -> out [m, n]. digits may be BEST_OF_16, for whoever takes the largest of a row: that one, and what comes
+  // near it, is the product with x in q16, and the rest with x in q8.
   void finish(const float* x, int64_t m, const float* norm, const Matrix& head, int digits, float* out) const;
   // Seconds since the decoder was made, by Part.
   const double* seconds() const { return seconds_; }

@@ -1,0 +1,85 @@
+"""The best token of several texts: found with x in 8 bits, settled with x in 16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llm_models import Small, write_model
+from support import assert_same_bits
+
+from billfish.backends.cpu import _cpu
+from billfish.llm import load
+from billfish.llm.sampling import Sampling
+
+HEADS = {"q8_0": "Q8_0", "q4_1": "Q4_1", "q5_0": "Q5_0", "f16": "F16"}
+
+
+@pytest.fixture(scope="module", params=HEADS)
+def decoder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "small.gguf"
+    write_model(path, Small(quantization=HEADS[request.param], hidden=256))
+    return load(path, device="cpu", progress=False).decoder
+
+
+def hidden_states(decoder, rows: int, outlier: float = 1.0) -> np.ndarray:
+    x = np.random.default_rng(rows).standard_normal((rows, decoder.config.hidden)).astype(np.float32)
+    x[:, 5] *= outlier
+    return x
+
+
+@pytest.mark.parametrize("outlier", [1, 1000])
+@pytest.mark.parametrize("rows", [2, 3, 8, 16, 33])
+def test_what_is_near_the_best_is_in_16_bits_and_the_rest_in_8(decoder, rows, outlier):
+    x = hidden_states(decoder, rows, outlier)
+    rough, fine, mixed = (decoder._scores(x, digits) for digits in (1, 2, _cpu.BEST_OF_16))
+    assert_same_bits(mixed.argmax(1), fine.argmax(1))
+    near = rough >= rough.max(1, keepdims=True) - 0.999 * rough.std(1, keepdims=True)
+    assert near.any(1).all()
+    assert_same_bits(mixed[near], fine[near])
+    assert np.all((mixed == fine) | (mixed == rough))
+
+
+def test_a_row_that_is_not_finite_spoils_no_other(decoder):
+    x = hidden_states(decoder, 8)
+    x[3, 7] = np.nan
+    fine, mixed = (decoder._scores(x, digits) for digits in (2, _cpu.BEST_OF_16))
+    others = np.arange(8) != 3
+    assert_same_bits(mixed[others].argmax(1), fine[others].argmax(1))
+    assert np.isnan(mixed[3]).all()
+
+
+def test_any_number_of_threads_gives_the_same_bits(decoder):
+    x, before, found = hidden_states(decoder, 8), _cpu.threads(), []
+    try:
+        for threads in (1, 2, 3):
+            _cpu.set_threads(threads)
+            found.append(decoder._scores(x, _cpu.BEST_OF_16))
+    finally:
+        _cpu.set_threads(before)
+    for other in found[1:]:
+        assert_same_bits(found[0], other)
+
+
+@pytest.mark.parametrize("activations", ["q8", "q16", None])
+def test_several_texts_get_the_best_tokens_of_16_bits(decoder, activations):
+    texts = [[5, 6, 7 + i] for i in range(5)]
+    caches = [decoder.cache() for _ in texts]
+    chosen = decoder.choose(list(zip(caches, texts, strict=True)), [Sampling().sampler() for _ in texts], activations)
+    again = [decoder.cache() for _ in texts]
+    states = decoder.run(list(zip(again, texts, strict=True)), activations)[2::3]
+    assert chosen == decoder.logits(states, "q16").argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "best"),
+    [
+        ({}, True),
+        ({"top_k": 3, "top_p": 0.5, "seed": 4}, True),  # which do not matter at temperature 0
+        ({"temperature": 0.5}, False),
+        ({"presence_penalty": 1.0}, False),
+        ({"repetition_penalty": 2.0}, False),
+        ({"logit_bias": {3: 1.0}}, False),
+    ],
+)
+def test_who_takes_the_best(how, best):
+    assert Sampling(**how).sampler().takes_best == best
