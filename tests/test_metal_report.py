@@ -32,7 +32,6 @@ def test_the_page_has_three_commands_that_exist():
     assert len(lines) == 3
     for line in lines:
         arguments = vars(parser().parse_args(shlex.split(line)))
-        arguments.pop("run")
         if arguments.pop("command") == "bench":
             assert len(bench.Settings.parse(**arguments).cases) in (1, 14)
 
