@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 from llm_models import Small, write_model
@@ -37,6 +38,26 @@ def test_what_is_near_the_best_is_in_16_bits_and_the_rest_in_8(decoder, rows, ou
     assert near.any(1).all()
     assert_same_bits(mixed[near], fine[near])
     assert np.all((mixed == fine) | (mixed == rough))
+
+
+def test_tiles_far_below_the_best_stay_in_8_bits(decoder):
+    x = hidden_states(decoder, 1)
+    rough, fine, mixed = (decoder._scores(x, digits) for digits in (1, 2, _cpu.BEST_OF_16))
+    assert np.array_equal(rough, fine) or (mixed != fine).any()  # a plain head is multiplied as it is
+
+
+def test_scores_that_move_far_are_all_settled(tmp_path):
+    """A number of x that no weight multiplies takes the bits of its 31 neighbours."""
+    path = tmp_path / "small.gguf"
+    write_model(path, Small(quantization="Q8_0", hidden=256))
+    for tensor in gguf.GGUFReader(path, "r+").tensors:
+        if tensor.name == "output.weight":
+            tensor.data[:, 2 + 5] = 0  # behind the scale of the first block
+    decoder = load(path, device="cpu", progress=False).decoder
+    x = hidden_states(decoder, 8, outlier=1e4)
+    rough, fine, mixed = (decoder._scores(x, digits) for digits in (1, 2, _cpu.BEST_OF_16))
+    assert (rough.argmax(1) != fine.argmax(1)).any()
+    assert_same_bits(mixed, fine)
 
 
 def test_a_row_that_is_not_finite_spoils_no_other(decoder):

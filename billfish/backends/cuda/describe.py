@@ -25,9 +25,8 @@ from billfish.tensor import QuantizedTensor
 
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
-STEEP_POWERS = (
-    16  # a power of two so many times the mean of its row's others would cut off their terms in the tensor core
-)
+# A power of two so many times the mean of its row's others would cut off their terms in the tensor core.
+STEEP_POWERS = 16
 NARROW_OCTAVES = 16  # E5M2's smallest number is 2^-16, and a row's largest power of two goes to 2
 MIDDLE_LIMIT = 256  # float16 and bfloat16 hold integers up to 256 exactly
 

@@ -342,12 +342,9 @@ void Decoder::finish(const float* x, int64_t m, const float* norm, const Matrix&
   prepare(rows);
   rows.multiply({{head.weights, head.bias, out}});
   if (best) {
-    const std::vector<int64_t> tiles = tiles_near_best(out, m, head.weights.n, level_.tile_rows);
     rows.begin(level_, m, shape_.hidden, 2);
     prepare(rows);
-    parallel_for(int64_t(tiles.size()), [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) rows.multiply_tiles({head.weights, head.bias, out}, tiles[size_t(i)], tiles[size_t(i)] + 1);
-    });
+    settle_best(rows, {head.weights, head.bias, out}, m, level_.tile_rows);
   }
   if (shape_.logit_cap > 0)
     parallel_for(m, [&](int64_t first, int64_t last) { kernels_.soften(out + first * head.weights.n, (last - first) * head.weights.n, shape_.logit_cap); });
