@@ -1,12 +1,13 @@
 """SmolLM2-135M-Instruct in vLLM on a CPU: billfish beside vLLM's own float32 and W4A8. The table of docs/vllm.md.
 
     make test-vllm                                                    (makes the environment)
-    build/vllm/bin/python benchmarks/vllm_speed.py [--threads 2] [--rounds 3] [--json FILE]
+    build/vllm/bin/python benchmarks/vllm_speed.py [--threads 2] [--rounds 3] [--json FILE] [--folders DIR]
 
 float32: the weights as numbers. W4A8: int4 in groups of 32 and int8 activations, by KleidiAI. billfish: fp4 in groups
 of 32 and q8. All have the same embeddings and head, in float32. Each engine is a process of its own, with vLLM's
 settings; they take turns, and medians over the rounds are printed. Prompts have 512 tokens, one after the other.
-Streams begin with 16 tokens, and get 64 each. Nothing of a prompt is cached.
+Streams begin with 16 tokens, and get 64 each. Nothing of a prompt is cached. With --folders, the models stay there, and
+the next run takes them as they are, with what vLLM has compiled for them.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ BOUNDS = {("prompts", "float32"): 1.7, ("prompts", "w4a8"): 1.3, ("32", "float32
 
 
 def write_folders(place: Path) -> dict[str, Path]:
-    """The model for each engine."""
+    """The model for each engine, unless it is there."""
     import billfish as bf
 
     folders = {engine: place / engine for engine in ENGINES}
+    if all((folder / "config.json").exists() for folder in folders.values()):
+        return folders
+    place.mkdir(parents=True, exist_ok=True)
     bf.convert(bf.llm.default_model(), folders["float32"], "plain", dtype="float32", progress=False)
     bf.quantize_checkpoint(folders["float32"], folders["billfish"], "fp4", group_size=GROUP, progress=False)
     write_w4a8(folders["float32"], folders["w4a8"])
@@ -136,6 +140,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, all of them")
     parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--folders", type=Path, help="where the models stay between runs")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -143,7 +148,7 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     with tempfile.TemporaryDirectory() as place:
-        folders = write_folders(Path(place))
+        folders = write_folders(options.folders or Path(place))
         for number in range(options.rounds):
             for engine in ENGINES:
                 runs[engine].append(in_process(engine, folders[engine], options))

@@ -72,6 +72,12 @@ def fake_limits(monkeypatch):
 # ---- records ----------------------------------------------------------------------------------------------------
 
 
+def test_a_remark_of_the_engine_is_a_note(monkeypatch):
+    monkeypatch.setattr(bench.ENGINES["cpu"], "remark", lambda engine, case, m: f"{m} of {case.k}" if m > 1 else "")
+    report = bench.Bench(settings(formats="q4_0"), FAKE).run()
+    assert report.notes == ["q4_0 q8 256x96 M=17: 17 of 256"]
+
+
 @pytest.mark.parametrize("peers", ["none", "numpy"])
 def test_one_record_for_each_measurement(peers):
     flags = {"formats": "q4_0,fp4:16", "activations": "exact,q8,q16", "shapes": "64x32,256x7", "peers": peers}

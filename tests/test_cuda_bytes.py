@@ -33,6 +33,8 @@ from billfish.backends.cuda.describe import describe, usual_kind, why_not
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack, split
 from billfish.backends.cuda.plans import Gemm
+from billfish.bench.cuda import CudaEngine
+from billfish.bench.peers import Case
 from billfish.format import FORMATS
 from billfish.scales import decode_e4m3
 
@@ -230,6 +232,15 @@ def test_what_takes_x_as_it_is_says_why():
     assert "the same bits" in why_as_it_is(replace(fp8, batch_invariant=True), H200)
     assert "16 octaves" in why_as_it_is(replace(fp8, kind=replace(MXFP4, narrow=False)), H200)
     assert "nobody asked" in why_as_it_is(replace(fp8, activations="exact"), H200)
+
+
+def test_the_bench_says_where_x_stays_float16():
+    engine = CudaEngine()
+    engine.device, engine._kind = H200, MXFP4
+    mxfp4 = Case(FORMATS["mxfp4"], 32, 4096, 4096, "fp8")
+    assert engine.remark(mxfp4, 64) == "x stays float16: 64 rows: up to 64, x in 16 bits is as fast"
+    assert engine.remark(mxfp4, 2048) == ""
+    assert engine.remark(replace(mxfp4, activations="exact"), 64) == ""
 
 
 def test_what_was_measured_goes_in_bytes():

@@ -221,6 +221,22 @@ def test_the_experts_of_two_ranks(tmp_path):
     torch.testing.assert_close(own, expected(tensors, x, ids, routing), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_rows_that_nobody_has_written_are_rows_of_nan(tmp_path, wrong):
+    """vLLM runs such rows before it serves."""
+    tensors = experts_folder(tmp_path / "folder")
+    layer = vllm_fake.RoutedExperts(4)
+    method = config_of(tmp_path / "folder").get_quant_method(layer, f"{BLOCK}.mlp.experts.routed_experts")
+    method.create_weights(layer, 4, 32, 64)
+    method.process_weights_after_loading(layer)
+    x, ids, routing = torch.randn(3, 32), torch.tensor([[0, 3], [1, 2], [3, 1]]), torch.rand(3, 2)
+    right = expected(tensors, x, ids, routing)
+    routing[1, 0] = wrong
+    y = method.apply(layer, x, routing, ids, None, None)
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[::2], right[::2], rtol=1e-4, atol=1e-4)
+
+
 def test_experts_that_are_refused(tmp_path):
     experts_folder(tmp_path / "folder")
     config, path = config_of(tmp_path / "folder"), f"{BLOCK}.mlp.experts"

@@ -199,6 +199,9 @@ class Bench:
                 what = f"{case.label} {case.activations} {case.k}x{case.n} M={m}"
                 self._draw(_bar(len(self.report.records), total, what))
                 seconds, found = self._time(case, m, prepared)
+                remark = self.engine.remark(case, m)
+                if remark:
+                    self._note(f"{what}: {remark}")
                 record = self._record(case, m, nbytes, seconds.pop(OURS), seconds)
                 yield record | {"error": found.pop(OURS), "peer_errors": found}
 

@@ -1,6 +1,6 @@
 """`billfish bench --backend cuda`: beside cuBLAS, tinygemm, humming and gemlite, all in CUDA graphs.
 
-x is float16; --activations fp8 and q8 round it in the call that is timed.
+x is float16; --activations fp8 and q8 round it in the call that is timed. Where it stays float16, a note says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import DeviceWeights
+from billfish.backends.cuda.byte_plans import why_as_it_is
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, device
 from billfish.backends.cuda.plans import Gemm
 from billfish.bench.engines import PEAK_SIZE, Engine, GpuLimits
@@ -79,6 +80,7 @@ class CudaEngine(Engine):
         if not able:
             raise BackendUnavailable(f"[bench] cuda: {reason}")
         first = DeviceWeights.pack(case.tensor(), "cuda:0")
+        self._kind = first.kind
         copies = copies_for(first.nbytes, self.cold_bytes())
         weights = [first, *(copy.deepcopy(first) for _ in range(copies - 1))]
 
@@ -91,3 +93,10 @@ class CudaEngine(Engine):
             return y
 
         return Captured(torch, torch.float16, weights, multiply), first.nbytes
+
+    def remark(self, case: Case, m: int) -> str:
+        if case.activations == "exact":
+            return ""
+        gemm = Gemm(self._kind, m, case.n, case.k, activations=case.activations)
+        reason = why_as_it_is(gemm, self.device)
+        return reason and f"x stays float16: {reason}"

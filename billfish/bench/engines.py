@@ -54,6 +54,10 @@ class Engine(ABC):
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
         """Our own contender, and the bytes of one copy of its weights."""
 
+    def remark(self, case: Case, m: int) -> str:
+        """What a reader of this time should know, of the case that was prepared last."""
+        return ""
+
 
 class CpuEngine(Engine):
     """The CPU engine, x in float32."""
