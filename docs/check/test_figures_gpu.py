@@ -44,6 +44,16 @@ def test_other_formats_on_the_h200():
         assert f" | {' | '.join(cells)} |" in details
 
 
+def test_what_rounding_x_costs():
+    by_weights: dict[str, list[str]] = {}
+    for record in recorded("activations.json")["records"]:
+        lost = f"{record['divergence']:.3g}" if record["divergence"] > 1e-6 else f"{record['divergence']:.1e}"
+        by_weights.setdefault(record["weights"], []).append(f"{lost} ({record['same_best']:.1%})".replace("%", " %"))
+    assert [len(cells) for cells in by_weights.values()] == [4, 4]
+    for weights, cells in by_weights.items():
+        assert f"| {weights} | {' | '.join(cells)} |" in page("docs/cuda.md")
+
+
 def test_decoding_and_products_of_metal():
     text, counted = page("docs/metal.md"), recorded("metal_profile.json")
     for each in counted["decode"]:
