@@ -121,10 +121,11 @@ def served(results: Results) -> str:
 def served_speed(results: Results) -> str:
     """How fast, beside vLLM's own kernels."""
     speeds = results["tokens per second"]
-    rows = [[f"{results['cpu']}, {results['threads']} threads, tok/s", "float32", "W4A8", "billfish, q8"]]
+    names = {"float32": "float32", "w4a8": "W4A8", "billfish": "billfish, q8"}
+    rows = [[f"{results['cpu']}, {results['threads']} threads, tok/s", *(names[engine] for engine in speeds)]]
     for kind in speeds["billfish"]:
         what = "prompts of 512 tokens" if kind == "prompts" else f"{kind} streams together"
-        rows.append([what, *(f"{speeds[engine][kind]:.0f}" for engine in ("float32", "w4a8", "billfish"))])
+        rows.append([what, *(f"{own[kind]:.0f}" for own in speeds.values())])
     return table(rows)
 
 

@@ -92,6 +92,68 @@ def test_the_process_ends_while_daemon_threads_multiply(_):
     run_python(DAEMONS)
 
 
+# In a process of its own: there is no way back from torch's threads.
+WITH_TORCH = """
+import os, threading
+import numpy as np
+import torch
+import billfish as bf
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.torch_threads import share_torch_threads
+
+def threads_of_process():
+    return len(os.listdir("/proc/self/task"))
+
+rng = np.random.default_rng(1)
+x = rng.standard_normal((9, 512), np.float32)
+cases = [(bf.quantize(rng.standard_normal((300, 512), np.float32), name), how)
+         for name in ("q4_0", "mxfp4", "q6_k", "u4b8") for how in ("q8", "q16", "exact")]
+bf.set_threads(3)
+expected = [bf.quantized_linear(x, q, activations=how) for q, how in cases]
+
+def check():
+    for (q, how), y in zip(cases, expected):
+        found = bf.quantized_linear(torch.from_numpy(x), q, activations=how).numpy()
+        assert np.array_equal(found.view(np.uint32), y.view(np.uint32)), (q.format.name, how)
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).exp()  # torch starts its threads
+before = threads_of_process()
+check()
+assert share_torch_threads()
+assert threads_of_process() == before - 2, "our own threads have ended, and none has come"
+for torch_threads, ours in ((2, 2), (3, 2), (2, 5), (1, 4), (4, 1)):
+    torch.set_num_threads(torch_threads)
+    bf.set_threads(ours)
+    check()
+torch.set_num_threads(2)
+bf.set_threads(2)
+torch.set_flush_denormal(True)
+check()
+many = [threading.Thread(target=check) for _ in range(4)]
+for thread in many:
+    thread.start()
+for thread in many:
+    thread.join()
+child = os.fork()  # OpenMP has no threads there, and would wait for them
+if child == 0:
+    y = bf.quantized_linear(x, cases[0][0], activations="q8")
+    os._exit(0 if np.array_equal(y, expected[0]) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@LINUX
+def test_torch_and_we_share_threads():
+    run_python(WITH_TORCH)
+
+
+@LINUX
+def test_who_has_no_openmp_shares_nothing():
+    assert not _cpu.share_threads_of("/nowhere/libtorch_cpu.so")
+    assert not _cpu.share_threads_of(_cpu.__file__)
+
+
 CHANGES = """
 import os
 import billfish as bf

@@ -147,7 +147,7 @@ def test_gradients_of_x_and_biases():
         x = each.get_input_embeddings()(TOKENS).detach().requires_grad_()
         each(inputs_embeds=x).logits.square().sum().backward()
         found.append((x.grad, each))
-    merged.gradient_checkpointing_enable()
+    merged.activation_checkpointing_enable()
     x = x.detach().requires_grad_()
     merged.train()(inputs_embeds=x).logits.square().sum().backward()
     for gradient in (found[1][0], x.grad):

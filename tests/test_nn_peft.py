@@ -69,7 +69,7 @@ def test_adapters_learn_and_the_weights_stay(checkpointing, tmp_path):
     assert torch.equal(logits(model), first)  # B is zero at first
     assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.train()
     losses = train(model)
     assert losses[-1] < 0.7 * losses[0]
@@ -86,7 +86,7 @@ def test_checkpointing_gives_the_same_gradients(tmp_path):
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
         model.zero_grad()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

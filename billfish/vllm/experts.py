@@ -14,7 +14,7 @@ from billfish.nn.torch_experts import MarlinExperts
 from billfish.typing import Activations, Gate
 from billfish.vllm.folder import CALL, Matrix, open_folder
 from billfish.vllm.shares import Span, check_columns, read_stack, span_of
-from billfish.vllm.threads import start_threads
+from billfish.vllm.threads import use_all_cores
 
 GATES: dict[str, Gate] = {"silu": "silu", "gelu_tanh": "gelu"}  # vLLM's names, and ours
 
@@ -43,7 +43,7 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
         self.device = torch.empty(0).device
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        start_threads()
+        use_all_cores()
         checkpoint, experts = open_folder(self.folder), local_experts(layer)
         spans = (self.rows, None), (self.rows, None), (None, self.rows)
         gate, up, down = (

@@ -19,7 +19,7 @@ from billfish.nn.torch import MarlinLinear
 from billfish.typing import Activations
 from billfish.vllm.folder import Matrix, open_folder
 from billfish.vllm.shares import Share, parts_of, read_shares, shares_of, span_of
-from billfish.vllm.threads import start_threads
+from billfish.vllm.threads import use_all_cores
 
 
 class BillfishLinearMethod(LinearMethodBase):
@@ -55,7 +55,7 @@ class BillfishLinearMethod(LinearMethodBase):
 
     def layers(self) -> list[MarlinLinear]:
         """The products of the layer."""
-        start_threads()
+        use_all_cores()
         tensors = read_shares(open_folder(self.folder), self.shares)
         settings: dict[str, Any] = {"activations": self.activations, "device": self.device}
         return [MarlinLinear.from_quantized(tensor, **settings) for tensor in tensors]

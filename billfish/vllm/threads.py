@@ -1,20 +1,18 @@
-"""The kernels' threads on all cores of a worker.
+"""As many threads as a worker has cores.
 
-vLLM binds a worker to cores by the variables of OpenMP, and OpenMP binds the main thread to the first of them. Threads
-inherit the cores of the one that starts them: started by the main thread, all of ours would share one core.
+vLLM binds a worker to cores by the variables of OpenMP, and OpenMP binds the main thread to the first of them. So this
+thread may use one core, and the kernels' usual number of threads is one, too.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Mapping
 from functools import cache
 
-import numpy as np
-
 import billfish as bf
+from billfish.backends.cpu.torch_threads import share_torch_threads
 
 # Where vLLM writes a worker's cores, for GNU's, LLVM's and Intel's OpenMP: "0 1", "{0,1}", "...,proclist=[0,1]".
 VARIABLES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "KMP_AFFINITY")
@@ -27,17 +25,9 @@ def cores_of_worker(environment: Mapping[str, str]) -> set[int]:
 
 
 @cache
-def start_threads() -> None:
-    """Once in a process: start the kernels' threads from a thread that may use all cores of the worker."""
+def use_all_cores() -> None:
+    """Once in a process: as many threads as the worker has cores, those of torch's OpenMP, which are bound to them."""
     cores = cores_of_worker(os.environ)
-    if len(cores) < 2 or not hasattr(os, "sched_setaffinity"):
-        return
-
-    def start() -> None:
-        os.sched_setaffinity(0, cores)  # of this thread alone
+    if cores:
         bf.set_threads(len(cores))
-        bf.prepack(bf.quantize(np.ones((512, 256), np.float32), "q4_0"))  # work enough for all of them
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
+    share_torch_threads()

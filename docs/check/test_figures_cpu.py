@@ -71,6 +71,14 @@ def test_costs_of_a_call():
         assert sentence in text
 
 
+def test_products_between_loops_of_torch():
+    record, expected = recorded("beside_torch_xeon.json"), []
+    for own, shared in zip(record["own"]["microseconds"], record["torch"]["microseconds"], strict=True):
+        times = (own["product"], own["gelu"], own["in turns"], shared["in turns"])
+        expected.append(f"| {own['m']} | {' | '.join(f'{us:.0f}' for us in times)} |")
+    assert rows_after(page("docs/cpu.md"), "beside_torch_xeon.json") == expected
+
+
 def test_dequantize():
     name = "dequantize_neoverse_n1.json"
     rows = rows_after(page("docs/cpu.md"), name)

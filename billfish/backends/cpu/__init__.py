@@ -7,7 +7,7 @@ To pack W (docs/words.md has the words):
     packed.py     the result: one stream of bytes, in the order in which the kernels read
     plain.py      the same of a matrix that is not quantized
     experts.py    the same of a stack of matrices
-To multiply: x and the stream go to the native core, and y comes back.
+To multiply: x and the stream go to the native core, and y comes back. torch_threads.py says on whose threads.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from billfish.backends.cpu.experts import PackedExperts, pack_experts
 from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_for_stream
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
+from billfish.backends.cpu.torch_threads import share_torch_threads
 from billfish.errors import BackendUnavailable, FormatError, complaint
 from billfish.experts import QuantizedExperts
 from billfish.formats.ggml import BlockFormat
@@ -167,6 +168,7 @@ class CpuBackend(Backend):
         """All products in one native call. Products in a row with the same x are made together."""
         if activations == "given":
             return [self._multiply_given(product) for product in products]
+        _share_threads(products[0].x)
         digits, last = DIGITS[activations], None
         if len(products) == 1 and products[0].out is None:
             return [_alone(products[0], digits)]
@@ -208,6 +210,7 @@ class CpuBackend(Backend):
     def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
         """All chosen experts in one native call, which shares out their tiles together."""
         x, weights = product.x, product.weights
+        _share_threads(x)
         ids, rows = checked_ids(product.ids, product.experts), _floats(x)
         y = np.empty((*ids.shape, product.n), np.float32)
         if len(ids):
@@ -218,6 +221,7 @@ class CpuBackend(Backend):
     def experts(self, block: ExpertBlock, activations: str) -> Any:
         """The whole block in one native call."""
         x, down = block.x, block.down
+        _share_threads(x)
         for stack in block.gate_up:
             if stack.level != down.level:
                 got, takes = f"weights packed for {stack.level}", f"{down.level}, for which those of down are"
@@ -243,6 +247,11 @@ class CpuBackend(Backend):
         _cpu.dequantize(self.level, s.data, s.words, s.about, *fields, *tables, raw, kind)
         if target is not wanted:
             wanted[...] = target
+
+
+def _share_threads(x: object) -> None:
+    if isinstance(x, Input) and x.kind == "torch":
+        share_torch_threads()
 
 
 def _alone(product: Product, digits: int) -> Any:

@@ -399,6 +399,7 @@ NB_MODULE(_cpu, module) {
   module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
   module.def("threads", &threads);
   module.def("set_threads", &set_threads);
+  module.def("share_threads_of", &share_threads_of, "Whether loops run on the OpenMP threads of this loaded library from now on.");
   bind_decoder(module);
   bind_experts(module);
   default_threads();  // looked at now, and then seldom: see threads.h

@@ -5,7 +5,6 @@
 #include <sched.h>
 #endif
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +16,7 @@
 
 #include "threads/cores.h"
 #include "threads/float_mode.h"
+#include "threads/openmp.h"
 
 namespace billfish {
 namespace {
@@ -52,7 +52,7 @@ class Pool {
  public:
   // Where the system gives fewer threads (a limit of a container, no memory for a stack), those that there are do the work of all: queues,
   // and with them the pieces, are the same. It is not asked again before another number is wanted.
-  explicit Pool(int helpers) : queues_(size_t(helpers) + 1) {
+  Pool(Pieces& pieces, int helpers) : pieces_(pieces) {
     workers_.reserve(size_t(helpers));
     try {
       for (int i = 1; i <= helpers; i++) workers_.emplace_back([this, i] { serve(size_t(i)); });
@@ -67,22 +67,13 @@ class Pool {
   }
 
   // The caller works too, and leaves when every piece is done: it does not wait for threads that are still waking up.
-  void run(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least) {
-    const int64_t all = int64_t(queues_.size());
-    const int64_t pieces = std::min({count, PIECES * all, std::max(all, count / least)});
-    count_ = count, pieces_ = pieces;
-    body_ = &body;
-    done_.store(0, std::memory_order_relaxed);
-    for (int64_t i = 0; i < all; i++)
-      queues_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
+  void run() {
     announce();
-    work(0);
-    while (done_.load(std::memory_order_acquire) != pieces) pause();
+    pieces_.work(0);
+    while (!pieces_.all_done()) pause();
   }
 
  private:
-  static constexpr int64_t PIECES = 16;  // for each thread at most: more than one, so that a slow one takes fewer
-
   void announce() {
     round_.fetch_add(1);  // sequentially consistent with sleepers_: one of the two sees the other
     if (sleepers_.load() != 0) {
@@ -92,33 +83,13 @@ class Pool {
     }
   }
 
-  // Each thread has a queue of pieces that lie one after the other, and when it is through with it, takes from the others'.
-  // A ticket holds the number of the queue's next piece and its end: (next << 32) | end. Whoever draws a valid one knows from
-  // it alone that its round is not over, so that count_, pieces_ and body_ are still that round's.
-  struct alignas(64) Queue {
-    std::atomic<uint64_t> ticket{0};
-  };
-
-  void work(size_t own) {
-    for (size_t i = 0; i < queues_.size(); i++) {
-      Queue& queue = queues_[(own + i) % queues_.size()];
-      for (;;) {
-        const uint64_t ticket = queue.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
-        const int64_t piece = int64_t(ticket >> 32), end = int64_t(ticket & 0xffffffff);
-        if (piece >= end) break;
-        (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
-        done_.fetch_add(1, std::memory_order_acq_rel);
-      }
-    }
-  }
-
   void serve(size_t own) {
     const KnownFloats known;
     uint64_t seen = 0;
     for (;;) {
       seen = wait_for_round_after(seen);
       if (stop_.load()) return;
-      work(own);
+      pieces_.work(own);
     }
   }
 
@@ -140,23 +111,22 @@ class Pool {
     return round_.load();
   }
 
-  std::vector<Queue> queues_;
+  Pieces& pieces_;
   std::vector<std::thread> workers_;
   std::atomic<uint64_t> round_{0};
-  std::atomic<int64_t> done_{0};
   std::atomic<int> sleepers_{0}, caller_core_{-1};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
-  int64_t count_ = 0, pieces_ = 0;
-  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };
 
 // Never destroyed: at the end of the process, daemon threads of Python may still be in a loop, and helpers always wait for one.
 struct State {
   std::atomic<bool> in_use{false};
-  Pool* pool = nullptr;  // of whoever has set in_use
-  int pool_size = 0;
+  // Of whoever has set in_use:
+  OpenMp openmp;  // whose threads are used, where there is one
+  Pieces* pieces = nullptr;
+  Pool* pool = nullptr;
   std::atomic<int> wanted{0};  // by set_threads; 0 for the usual number
   std::atomic<int> usual{0};   // 0 where it is to be found out
 };
@@ -171,13 +141,23 @@ State& state() {
   return kept;
 }
 
-// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own. It may also have
-// fewer cores.
+// A child has none of its parent's threads: it forgets the pool (without joining what is not there) and makes its own, as OpenMP
+// would wait for them. It may also have fewer cores.
 void forget_in_child() {
   State& s = state();
-  s.pool = nullptr, s.pool_size = 0;
+  s.openmp = {}, s.pieces = nullptr, s.pool = nullptr;
   s.usual = 0;
   s.in_use = false;
+}
+
+struct Using {
+  std::atomic<bool>& in_use;
+  ~Using() { in_use = false; }
+};
+
+void drop_pool(State& s) {
+  delete s.pool;
+  s.pool = nullptr;
 }
 
 int find_usual() {
@@ -212,17 +192,28 @@ void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& bo
     if (count > 0) body(0, count);
     return;
   }
-  struct Leaving {
-    std::atomic<bool>& in_use;
-    ~Leaving() { in_use = false; }
-  } leaving{s.in_use};
-  if (s.pool_size != size) {
-    delete s.pool;
-    s.pool = nullptr, s.pool_size = 0;  // where the next line throws
-    s.pool = new Pool(size - 1);
-    s.pool_size = size;
+  const Using using_it{s.in_use};
+  if (!s.pieces || int(s.pieces->threads()) != size) {
+    drop_pool(s);
+    delete s.pieces;
+    s.pieces = nullptr;  // where the next line throws
+    s.pieces = new Pieces(size);
   }
-  s.pool->run(count, body, least);
+  s.pieces->begin(count, body, least);
+  if (s.openmp) return s.openmp.run(*s.pieces);
+  if (!s.pool) s.pool = new Pool(*s.pieces, size - 1);
+  s.pool->run();
+}
+
+bool share_threads_of(const std::string& library) {
+  State& s = state();
+  const OpenMp found = OpenMp::of(library);
+  if (!found) return false;
+  while (s.in_use.exchange(true)) pause();
+  const Using using_it{s.in_use};
+  drop_pool(s);
+  s.openmp = found;
+  return true;
 }
 
 }  // namespace billfish

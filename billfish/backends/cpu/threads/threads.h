@@ -1,10 +1,11 @@
-// A small pool of threads that share one loop at a time.
+// A small pool of threads that share one loop at a time, or the threads of torch's OpenMP instead.
 //
 // Idle threads wait a moment by spinning, because the next product of a model comes at once, and then sleep. Pieces of the
 // work are drawn by whoever is free; no result depends on who drew what, so they are the same for any number of threads.
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <string>
 
 namespace billfish {
 
@@ -21,5 +22,9 @@ void set_threads(int count);
 // caller at the same time runs its whole loop alone instead of waiting. Exceptions must not leave the body. The threads of the
 // pool have a known floating-point mode; the caller, who works too, sees to its own (see float_mode.h).
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least = 4);
+
+// From now on loops run on the threads of the OpenMP that a loaded shared library uses, and the pool ends: see openmp.h. False where there is none.
+// A child of this process has a pool again.
+bool share_threads_of(const std::string& library);
 
 }  // namespace billfish

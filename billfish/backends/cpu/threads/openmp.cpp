@@ -1,0 +1,34 @@
+#include "threads/openmp.h"
+
+#include <dlfcn.h>
+
+#include "threads/float_mode.h"
+
+namespace billfish {
+
+OpenMp OpenMp::of(const std::string& library) {
+  void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (!handle) return {};
+  // Looked for in the library and in what it is linked with. Others in the process may have brought an OpenMP of their own.
+  OpenMp found;
+  found.parallel = reinterpret_cast<decltype(found.parallel)>(dlsym(handle, "GOMP_parallel"));
+  found.thread_number = reinterpret_cast<decltype(found.thread_number)>(dlsym(handle, "omp_get_thread_num"));
+  return found ? found : OpenMp{};  // the handle stays open, so that the library does
+}
+
+void OpenMp::run(Pieces& pieces) const {
+  struct Argument {
+    const OpenMp& library;
+    Pieces& pieces;
+  } argument{*this, pieces};
+  const auto body = [](void* given) {
+    const auto& [library, own] = *static_cast<Argument*>(given);
+    const KnownFloats known;
+    const size_t number = size_t(library.thread_number());
+    if (number < own.threads()) own.work(number);
+  };
+  // 0: as many threads as torch's own loops have. Another number would end and start threads in each call.
+  parallel(body, &argument, 0, 0);
+}
+
+}  // namespace billfish

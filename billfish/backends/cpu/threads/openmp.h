@@ -1,0 +1,24 @@
+// The threads of an OpenMP library that this process has anyway.
+//
+// Idle threads of torch's OpenMP spin for a millisecond or so, as ours do, and between the products of a model torch has loops of its own. Two
+// sets of threads on the same cores then wait for one another: a product of 70 us beside a loop of 45 us took 300 for both. So a process with
+// torch has one set, torch's.
+#pragma once
+#include <string>
+
+#include "threads/pieces.h"
+
+namespace billfish {
+
+struct OpenMp {
+  void (*parallel)(void (*body)(void*), void* argument, unsigned threads, unsigned flags) = nullptr;  // GOMP_parallel: what `omp parallel` calls
+  int (*thread_number)() = nullptr;                                                                   // omp_get_thread_num
+
+  // The OpenMP that a shared library uses. Empty where the library is not loaded, or has none that is called so (on macOS).
+  static OpenMp of(const std::string& library);
+
+  explicit operator bool() const { return parallel && thread_number; }
+  void run(Pieces& pieces) const;
+};
+
+}  // namespace billfish
