@@ -18,7 +18,6 @@ from support import assert_same_bits
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
-    CompressedTensorsConfig,
     GPT2Config,
     MixtralConfig,
     Qwen3MoeConfig,
