@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import struct
-from array import array
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import CALL, MappedFile, check_count, damaged
 from billfish.checkpoints.ggml_types import GGML_TYPES
 from billfish.errors import CheckpointError, complaint
@@ -39,7 +40,7 @@ class Items(NamedTuple):
     kind: int
     length: int
     data: memoryview
-    ends: array[int]  # of strings, where each ends
+    ends: NDArray[np.uint64]  # of strings, where each ends
 
     def decode(self) -> list[Any]:
         """A list of numbers or of strings. Raises CheckpointError for one that would take far more memory."""
@@ -55,7 +56,7 @@ class Items(NamedTuple):
             return [data[start + 8 : end].decode("utf-8", "replace") for start, end in self._spans()]
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        return pairwise(chain((0,), self.ends))
+        return pairwise(chain((0,), self.ends.tolist()))
 
 
 class Field(NamedTuple):
@@ -162,12 +163,13 @@ class Cursor:
 
     def items(self) -> Items:
         kind, count = self.take(self.LIST)
-        start, ends = self.at, array("Q")  # a hostile file is full of empty strings, which may not cost more than it
+        start, ends = self.at, np.empty(0, np.uint64)
         if kind == STRING:
             self.strings += count
             if self.strings > MAX_STRINGS:
                 raise ValueError(f"lists of {self.strings} strings, more than {MAX_STRINGS}")
-            end = self.ends_of_strings(count, ends)
+            ends = self.ends_of_strings(count)
+            end = start + (int(ends[-1]) if count else 0)
         elif kind in self.NUMBERS:
             end = start + count * self.NUMBERS[kind].size
         else:
@@ -180,16 +182,14 @@ class Cursor:
             check_bools(data)
         return Items(kind, count, data, ends)
 
-    def ends_of_strings(self, count: int, ends: array[int]) -> int:
-        """Fill in where each ends, from the first's beginning; where the last ends."""
-        length_at, start, end = self.LENGTH.unpack_from, self.at, self.at
-        try:
-            for _ in range(count):  # a vocabulary has hundreds of thousands: nothing but the least in here
-                end += 8 + length_at(self.data, end)[0]
-                ends.append(end - start)
-        except (struct.error, OverflowError):
-            raise ValueError(f"a list of {count} strings, with room for {len(ends)}") from None
-        return end
+    def ends_of_strings(self, count: int) -> NDArray[np.uint64]:
+        """Where each ends, from the first's beginning. A vocabulary has hundreds of thousands: not in Python."""
+        rest = np.frombuffer(self.data, np.uint8)[self.at :]
+        ends = np.empty(min(count, len(rest) // 8), np.uint64)  # a hostile file may not cost more than it is large
+        whole = _cpu.string_ends(rest, ends)
+        if whole < count:
+            raise ValueError(f"a list of {count} strings, with room for {whole}")
+        return ends
 
     def info(self) -> Info:
         name = self.string()

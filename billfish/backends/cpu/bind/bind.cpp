@@ -8,7 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -313,44 +313,19 @@ uint64_t digest_of(Contiguous<const uint8_t> bytes) {
   return digest(bytes.data(), int64_t(bytes.size()));
 }
 
-// The best of several rounds, on all threads: work() does `units` of something on each of them.
-template <class Work> double best_rate(double units, Work work) {
-  double best = 0;
-  const int64_t count = threads();
-  for (int round = 0; round < 7; round++) {
-    const auto start = std::chrono::steady_clock::now();
-    parallel_for(count, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; i++) work(i);
-    });
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    best = std::max(best, double(count) * units / seconds.count());
+// Strings in a file lie one after the other, each behind its length, 8 bytes. `ends` gets where each ends, from the first's beginning. How many there
+// are before one is longer than what is left of the bytes: the file is not believed.
+int64_t string_ends(Contiguous<const uint8_t> bytes, Contiguous<uint64_t> ends) {
+  const uint64_t size = bytes.size();
+  uint64_t at = 0, length;
+  for (int64_t i = 0; i < int64_t(ends.size()); i++) {
+    if (size - at < sizeof length) return i;
+    std::memcpy(&length, bytes.data() + at, sizeof length);
+    at += sizeof length;
+    if (length > size - at) return i;
+    ends.data()[i] = at += length;
   }
-  return best;
-}
-
-double read_rate(const std::string& name, int megabytes) {
-  const Level& level = find_level(name);
-  const Computing computing;
-  const int64_t each = (int64_t(megabytes) << 20) / threads() / level.vector_bytes * level.vector_bytes;
-  std::vector<uint8_t> memory(size_t(each) * threads(), 1);
-  std::atomic<int> seen{0};
-  return best_rate(double(each), [&](int64_t i) { seen += level.read_all(memory.data() + i * each, each / level.vector_bytes); });
-}
-
-double dot_rate(const std::string& name) {
-  const Level& level = find_level(name);
-  const Computing computing;
-  constexpr int64_t rounds = 300000;
-  std::atomic<int> seen{0};
-  return best_rate(rounds * level.dot_operations, [&](int64_t) { seen += level.dot_rounds(rounds) > 0; });
-}
-
-double fma_rate(const std::string& name) {
-  const Level& level = find_level(name);
-  const Computing computing;
-  constexpr int64_t rounds = 300000;
-  std::atomic<int> seen{0};
-  return best_rate(rounds * level.fma_operations, [&](int64_t) { seen += level.fma_rounds(rounds) > 0; });
+  return int64_t(ends.size());
 }
 
 // Arithmetic of NumPy, too, is to be known.
@@ -391,9 +366,7 @@ NB_MODULE(_cpu, module) {
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
-  module.def("read_rate", &read_rate, "Bytes per second that all threads read from memory.");
-  module.def("dot_rate", &dot_rate, "Operations (2 for each product) per second of int8 dot products.");
-  module.def("fma_rate", &fma_rate, "Operations (2 for each product) per second of float32 multiply-adds.");
+  module.def("string_ends", &string_ends, nb::arg().noconvert(), nb::arg().noconvert(), "Where the strings of a list end, and how many are whole.");
   module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");
   module.def("available_cores", &available_cores, "Those of the affinity, and not more than the quota; `root` as above.");
   module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
@@ -402,5 +375,6 @@ NB_MODULE(_cpu, module) {
   module.def("share_threads_of", &share_threads_of, "Whether loops run on the OpenMP threads of this loaded library from now on.");
   bind_decoder(module);
   bind_experts(module);
+  bind_rates(module);
   default_threads();  // looked at now, and then seldom: see threads.h
 }

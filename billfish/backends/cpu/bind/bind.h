@@ -67,5 +67,6 @@ ExpertStack expert_stack(const Level& level, const ExpertArrays& arrays);
 
 void bind_decoder(nanobind::module_& module);
 void bind_experts(nanobind::module_& module);
+void bind_rates(nanobind::module_& module);
 
 }  // namespace billfish
