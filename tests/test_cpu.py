@@ -226,6 +226,17 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or (0 if same else 1
 """
 
 
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+def test_no_columns_give_the_bias(rows, activations):
+    """Only a file of packed weights can have none; an integer division by their number would end the process."""
+    held, bias = bf.prepack(bf.quantize(np.ones((4, 256), np.float32), "q8_0")), np.arange(4, dtype=np.float32)
+    room = np.zeros(_cpu.packed_bytes(held.level, held.axes.describe((4, 0))), np.uint8)
+    empty = dataclasses.replace(held, shape=(4, 0), data=room)
+    y = bf.quantized_linear(np.ones((rows, 0), np.float32), empty, bias=bias, activations=activations)
+    assert_same_bits(y, np.tile(bias, (rows, 1)))
+
+
 def test_works_after_fork():
     subprocess.run([sys.executable, "-W", "ignore", "-c", RUN_IN_A_CHILD], check=True, timeout=60)
 

@@ -109,7 +109,8 @@ def packed(rng: random.Random) -> Case:
         }
         data = held.data
         if rule == "axes":
-            description = dataclasses.replace(held.axes, **axes | {"table": tuple(axes["table"])}).describe(shape)
+            table = tuple(value & 255 for value in axes["table"])
+            description = dataclasses.replace(held.axes, **axes | {"table": table}).describe(shape)
             data = np.zeros(_cpu.packed_bytes(held.level, description), np.uint8)
         arrays, load = {"data": data}, multiply
     if rule == "about":

@@ -27,7 +27,7 @@ from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem,
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
-from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_for_stream
+from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_for_stream, rooms_for_streams
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.backends.cpu.torch_threads import share_torch_threads
@@ -131,7 +131,7 @@ class CpuBackend(Backend):
         All ggml blocks go in one native call, which leaves Python to other threads.
         """
         packed: dict[int, PackedWeights | PlainWeights] = {}
-        blocks, in_blocks = [], []
+        in_blocks: list[tuple[int, QuantizedTensor, Axes]] = []
         for place, tensor in enumerate(list(tensors)):
             if not isinstance(tensor, QuantizedTensor):
                 packed[place] = pack_plain(self.level, tensor)
@@ -141,26 +141,31 @@ class CpuBackend(Backend):
                 packed[place] = self._pack_with_fields(tensor)
                 continue
             assert isinstance(tensor.format, BlockFormat)
+            in_blocks.append((place, tensor, axes_of(layout_of_blocks(tensor.format))))
+        jobs = []
+        rooms = rooms_for_streams([self._stream_bytes(tensor, axes) for _, tensor, axes in in_blocks])
+        for (place, tensor, axes), room in zip(in_blocks, rooms, strict=True):
+            weights = packed[place] = self._weights_in(room, tensor, axes)
             source = codes_of(tensor)
-            packed[place] = self._room_for(tensor, layout_of_blocks(tensor.format))
-            blocks.append((packed[place].description, source.data, source.about, packed[place].data))
-            in_blocks.append((place, tensor))
-        for (place, tensor), finite in zip(in_blocks, _cpu.prepack_blocks(self.level, blocks), strict=True):
+            jobs.append((weights.description, source.data, source.about, room))
+        for (place, tensor, _), finite in zip(in_blocks, _cpu.prepack_blocks(self.level, jobs), strict=True):
             if not finite:  # scales that are not finite go as float32: see axes.py
                 packed[place] = self._pack_with_fields(tensor)
         return [packed[place] for place in range(len(packed))]
 
-    def _room_for(self, tensor: QuantizedTensor, layout: Layout) -> PackedWeights:
+    def _stream_bytes(self, tensor: QuantizedTensor, axes: Axes) -> int:
+        return int(_cpu.packed_bytes(self.level, axes.describe(tensor.shape)))
+
+    def _weights_in(self, room: NDArray[np.uint8], tensor: QuantizedTensor, axes: Axes) -> PackedWeights:
         """PackedWeights whose stream is not written yet."""
-        axes = Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
         about = tensor.format, tensor.shape, tensor.group_size, self.level, axes
-        stream = room_for_stream(_cpu.packed_bytes(self.level, axes.describe(tensor.shape)))
-        return PackedWeights(*about, stream, tensor.permutation)
+        return PackedWeights(*about, room, tensor.permutation)
 
     def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
         """Packs codes from the storage or from their plane, and scales from the planes of a Layout."""
         layout = layout_of(tensor)
-        weights = self._room_for(tensor, layout)
+        axes = axes_of(layout)
+        weights = self._weights_in(room_for_stream(self._stream_bytes(tensor, axes)), tensor, axes)
         prepack_fields(self.level, weights.description, tensor, layout, weights.data)
         return weights
 
@@ -247,6 +252,10 @@ class CpuBackend(Backend):
         _cpu.dequantize(self.level, s.data, s.words, s.about, *fields, *tables, raw, kind)
         if target is not wanted:
             wanted[...] = target
+
+
+def axes_of(layout: Layout) -> Axes:
+    return Axes(layout.codes, layout.scales, layout.group, layout.bias, layout.factor, layout.table)
 
 
 def _share_threads(x: object) -> None:

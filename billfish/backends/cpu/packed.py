@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,15 @@ def room_for_stream(count: int) -> NDArray[np.uint8]:
 
     A vector that crosses the end of a line takes two loads.
     """
-    room = np.empty(count + LINE - 1, np.uint8)
-    return room[-room.ctypes.data % LINE :][:count]
+    return rooms_for_streams([count])[0]
+
+
+def rooms_for_streams(counts: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """The same for several streams, in one piece of memory: NumPy asks for large pages from 4 MiB on."""
+    lines = [-(-count // LINE) * LINE for count in counts]
+    room = np.empty(sum(lines) + LINE - 1, np.uint8)
+    starts = accumulate(lines, initial=-room.ctypes.data % LINE)
+    return [room[start:][:count] for start, count in zip(starts, counts, strict=False)]
 
 
 @dataclass(frozen=True)

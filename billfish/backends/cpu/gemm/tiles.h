@@ -68,7 +68,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
   // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
   // 1 MiB of a Neoverse-N1. At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32
   // sums of 256 rows take 16 KiB for a tile of 16, as much of the first-level cache as a decoded slice.
-  const int64_t most = std::clamp<int64_t>((1 << 19) / (w.k * x.digits) / X_ROWS * X_ROWS, 32, 256), panel = std::min(most, (x.m + X_ROWS - 1) / X_ROWS * X_ROWS);
+  const int64_t most = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(w.k * x.digits, 1) / X_ROWS * X_ROWS, 32, 256), panel = std::min(most, (x.m + X_ROWS - 1) / X_ROWS * X_ROWS);
   const TileShape shape(w, TILE_ROWS);
   Room room;
   float* sums = room.take(panel * TILE_ROWS);
