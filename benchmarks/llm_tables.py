@@ -54,10 +54,11 @@ ROWS = {
 
 
 def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
-    """How fast, beside llama.cpp and ik_llama.cpp; in brackets, times as fast as the second."""
+    """How fast, beside those of llama.cpp and ik_llama.cpp that ran; in brackets, times as fast as the second."""
     about, records = results["about"], {(r["what"], r["who"]): r for r in results["records"]}
-    who = [*PEERS, *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
-    lines = [[f"{about['cpu']}, {about['threads']} threads", *PEERS, "q8", "q16", "exact"]]
+    beside = [name for name in PEERS if name in about["peers"]]
+    who = [*beside, *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
+    lines = [[f"{about['cpu']}, {about['threads']} threads", *beside, "q8", "q16", "exact"]]
     for what in rows:
         cells, best = [], records[what, PEERS[-1]]["seconds"]
         for name in who:
@@ -145,12 +146,16 @@ def eight_clients(results: Results) -> str:
 STATES = ("idle", "busy")
 LLM, INSIDE, VLLM = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md"
 SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
+SPEED_BESIDE_IK = r"\| [^|\n]* threads \| ik_llama\.cpp \|.*?\n\n"
+SERVED = r"\| x86_64[^|\n]* threads, tok/s \|.*?\n\n"
 PASSAGES = (
     Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
     Passage(LLM, "llm_neoverse_n1.json", r"Peers: [^\n]*\.", peers),
+    Passage(LLM, "llm_xeon.json", SPEED_BESIDE_IK, speed),
     Passage("README.md", "llm_neoverse_n1.json", SPEED, speed_in_short),
     Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
     Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
+    Passage(VLLM, "vllm_xeon.json", SERVED, served_speed),
     Passage("docs/serving.md", "serving_neoverse_n1.json", r"\| [^|\n]* threads \| 8 clients.*?\n\n", eight_clients),
     Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
 )

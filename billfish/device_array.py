@@ -37,7 +37,6 @@ UFUNCS: dict[np.ufunc, str] = {
     np.ceil: "ceil",
     np.trunc: "trunc",
     np.log2: "log2",
-    np.sqrt: "sqrt",
     np.copysign: "copysign",
     np.frexp: "frexp",
     np.isfinite: "isfinite",
