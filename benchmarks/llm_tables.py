@@ -119,13 +119,16 @@ def served(results: Results) -> str:
     return table([["folder", "arguments of `vllm.LLM`", "tokens"], *rows])
 
 
+SERVED_KINDS = {"prompts": "prompts of 512 tokens", "1": "one stream"}
+
+
 def served_speed(results: Results) -> str:
     """How fast, beside vLLM's own kernels."""
     speeds = results["tokens per second"]
     names = {"float32": "float32", "w4a8": "W4A8", "billfish": "billfish, q8"}
     rows = [[f"{results['cpu']}, {results['threads']} threads, tok/s", *(names[engine] for engine in speeds)]]
     for kind in speeds["billfish"]:
-        what = "prompts of 512 tokens" if kind == "prompts" else f"{kind} streams together"
+        what = SERVED_KINDS.get(kind, f"{kind} streams together")
         rows.append([what, *(f"{own[kind]:.0f}" for own in speeds.values())])
     return table(rows)
 
@@ -147,7 +150,7 @@ STATES = ("idle", "busy")
 LLM, INSIDE, VLLM = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md"
 SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
 SPEED_BESIDE_IK = r"\| [^|\n]* threads \| ik_llama\.cpp \|.*?\n\n"
-SERVED = r"\| x86_64[^|\n]* threads, tok/s \|.*?\n\n"
+SERVED = r"\| Intel[^|\n]* threads, tok/s \|.*?\n\n"
 PASSAGES = (
     Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
     Passage(LLM, "llm_neoverse_n1.json", r"Peers: [^\n]*\.", peers),
