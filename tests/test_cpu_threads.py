@@ -122,10 +122,14 @@ before = threads_of_process()
 check()
 assert share_torch_threads()
 assert threads_of_process() == before - 2, "our own threads have ended, and none has come"
-for torch_threads, ours in ((2, 2), (3, 2), (2, 5), (1, 4), (4, 1)):
+for torch_threads, ours in ((2, 2), (3, 2), (2, 5), (4, 1)):
     torch.set_num_threads(torch_threads)
     bf.set_threads(ours)
     check()
+torch.set_num_threads(1)
+bf.set_threads(6)
+check()
+assert threads_of_process() >= before + 2, "torch has one thread, and we have six"
 torch.set_num_threads(2)
 bf.set_threads(2)
 torch.set_flush_denormal(True)

@@ -13,6 +13,7 @@ OpenMp OpenMp::of(const std::string& library) {
   OpenMp found;
   found.parallel = reinterpret_cast<decltype(found.parallel)>(dlsym(handle, "GOMP_parallel"));
   found.thread_number = reinterpret_cast<decltype(found.thread_number)>(dlsym(handle, "omp_get_thread_num"));
+  found.usual_threads = reinterpret_cast<decltype(found.usual_threads)>(dlsym(handle, "omp_get_max_threads"));
   return found ? found : OpenMp{};  // the handle stays open, so that the library does
 }
 
@@ -27,8 +28,10 @@ void OpenMp::run(Pieces& pieces) const {
     const size_t number = size_t(library.thread_number());
     if (number < own.threads()) own.work(number);
   };
-  // 0: as many threads as torch's own loops have. Another number would end and start threads in each call.
-  parallel(body, &argument, 0, 0);
+  // As many threads as torch's own loops have, since another number would end and start threads in each call. Where they have one, torch
+  // starts none, and we may.
+  const int usual = usual_threads();
+  parallel(body, &argument, usual > 1 ? unsigned(usual) : unsigned(pieces.threads()), 0);
 }
 
 }  // namespace billfish

@@ -13,11 +13,12 @@ namespace billfish {
 struct OpenMp {
   void (*parallel)(void (*body)(void*), void* argument, unsigned threads, unsigned flags) = nullptr;  // GOMP_parallel: what `omp parallel` calls
   int (*thread_number)() = nullptr;                                                                   // omp_get_thread_num
+  int (*usual_threads)() = nullptr;                                                                   // omp_get_max_threads
 
   // The OpenMP that a shared library uses. Empty where the library is not loaded, or has none that is called so (on macOS).
   static OpenMp of(const std::string& library);
 
-  explicit operator bool() const { return parallel && thread_number; }
+  explicit operator bool() const { return parallel && thread_number && usual_threads; }
   void run(Pieces& pieces) const;
 };
 
