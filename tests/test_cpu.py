@@ -233,8 +233,11 @@ def test_no_columns_give_the_bias(rows, activations):
     held, bias = bf.prepack(bf.quantize(np.ones((4, 256), np.float32), "q8_0")), np.arange(4, dtype=np.float32)
     room = np.zeros(_cpu.packed_bytes(held.level, held.axes.describe((4, 0))), np.uint8)
     empty = dataclasses.replace(held, shape=(4, 0), data=room)
-    y = bf.quantized_linear(np.ones((rows, 0), np.float32), empty, bias=bias, activations=activations)
-    assert_same_bits(y, np.tile(bias, (rows, 1)))
+    x, expected = np.ones((rows, 0), np.float32), np.tile(bias, (rows, 1))
+    assert_same_bits(bf.quantized_linear(x, empty, bias=bias, activations=activations), expected)
+    for y in bf.quantized_linears(x, [empty, empty], biases=[bias, None], activations=activations):
+        assert_same_bits(y, expected)
+        expected = np.zeros_like(expected)
 
 
 def test_works_after_fork():

@@ -190,6 +190,8 @@ class CpuBackend(Backend):
             ys.append((y, room is not None))
             if rows.size:
                 todo.append((weights.level, weights.description, weights.data, rows, digits, added, y))
+            else:  # no rows, or no columns
+                y[...] = 0 if added is None else added
         if len(todo) == 1:
             _cpu.multiply(*todo[0])
         elif todo:
@@ -271,10 +273,12 @@ def _alone(product: Product, digits: int) -> Any:
     if len(shape) != 2:
         rows = rows.reshape(math.prod(shape[:-1]), shape[-1])
     y = np.empty((*shape[:-1], n), np.float32)
-    if len(rows):
+    added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
+    if rows.size:
         rows = np.ascontiguousarray(rows, np.float32)
-        added = None if bias is None else np.ascontiguousarray(bias.numpy(), np.float32)
         _cpu.multiply(weights.level, weights.description, weights.data, rows, digits, added, y)
+    else:  # no rows, or no columns
+        y[...] = 0 if added is None else added
     return x.adapter.from_numpy(y if x.dtype_name == "float32" else _rounded(y, FLOATS[x.dtype_name]))
 
 
