@@ -125,7 +125,7 @@ def test_stop_cancels_the_answer(driver, server, monkeypatch):
     wait(driver, lambda: server.service.engine.counts().running == 0)
     assert server.service.engine.counts().finished["cancelled"] == 1
     rate = driver.find_element(By.CSS_SELECTOR, "article small").text
-    assert re.fullmatch(r"\d+ tokens, [\d.]+ tokens/s \(stopped\)", rate)
+    assert re.fullmatch(r"\d+ tokens(, [\d.]+ tokens/s)? \(stopped\)", rate)  # the first token alone has no rate
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one(driver, model):
