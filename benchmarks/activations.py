@@ -38,14 +38,18 @@ def rounded(x: NDArray[np.float32], scale: str, kind: str) -> NDArray[np.float64
     return quantize_rows(x, kind).values() if scale == "row" else quantize_activations(x, kind, 32).values(x.shape[1])
 
 
+def matrices(model: Any) -> list[Any]:
+    """The modules whose inputs are rounded: all but the head."""
+    return [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+
+
 class Rounding:
     """The inputs of a model's layers are rounded in `way`, or left as they are."""
 
     def __init__(self, model: Any) -> None:
         self.way: tuple[str, str, str] | None = None
-        for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.register_forward_pre_hook(self._hook)
+        for module in matrices(model):
+            module.register_forward_pre_hook(self._hook)
 
     def _hook(self, module: Any, inputs: tuple[Any, ...]) -> Any:
         if self.way is None:
@@ -56,10 +60,9 @@ class Rounding:
 
 def quantize_layers(model: Any, format: str) -> None:
     """Every matrix of the layers takes the values that the format gives it."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            w = bf.dequantize(bf.quantize(module.weight.detach().numpy(), format))
-            module.weight.data.copy_(torch.from_numpy(np.asarray(w, np.float32)))
+    for module in matrices(model):
+        w = bf.dequantize(bf.quantize(module.weight.detach().numpy(), format))
+        module.weight.data.copy_(torch.from_numpy(np.asarray(w, np.float32)))
 
 
 def divergences(model: Any, tokens: list[int]) -> list[dict[str, Any]]:

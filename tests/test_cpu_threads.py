@@ -94,7 +94,7 @@ def test_the_process_ends_while_daemon_threads_multiply(_):
 
 # In a process of its own: there is no way back from torch's threads.
 WITH_TORCH = """
-import os, threading
+import os, threading, time
 import numpy as np
 import torch
 import billfish as bf
@@ -121,7 +121,10 @@ torch.ones(1 << 20).exp()  # torch starts its threads
 before = threads_of_process()
 check()
 assert share_torch_threads()
-assert threads_of_process() == before - 2, "our own threads have ended, and none has come"
+deadline = time.monotonic() + 60
+while threads_of_process() != before - 2:  # our own have ended, and none has come; an ended one is listed for a moment
+    assert time.monotonic() < deadline, (before, threads_of_process())
+    time.sleep(0.01)
 for torch_threads, ours in ((2, 2), (3, 2), (2, 5), (4, 1)):
     torch.set_num_threads(torch_threads)
     bf.set_threads(ours)

@@ -13,7 +13,7 @@ from billfish.backends.cpu import _cpu
 def share_torch_threads() -> bool:
     """Once in a process, with the first tensor of torch's: loops run on the threads of its OpenMP from now on.
 
-    False where torch has none that can be called: on macOS, or where it was built without. Our own threads stay then.
+    False where torch was built without, or with one that has no GOMP_parallel. Our own threads stay then.
     """
     import torch
 
