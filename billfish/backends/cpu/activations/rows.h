@@ -28,7 +28,7 @@ class Rows {
   // make(row, out) writes row `row` of x [k], on several threads. `weights` are those that come next in multiply().
   template <class Make> void fill(const std::vector<const Weights*>& weights, Make make) {
     expect(weights);
-    if (bundle() > SEVERAL_ROWS) {
+    if (bundle() > SEVERAL_ROWS && (m_ + bundle() - 1) / bundle() < threads()) {
       made_.resize(size_t(m_ * k_));
       parallel_for(m_, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) make(row, made_.data() + row * k_);
@@ -115,8 +115,8 @@ class Rows {
     for (Prepared* prepared : wanted_) prepared->finish(part);
   }
 
-  // A thread prepares whole bundles as it makes their rows, if they have so many at most. Larger ones would leave other threads nothing to do: their
-  // rows are made first, and then shared out block by block, since rows of a bundle share cache lines.
+  // A thread prepares whole bundles as it makes their rows. Where bundles are larger than this and fewer than threads, some of these would have
+  // nothing to do: rows are made first, and then shared out block by block, since rows of a bundle share cache lines.
   static constexpr int64_t SEVERAL_ROWS = 4;
 
   // Rows of the largest bundle: all others are parts of it.

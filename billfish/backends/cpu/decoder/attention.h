@@ -61,12 +61,12 @@ inline void weigh(float* scores, int64_t first, int64_t last, int64_t count, flo
   seen[TOTAL] += total_of(sixteen);
 }
 
-// T rows see one block. sight: relative to the block.
-template <int T, class Number>
-void see_block(const float* q, int64_t q_stride, const Number* keys, const Number* values, const Sight& sight, int64_t head_size, float* seen) {
-  const int64_t stride = OUT + head_size, some = std::min(CACHE_BLOCK, sight.seen + (T - 1) * sight.more);  // that some row sees
-  const int64_t count = (some + COLUMNS - 1) / COLUMNS * COLUMNS;
-  alignas(64) float scores[T * CACHE_BLOCK];
+// Positions of a block that some of T rows see. sight: relative to the block.
+template <int T> int64_t some_see(const Sight& sight) { return std::min(CACHE_BLOCK, sight.seen + (T - 1) * sight.more); }
+
+// T rows and one block: their scores [T][CACHE_BLOCK] become weights.
+template <int T, class Number> void weigh_block(const float* q, int64_t q_stride, const Number* keys, const Sight& sight, int64_t head_size, float* scores, float* seen) {
+  const int64_t stride = OUT + head_size, count = (some_see<T>(sight) + COLUMNS - 1) / COLUMNS * COLUMNS;
   for (int64_t i = 0; i < count; i += COLUMNS) combine<T, true>(q, q_stride, keys + i * head_size, head_size, scores + i, CACHE_BLOCK);
   // First the largest scores of all rows, then the weights: no row waits for another's.
   int64_t first[T], last[T];
@@ -82,25 +82,47 @@ void see_block(const float* q, int64_t q_stride, const Number* keys, const Numbe
     if (first[t] < last[t]) weigh(row, first[t], last[t], count, top[t], seen + t * stride, head_size);
     else std::fill_n(row, count, 0.0f);
   }
-  const int64_t padded = (some + 3) / 4 * 4;
-  for (int64_t i = 0; i < head_size; i += COLUMNS) combine<T, false>(scores, CACHE_BLOCK, values + i * CACHE_BLOCK, padded, seen + OUT + i, stride);
 }
 
+// And the values of the block are added, times their weights.
+template <int T, class Number> void add_values_of_block(const float* weights, const Number* values, const Sight& sight, int64_t head_size, float* seen) {
+  const int64_t padded = (some_see<T>(sight) + 3) / 4 * 4;
+  for (int64_t i = 0; i < head_size; i += COLUMNS) combine<T, false>(weights, CACHE_BLOCK, values + i * CACHE_BLOCK, padded, seen + OUT + i, OUT + head_size);
+}
+
+// Rows that see a block together. Where 16 columns are one vector, four rows would have four sums, and those of eight fill two pipes.
+constexpr int SEE_TOGETHER = VECTORS16 == 1 ? 8 : 4;
+
+// f(row, together, sight) for rows that go together, if they see any of the block from `at` on: sight is relative to it.
+template <class F> void each_together(int64_t rows, int64_t at, const Sight& sight, F f) {
+  for (int64_t row = 0, left; (left = rows - row) > 0;) {
+    const auto see = [&](auto together) {
+      constexpr int T = decltype(together)::value;
+      const int64_t before = at - row * sight.more;
+      const Sight here{sight.seen - before, sight.more, sight.behind - before, sight.cap, nullptr};
+      if (here.seen + (T - 1) * here.more > 0 && here.behind < CACHE_BLOCK) f(row, together, here);
+      row += T;
+    };
+    if (left >= SEE_TOGETHER) see(std::integral_constant<int, SEE_TOGETHER>{});
+    else if (left >= 4) see(std::integral_constant<int, 4>{});
+    else if (left == 3) see(std::integral_constant<int, 3>{});
+    else if (left == 2) see(std::integral_constant<int, 2>{});
+    else see(std::integral_constant<int, 1>{});
+  }
+}
+
+// All rows see one block: first its keys, then its values, so that a first-level cache need not hold both.
 template <class Number>
 void see_block(const Queries& queries, const Number* keys, const Number* values, int64_t at, const Sight& sight, int64_t head_size, float* seen) {
-  for (int64_t row = 0; row < queries.rows; row += 4) {
-    const int64_t together = std::min<int64_t>(4, queries.rows - row), before = at - row * sight.more;
-    const Sight here{sight.seen - before, sight.more, sight.behind - before, sight.cap, nullptr};
-    if (here.seen + (together - 1) * here.more <= 0 || here.behind >= CACHE_BLOCK) continue;
-    const float* q = queries.q + row * queries.stride;
-    float* to = seen + row * (OUT + head_size);
-    switch (together) {
-      case 1: see_block<1>(q, queries.stride, keys, values, here, head_size, to); break;
-      case 2: see_block<2>(q, queries.stride, keys, values, here, head_size, to); break;
-      case 3: see_block<3>(q, queries.stride, keys, values, here, head_size, to); break;
-      default: see_block<4>(q, queries.stride, keys, values, here, head_size, to);
-    }
-  }
+  static thread_local Room room;
+  float* scores = room.take(queries.rows * CACHE_BLOCK);
+  const int64_t stride = OUT + head_size;
+  each_together(queries.rows, at, sight, [&](int64_t row, auto together, const Sight& here) {
+    weigh_block<decltype(together)::value>(queries.q + row * queries.stride, queries.stride, keys, here, head_size, scores + row * CACHE_BLOCK, seen + row * stride);
+  });
+  each_together(queries.rows, at, sight, [&](int64_t row, auto together, const Sight& here) {
+    add_values_of_block<decltype(together)::value>(scores + row * CACHE_BLOCK, values, here, head_size, seen + row * stride);
+  });
 }
 
 inline void to_floats(const Half* from, int64_t count, float* to) {

@@ -241,7 +241,9 @@ inline int64_t one_by_one(const Weights& w, int32_t digits) {
 inline bool buffered(const Weights& w, int64_t m, int32_t digits, int32_t span) {
   if (!few_kernel(w, span)) return true;
   if (is_held(w, m, digits, span)) return false;
-  return digits == 1 ? m >= (span > 1 ? GROUP_BUFFER_ROWS : BUFFER_ROWS) : m >= MANY_ROWS || (digits == 2 && m > one_by_one(w, digits));
+  if (digits != 1) return m >= MANY_ROWS || (digits == 2 && m > one_by_one(w, digits));
+  const bool packed = w.codes != Codes::s8 && w.codes != Codes::table && w.codes != Codes::small_table;
+  return m >= (span > 1 ? GROUP_BUFFER_ROWS : packed ? PACKED_BUFFER_ROWS : BUFFER_ROWS);
 }
 
 // Whether exact products of few rows are made here, in four digits.
@@ -250,7 +252,8 @@ inline bool exact_in_digits(const Weights& w, int64_t m) { return EXACT_IN_DIGIT
 // How many rows of x go together, for this many of them.
 inline int32_t lanes_of_x(const Weights& w, int64_t m, int32_t digits, int32_t span) {
   if (is_held(w, m, digits, span)) return held_lanes(m);
-  return digits == EXACT_DIGITS || (m <= one_by_one(w, digits) && !buffered(w, m, digits, span)) ? 1 : X_ROWS;
+  if (buffered(w, m, digits, span)) return MANY_TOGETHER;
+  return digits == EXACT_DIGITS || m <= one_by_one(w, digits) ? 1 : X_ROWS;
 }
 
 inline void multiply_few8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {

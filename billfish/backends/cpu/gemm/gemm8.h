@@ -12,11 +12,15 @@ inline bool unsigned_codes(const Weights& w, const Activations8& x) {
   return w.codes != Codes::s8 && w.codes != Codes::table && !(WHOLE_BYTES_FIT && buffered(w, x.m, x.digits, x.span));
 }
 
+// Whether both digits of x make one sum: add_buffered_16.
+inline bool in_one_sum(const Weights& w, const Activations8& x) { return DIGITS_IN_ONE_SUM && x.digits == 2 && buffered(w, x.m, x.digits, x.span); }
+inline int start_parts(const Weights& w, const Activations8& x) { return in_one_sum(w, x) ? 1 : x.parts(); }
+
 // What the integer sums of each block begin with: SUM_START, which stands for 0, less what the codes as dot() gets them
 // have more than the weights' values, times the sum of x. [bundles, blocks, halves, even or odd row vector, parts, lanes,
 // START_INTS]; `halves` is 2 where a group of weights is 16. Where the sum of x does not matter, one block serves all.
 inline int64_t start_stride(const Weights& w, const Activations8& x) {
-  return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * x.parts() * x.lanes * START_INTS;
+  return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * start_parts(w, x) * x.lanes * START_INTS;
 }
 
 // For rows [first, last) and blocks [begin, end).
@@ -25,17 +29,18 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
     if (first > 0 || begin > 0) return;
     last = x.lanes, end = 1;
   }
-  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = x.parts();
+  const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = start_parts(w, x);
   const bool is_unsigned = unsigned_codes(w, x), sixteenfold = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
   const bool in_place = sixteenfold && !is_held(w, x.m, x.digits, x.span);
-  const bool in_one_sum = x.digits == 2 && DIGITS_IN_ONE_SUM && buffered(w, x.m, x.digits, x.span);
-  const int32_t zero = magic_sums(w, x.digits) && !in_one_sum ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
+  const bool one_sum = in_one_sum(w, x);
+  const int32_t zero = magic_sums(w, x.digits) && !one_sum ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
   for (int64_t row = first; row < last; row++)
     for (int64_t at = x.block_of(row, begin), lane = row % lanes; at < x.block_of(row, end); at += x.span) {
       int32_t* out = x.starts + at * x.start_stride + lane * START_INTS;
       for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
         for (int part = 0; part < parts; part++) {
-          const int32_t sum = x.start_stride ? x.sums[((at * parts + part) * 3 + (halves == 2 ? half : 2)) * lanes + lane] : 0;
+          const int32_t* sums = x.sums + (at * x.parts() * 3 + (halves == 2 ? half : 2)) * lanes + lane;
+          const int32_t sum = !x.start_stride ? 0 : one_sum ? sums[0] * 256 + sums[3 * lanes] : sums[part * 3 * lanes];
           const uint32_t even = uint32_t(zero - bias * sum);
           // In place: the odd sum has the even one in it, which is taken off later. Either way it has 16 times its own bias.
           const uint32_t odd = sixteenfold ? (in_place ? even : uint32_t(zero)) + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;

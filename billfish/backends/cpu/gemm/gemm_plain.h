@@ -61,16 +61,20 @@ template <class Number> auto numbers_kernel(int64_t rows) {
   }
 }
 
-// A chunk is converted again for every four rows: the first of them bring it into the first-level cache.
+// Numbers are converted again for every four rows: the first of them bring these into the first-level cache.
 template <class Number> void multiply_numbers(const Weights& w, const ActivationsExact& x, const float* bias, float* y, int64_t first, int64_t last) {
   const TileShape shape(w, TILE_ROWS);
   const int64_t x_stride = x.blocks * BLOCK;
   for (int64_t tile = first; tile < last; tile++) {
     alignas(64) float sums[FEW_FLOAT_ROWS * TILE_ROWS] = {};
     for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
-      const Blocks run = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
-      for (int64_t row = 0; row < x.m; row += X_ROWS)
-        numbers_kernel<Number>(x.m - row)(run, x.x + row * x_stride + chunk * CHUNK, x_stride, sums + row * TILE_ROWS);
+      const Blocks all = blocks_in_stream(w, shape, tile, chunk, shape.blocks_in(chunk));
+      for (int64_t k = 0; k < all.count * BLOCK; k += VALUES_AT_ONCE) {
+        Blocks run = all;
+        run.stream += k * TILE_ROWS * Number::bytes, run.count = std::min(VALUES_AT_ONCE / BLOCK, all.count - k / BLOCK);
+        for (int64_t row = 0; row < x.m; row += X_ROWS)
+          numbers_kernel<Number>(x.m - row)(run, x.x + row * x_stride + chunk * CHUNK + k, x_stride, sums + row * TILE_ROWS);
+      }
     }
     write_tile(sums, 1, nullptr, bias, w.n, tile, 0, x.m, y);
   }

@@ -1,5 +1,5 @@
 // Products in integers with many rows of x: a slice of a tile is decoded once into a buffer that stays in the first-level cache, then
-// multiplied with all rows, four at a time.
+// multiplied with all rows, MANY_TOGETHER at a time.
 #pragma once
 #include "gemm/few8.h"
 
@@ -7,7 +7,7 @@ namespace BILLFISH_ISA {
 
 // Lines of 64 bytes that each block asks for ahead, for every four rows of x: nine rows, from which on NEON has a buffer, ask for 384 bytes with
 // each block; a tile of 16 rows with nibbles and float16 scales has 288.
-constexpr int BUFFER_LINES = 2;
+template <int ROWS> constexpr int BUFFER_LINES = 2 * std::max(1, ROWS / X_ROWS);
 
 // Adds blocks of row vectors of a tile times the rows of x [row, row + T) to sums [T][TILE_ROWS]. Codes are in a buffer, or in the stream
 // where they are whole bytes; `group` is the scales of the first block's.
@@ -17,7 +17,7 @@ KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group,
   P::load(total, sums);
   BlockOfX<P> x_block(x, row, run.first);
   const uint8_t *p = run.stream, *ahead = run.ahead;
-  const auto ask = [&]() INLINED { ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64; };
+  const auto ask = [&]() INLINED { ask_for<BUFFER_LINES<P::T>>(ahead), ahead += BUFFER_LINES<P::T> * 64; };
   for (int64_t b = 0; b < run.count; b += x_block.step, p += P::Decoder::block_bytes, x_block.next()) {
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
     ask();
@@ -55,14 +55,19 @@ KERNEL void add_buffered_16(const Weights& w, Blocks run, const GroupScales* gro
   const uint8_t *p = run.stream, *ahead = run.ahead;
   for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes) {
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
-    ask_for<BUFFER_LINES>(ahead), ahead += BUFFER_LINES * 64;
+    ask_for<BUFFER_LINES<P::T>>(ahead), ahead += BUFFER_LINES<P::T> * 64;
     BlockOfX<P> low = high;
     low.next_codes();
     unroll<P::HALVES>([&](auto half) INLINED {
+      constexpr int HALF = decltype(half)::value;
       typename P::Sums sum;
-      sum_block<P, decltype(half)::value, false>(p, w.table, high, sum);
-      P::each([&](auto t, auto r) INLINED { sum[t][0][r] = shift_left<8>(sum[t][0][r]); });
-      sum_block<P, decltype(half)::value, true>(p, w.table, low, sum);
+      P::each([&](auto t, auto r) INLINED { sum[t][0][r] = splat_int(0); });
+      sum_block<P, HALF, true>(p, w.table, high, sum);
+      P::each([&](auto t, auto r) INLINED {
+        sum[t][0][r] = shift_left<8>(sum[t][0][r]);
+        if constexpr (SIGNED_BIAS != 0) sum[t][0][r] = add(sum[t][0][r], high.template start<HALF, decltype(r)::value, decltype(t)::value, 0>());
+      });
+      sum_block<P, HALF, true>(p, w.table, low, sum);
       const FloatActivations x_scales = high.scales(false), x_total = high.total(half);
       unroll<P::COUNT>([&](auto r) INLINED {
         const Floats scale = load_floats(group[half].scale + P::row_at(r));
@@ -78,17 +83,17 @@ KERNEL void add_buffered_16(const Weights& w, Blocks run, const GroupScales* gro
   P::store(total, sums);
 }
 
-// Adds blocks times the rows of x [row, row + 4) to sums [4][TILE_ROWS]; there is room for four, however many there are.
+// Adds blocks times the rows of x [row, row + MANY_TOGETHER) to sums [MANY_TOGETHER][TILE_ROWS]; there is room for so many, however many there are.
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   const auto call = [&](auto rows, auto digits, auto reach, auto magic) {
     constexpr int T = decltype(rows)::value;
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
-        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + X_ROWS).codes(run.first, 0));
-        else run.ahead += run.count * BUFFER_LINES * 64;
+        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + MANY_TOGETHER).codes(run.first, 0));
+        else run.ahead += run.count * BUFFER_LINES<T> * 64;
         constexpr bool in_one_sum = decltype(digits)::value == 2 && DIGITS_IN_ONE_SUM;
-        using P = Piece<Buffer, T, in_one_sum ? 1 : decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2>;
+        using P = Piece<Buffer, T, in_one_sum ? 1 : decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2, MANY_TOGETHER>;
         constexpr auto add = [] { if constexpr (in_one_sum) return add_buffered_16<P, MINIMUMS>; else return add_buffered<P, MINIMUMS>; }();
         add(w, now, scales, x, row + part, sums + part * TILE_ROWS);
       });
@@ -101,13 +106,17 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   };
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
-  constexpr std::integral_constant<int, X_ROWS> four;
-  if (x.digits == 2) {
-    if constexpr (DIGITS_IN_ONE_SUM) call_with(four, two, std::false_type{});
-    else call_with(two, two, std::true_type{});
-  }
-  else if (magic_sums(w, 1)) call_with(four, one, std::true_type{});
-  else call_with(four, one, std::false_type{});
+  static_assert(DIGITS_IN_ONE_SUM || MANY_TOGETHER == X_ROWS, "two digits of two rows at a time make X_ROWS in all");
+  const auto call_for = [&](auto rows) {
+    if (x.digits == 2) {
+      if constexpr (DIGITS_IN_ONE_SUM) call_with(rows, two, std::false_type{});
+      else call_with(two, two, std::true_type{});
+    }
+    else if (magic_sums(w, 1)) call_with(rows, one, std::true_type{});
+    else call_with(rows, one, std::false_type{});
+  };
+  if (MANY_TOGETHER > X_ROWS && x.m - row <= X_ROWS) call_for(std::integral_constant<int, X_ROWS>{});  // the last ones
+  else call_for(std::integral_constant<int, MANY_TOGETHER>{});
 }
 
 // What a buffer has: values, but where dot() does not take any byte, what it takes gladly.

@@ -11,11 +11,11 @@ inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 
 
 // What a kernel holds in registers: T rows of x, of DIGITS digits each, by the row vectors FIRST .. FIRST + COUNT - 1 of a tile.
 // MAGIC: whether sums start at SUM_START.
-template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT> struct Piece {
+template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, int FIRST_VECTOR, int VECTOR_COUNT, int X_LANES = X_ROWS> struct Piece {
   using Decoder = DECODER;
   static constexpr int T = ROWS, DIGITS = X_DIGITS, HALVES = REACH == Reach::half ? 2 : 1, FIRST = FIRST_VECTOR, COUNT = VECTOR_COUNT;
   static constexpr bool MAGIC = FROM_START, over_blocks = REACH == Reach::blocks;
-  static constexpr int lanes = T == 1 ? 1 : X_ROWS;  // rows of x that lie together; T may be less
+  static constexpr int lanes = T == 1 ? 1 : X_LANES;  // rows of x that lie together; T may be less
   static constexpr int TOGETHER = T * COUNT * DIGITS <= 8 ? QUADS_TOGETHER : 1;  // quads of k whose codes are decoded before dot products
   using Sums = Ints[T][DIGITS][COUNT];
   using Codes = Bytes[TOGETHER][COUNT];
@@ -25,6 +25,11 @@ template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, i
   // f(t, r) for each row of x and each row vector.
   template <class F> static INLINED void each(F&& f) {
     unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { f(t, r); }); });
+  }
+  // The same in the order in which dot products leave most registers for sums.
+  template <class F> static INLINED void each_dot(F&& f) {
+    if constexpr (ROW_OF_X_FIRST) each(f);
+    else unroll<COUNT>([&](auto r) INLINED { unroll<T>([&](auto t) INLINED { f(t, r); }); });
   }
   static INLINED void load(Totals& total, const float* sums) {
     each([&](auto t, auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); });
@@ -86,19 +91,17 @@ template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const u
         bytes[i][r] = P::Decoder::template dotted<(quad + decltype(i)::value) * ROW_VECTORS + P::FIRST + decltype(r)::value>(codes, table);
       });
     });
-    unroll<P::COUNT>([&](auto r) INLINED {
-      unroll<P::T>([&](auto t) INLINED {
-        unroll<P::DIGITS>([&](auto p) INLINED {
-          const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
-          if constexpr (narrow_quads(P::Decoder::operand) == 0) {
-            if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = start();
-            unroll<P::TOGETHER>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, P::Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
-          } else {
-            constexpr int round = std::min(narrow_quads(P::Decoder::operand), quads);
-            narrow[t][p][r] = dot<quad % 4, P::Decoder::operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
-            if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? start() : sum[t][p][r], widen(narrow[t][p][r]));
-          }
-        });
+    P::each_dot([&](auto t, auto r) INLINED {
+      unroll<P::DIGITS>([&](auto p) INLINED {
+        const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
+        if constexpr (narrow_quads(P::Decoder::operand) == 0) {
+          if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = start();
+          unroll<P::TOGETHER>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, P::Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+        } else {
+          constexpr int round = std::min(narrow_quads(P::Decoder::operand), quads);
+          narrow[t][p][r] = dot<quad % 4, P::Decoder::operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
+          if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? start() : sum[t][p][r], widen(narrow[t][p][r]));
+        }
       });
     });
   });

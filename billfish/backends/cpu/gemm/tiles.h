@@ -13,7 +13,7 @@ using billfish::MANY_ROWS;
 using billfish::RowOfX;
 using billfish::TileShape;
 
-constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one
+constexpr int X_ROWS = 4;  // rows of x that a kernel takes at a time, unless it takes one, or MANY_TOGETHER of many
 
 // What one integer sum goes over: half a block for groups of 16, a block, or the blocks of x that share a scale, `span` of them.
 enum class Reach { half, block, blocks };
@@ -62,13 +62,13 @@ inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t
 }
 
 // Many rows of x. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it; then add(run, row,
-// sums) adds them times the rows of x [row, row + X_ROWS) to sums [X_ROWS][TILE_ROWS], for which there is always room.
+// sums) adds them times the rows of x [row, row + MANY_TOGETHER) to sums [MANY_TOGETHER][TILE_ROWS], for which there is always room.
 template <class Decode, class Add>
 void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
   // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
   // 1 MiB of a Neoverse-N1. At least 32 rows share the decoding of a slice, which is then 1/8 of it for every four. The float32
   // sums of 256 rows take 16 KiB for a tile of 16, as much of the first-level cache as a decoded slice.
-  const int64_t most = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(w.k * x.digits, 1) / X_ROWS * X_ROWS, 32, 256), panel = std::min(most, (x.m + X_ROWS - 1) / X_ROWS * X_ROWS);
+  const int64_t most = std::clamp<int64_t>((1 << 19) / std::max<int64_t>(w.k * x.digits, 1) / MANY_TOGETHER * MANY_TOGETHER, 32, 256), panel = std::min(most, (x.m + MANY_TOGETHER - 1) / MANY_TOGETHER * MANY_TOGETHER);
   const TileShape shape(w, TILE_ROWS);
   Room room;
   float* sums = room.take(panel * TILE_ROWS);
@@ -80,7 +80,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
         Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
-        for (int64_t row = first_row; row < last_row; row += X_ROWS) add(run, row, sums + (row - first_row) * TILE_ROWS);
+        for (int64_t row = first_row; row < last_row; row += MANY_TOGETHER) add(run, row, sums + (row - first_row) * TILE_ROWS);
       });
       write_tile(sums, w.factor, x.power, bias, w.n, tile, first_row, last_row, y);
     }

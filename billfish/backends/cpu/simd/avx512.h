@@ -2,7 +2,6 @@
 #pragma once
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -59,11 +58,15 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   std::memcpy(&four, x.p + 4 * L, 4);
   return {_mm512_dpbusd_epi32(sum.v, w, _mm512_set1_epi32(four))};
 }
-constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr int BUFFER_ROWS = 8, PACKED_BUFFER_ROWS = 13, GROUP_BUFFER_ROWS = 13;  // see simd/neon.h
 constexpr bool TAILS = false;
 constexpr int HELD_ROWS = 0;
 constexpr int SLICES_OF_FEW = 1, LINES_OF_SCALES = 1;
-constexpr bool DIGITS_IN_ONE_SUM = false;
+// Two dot products begin in a cycle and each takes 5, so that 10 sums or more keep both pipes busy: 8 rows by 2 row vectors have 16. Four bytes of
+// x in all lanes then serve two sums and give their register to the next, which leaves 27 of 32 for sums and totals.
+constexpr int MANY_TOGETHER = 8;
+constexpr bool ROW_OF_X_FIRST = true;
+constexpr bool DIGITS_IN_ONE_SUM = true;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
 constexpr int QUADS_TOGETHER = 1;  // see simd/neon.h
@@ -80,11 +83,7 @@ inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline float largest(Floats v) {
-  float numbers[LANES];
-  store_floats(numbers, v);
-  return *std::max_element(numbers, numbers + LANES);
-}
+inline float largest(Floats v) { return _mm512_reduce_max_ps(v); }
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v.v); }
 // p * 2^n, for a p between 0.5 and 2 and shifted = n + 1.5 * 2^23: n is in its last bits, and goes to the exponent of p.
@@ -122,9 +121,9 @@ template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
 constexpr float BYTE_START = 0;
 template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) { return multiply_add(load_floats(offset), byte_to_floats<K>(v, splat(0)), scale); }
 
-// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows, and how many times four.
 constexpr bool EXACT_IN_DIGITS = true;
-constexpr int SUM_VECTORS = 2;
+constexpr int SUM_VECTORS = 2, SUM_BUNDLES = 2;
 constexpr int REGISTER_ROWS = 16;
 
 struct FloatActivations { const float* p; };

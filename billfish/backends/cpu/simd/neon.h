@@ -61,9 +61,8 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   asm("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(x), "i"(L));  // gcc moves the intrinsic's sums about
   return sum;
 }
-// From so many rows of x on, it pays to decode weights into a buffer first.
-constexpr int BUFFER_ROWS = 9;
-constexpr int GROUP_BUFFER_ROWS = 25;  // where sums go over whole groups
+// From so many rows of x on, it pays to decode weights into a buffer first: bytes and tables, other codes, and where sums go over whole groups.
+constexpr int BUFFER_ROWS = 9, PACKED_BUFFER_ROWS = 9, GROUP_BUFFER_ROWS = 25;
 // Whether two and three rows of x have kernels of their own. T = 2 takes 60 cycles a block and T = 3 86, where T = 4 takes 107 and one row 37.
 constexpr bool TAILS = true;
 // From MANY_ROWS up to so many rows, nibbles are decoded once for all of them, in registers: see gemm/held8.h.
@@ -71,7 +70,11 @@ constexpr int HELD_ROWS = 16;
 // Up to four rows of x go with so many slices of a tile together: 64 blocks of q4_0 and their x take 18 KiB each. With each block the kernels ask
 // for its codes ahead; the lines of its scales come by themselves, and asking for them too reads a third more than there is.
 constexpr int SLICES_OF_FEW = 2, LINES_OF_SCALES = 0;
-// Whether many rows of x in two digits have one sum for both: see add_buffered_16. Values in the buffer have no bias, so sums begin with 0.
+// Many rows of x, whose weights are in the buffer, are multiplied so many together.
+constexpr int MANY_TOGETHER = 4;
+// Whether the row vectors of a tile follow one another with the same x. Else rows of x do, with the same codes: then no register is written twice in a row.
+constexpr bool ROW_OF_X_FIRST = false;
+// Whether many rows of x in two digits have one sum for both: see add_buffered_16.
 constexpr bool DIGITS_IN_ONE_SUM = true;
 // With x in two digits, rows go one by one up to here, and then through the buffer.
 constexpr int ONE_BY_ONE_16 = 7;
@@ -144,9 +147,9 @@ template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) {
   return vfmaq_f32(load_alone<Floats>(offset), vreinterpretq_f32_u8(vqtbx1q_u8(word, v, from)), scale);
 }
 
-// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows, and how many times four.
 constexpr bool EXACT_IN_DIGITS = true;
-constexpr int SUM_VECTORS = 4;
+constexpr int SUM_VECTORS = 4, SUM_BUNDLES = 1;
 constexpr int REGISTER_ROWS = 16;
 
 // Four values of x; multiply_add_x<L> multiplies with value L.

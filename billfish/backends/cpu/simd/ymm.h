@@ -55,10 +55,12 @@ template <int L> __m256i splat_quad(Activations x) {
   std::memcpy(&four, x.p + 4 * L, 4);
   return _mm256_set1_epi32(four);
 }
-constexpr int BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr int BUFFER_ROWS = 8, PACKED_BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
 constexpr bool TAILS = false;
 constexpr int HELD_ROWS = 0;
 constexpr int SLICES_OF_FEW = 1, LINES_OF_SCALES = 1;
+constexpr int MANY_TOGETHER = 4;
+constexpr bool ROW_OF_X_FIRST = false;
 constexpr bool DIGITS_IN_ONE_SUM = false;
 constexpr int ONE_BY_ONE_16 = 2;  // see simd/neon.h
 constexpr int ONE_ROW_AHEAD = 8192;  // see simd/neon.h
@@ -114,9 +116,9 @@ template <int K> Floats byte_to_floats(Bytes v, Floats offset) {
 constexpr float BYTE_START = 0;
 template <int K> Floats times_byte(Floats scale, const float* offset, Bytes v) { return multiply_add(load_floats(offset), byte_to_floats<K>(v, splat(0)), scale); }
 
-// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows.
+// For exact products: whether few rows go through dot(), and for many, vectors of sums that registers hold for each of four rows, and how many times four.
 constexpr bool EXACT_IN_DIGITS = true;
-constexpr int SUM_VECTORS = 2;
+constexpr int SUM_VECTORS = 2, SUM_BUNDLES = 1;
 constexpr int REGISTER_ROWS = 8;
 
 struct FloatActivations { const float* p; };
