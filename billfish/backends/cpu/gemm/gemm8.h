@@ -23,29 +23,33 @@ inline int64_t start_stride(const Weights& w, const Activations8& x) {
   return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * start_parts(w, x) * x.lanes * START_INTS;
 }
 
-// For rows [first, last) and blocks [begin, end).
+// For rows [first, last), in whole bundles, and blocks [begin, end).
 inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  if (x.start_stride == 0) {
-    if (first > 0 || begin > 0) return;
-    last = x.lanes, end = 1;
-  }
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = start_parts(w, x);
   const bool is_unsigned = unsigned_codes(w, x), sixteenfold = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;
-  const bool in_place = sixteenfold && !is_held(w, x.m, x.digits, x.span);
-  const bool one_sum = in_one_sum(w, x);
+  const bool in_place = sixteenfold && !is_held(w, x.m, x.digits, x.span), one_sum = in_one_sum(w, x);
   const int32_t zero = magic_sums(w, x.digits) && !one_sum ? SUM_START : 0, bias = is_unsigned ? w.bias : SIGNED_BIAS;
-  for (int64_t row = first; row < last; row++)
-    for (int64_t at = x.block_of(row, begin), lane = row % lanes; at < x.block_of(row, end); at += x.span) {
-      int32_t* out = x.starts + at * x.start_stride + lane * START_INTS;
+  if (x.start_stride == 0) {
+    if (first == 0 && begin == 0) std::fill_n(x.starts, halves * 2 * parts * lanes * START_INTS, zero);
+    return;
+  }
+  // What even and odd row vectors have of the sum of x. In place: the odd sum has the even one in it, which is taken off later. Either way it has
+  // 16 times its own bias.
+  const int32_t even = -bias, odd = sixteenfold ? (in_place ? even : 0) + 16 * (HIGH_FLIP - bias) : even;
+  const auto fill = [&](int32_t times, const int32_t* sums, int32_t* out) {
+    for (int lane = 0; lane < lanes; lane++) {
+      // Unsigned: in lanes that no row has, anything may be.
+      const uint32_t sum = one_sum ? uint32_t(sums[lane]) * 256 + uint32_t(sums[3 * lanes + lane]) : uint32_t(sums[lane]);
+      std::fill_n(out + lane * START_INTS, START_INTS, int32_t(uint32_t(zero) + uint32_t(times) * sum));
+    }
+  };
+  for (int64_t row = first; row < last; row += lanes)
+    for (int64_t at = x.block_of(row, begin); at < x.block_of(row, end); at += x.span) {
+      int32_t* out = x.starts + at * x.start_stride;
       for (int half = 0; half < halves; half++, out += 2 * parts * lanes * START_INTS)
         for (int part = 0; part < parts; part++) {
-          const int32_t* sums = x.sums + (at * x.parts() * 3 + (halves == 2 ? half : 2)) * lanes + lane;
-          const int32_t sum = !x.start_stride ? 0 : one_sum ? sums[0] * 256 + sums[3 * lanes] : sums[part * 3 * lanes];
-          const uint32_t even = uint32_t(zero - bias * sum);
-          // In place: the odd sum has the even one in it, which is taken off later. Either way it has 16 times its own bias.
-          const uint32_t odd = sixteenfold ? (in_place ? even : uint32_t(zero)) + uint32_t(16 * (HIGH_FLIP - bias) * sum) : even;
-          std::fill_n(out + part * lanes * START_INTS, START_INTS, int32_t(even));
-          std::fill_n(out + (parts + part) * lanes * START_INTS, START_INTS, int32_t(odd));
+          const int32_t* sums = x.sums + ((at * x.parts() + part) * 3 + (halves == 2 ? half : 2)) * lanes;
+          fill(even, sums, out + part * lanes * START_INTS), fill(odd, sums, out + (parts + part) * lanes * START_INTS);
         }
     }
 }
