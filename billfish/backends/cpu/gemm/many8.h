@@ -10,13 +10,13 @@ namespace BILLFISH_ISA {
 template <int ROWS> constexpr int BUFFER_LINES = 2 * std::max(1, ROWS / X_ROWS);
 
 // Adds blocks of row vectors of a tile times the rows of x [row, row + T) to sums [T][TILE_ROWS]. Codes are in a buffer, or in the stream
-// where they are whole bytes; `group` is the scales of the first block's.
+// where they are whole bytes; `group` is the scales of the first block's, and `ahead` is asked for meanwhile.
 template <class P, bool MINIMUMS>
-KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
+KERNEL void add_buffered(const Weights& w, const Blocks& run, const uint8_t* ahead, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
   typename P::Totals total;
   P::load(total, sums);
   BlockOfX<P> x_block(x, row, run.first);
-  const uint8_t *p = run.stream, *ahead = run.ahead;
+  const uint8_t* p = run.stream;
   const auto ask = [&]() INLINED { ask_for<BUFFER_LINES<P::T>>(ahead), ahead += BUFFER_LINES<P::T> * 64; };
   for (int64_t b = 0; b < run.count; b += x_block.step, p += P::Decoder::block_bytes, x_block.next()) {
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
@@ -47,12 +47,12 @@ KERNEL void add_buffered(const Weights& w, Blocks run, const GroupScales* group,
 // The same with x in two digits, whose sums one register makes: that of the first digit, times 256, and on top of it that of the second. 32 products
 // of 16 bits and 8 are below 2^28, so the sum is exact, and rounded once, to a float. P has one digit.
 template <class P, bool MINIMUMS>
-KERNEL void add_buffered_16(const Weights& w, Blocks run, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
+KERNEL void add_buffered_16(const Weights& w, const Blocks& run, const uint8_t* ahead, const GroupScales* group, const Activations8& x, int64_t row, float* sums) {
   typename P::Totals total;
   P::load(total, sums);
   BlockOfX<P> high(x, row, run.first);
   high.codes += (row / P::lanes * x.blocks + run.first) * P::lanes * 32;  // blocks have two digits
-  const uint8_t *p = run.stream, *ahead = run.ahead;
+  const uint8_t* p = run.stream;
   for (int64_t b = 0; b < run.count; b++, p += P::Decoder::block_bytes) {
     if (begins_span(run, b)) p += run.span_header, group += b > 0 ? P::HALVES : 0;
     ask_for<BUFFER_LINES<P::T>>(ahead), ahead += BUFFER_LINES<P::T> * 64;
@@ -89,13 +89,13 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
     constexpr int T = decltype(rows)::value;
     for (int part = 0; part < X_ROWS; part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
-        Blocks now = run;  // the weights' next blocks are asked for in the first pass, those of x in the others
-        if (pair > 0) now.ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + MANY_TOGETHER).codes(run.first, 0));
+        const uint8_t* ahead = run.ahead;  // the weights' next blocks are asked for in the first pass, those of x in the others
+        if (pair > 0) ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + MANY_TOGETHER).codes(run.first, 0));
         else run.ahead += run.count * BUFFER_LINES<T> * 64;
         constexpr bool in_one_sum = decltype(digits)::value == 2 && DIGITS_IN_ONE_SUM;
         using P = Piece<Buffer, T, in_one_sum ? 1 : decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2, MANY_TOGETHER>;
         constexpr auto add = [] { if constexpr (in_one_sum) return add_buffered_16<P, MINIMUMS>; else return add_buffered<P, MINIMUMS>; }();
-        add(w, now, scales, x, row + part, sums + part * TILE_ROWS);
+        add(w, run, ahead, scales, x, row + part, sums + part * TILE_ROWS);
       });
   };
   const auto call_with = [&](auto rows, auto digits, auto magic) {
