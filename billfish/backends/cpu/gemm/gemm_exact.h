@@ -147,8 +147,8 @@ template <int FIRST, int BUNDLES> __attribute__((flatten, noinline)) void add_va
   });
 }
 
-// k that all rows pass over before the next ones, each of which is added up on its own: their 16 KiB of values stay in a first-level cache of
-// 32 KiB, beside x and sums.
+// All rows pass over the values of so many k before the next ones, and add them up on their own: 16 KiB, which stay in a first-level cache of 32 KiB
+// beside x and sums.
 constexpr int64_t VALUES_AT_ONCE = std::min<int64_t>(CHUNK, 16384 / (TILE_ROWS * sizeof(float)));
 
 // values_of(shape, run) are the values of a run of blocks, [k][TILE_ROWS], where a cache has them. Sums are multiplied by `factor`.

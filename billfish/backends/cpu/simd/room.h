@@ -4,9 +4,9 @@
 // all: perhaps that with AVX-512, which then runs on machines without. Hidden visibility does not help inside one library. What is in
 // a level's namespace is the level's own; tests/test_cpu_levels.py looks at the object files for anything else.
 #pragma once
-#include <new>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 
 namespace BILLFISH_ISA {
 
