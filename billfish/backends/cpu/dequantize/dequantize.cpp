@@ -335,13 +335,15 @@ void dequantize_words(const Storage& s, void* out, int type, int64_t first, int6
   }
 }
 
-void read_codes(const Storage& s, int64_t row, int64_t block, uint8_t* codes) {
-  const uint8_t* p = s.bytes + row * s.row_bytes + block * s.block_bytes;
+void read_codes(const Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* codes) {
+  const uint8_t* p = s.bytes + row * s.row_bytes + first * s.block_bytes;
+  const int64_t low = s.code_field[0].offset, high = s.code_field[1].offset, stride = s.block_bytes;  // for all the compiler knows, codes are a part of s
   with_codes(s, [&](auto type) {
-    unroll<decltype(type)::count / 16>([&](auto v) {
-      const Sixteen sixteen = decltype(type)::template get<v>(p + s.code_field[0].offset, p + s.code_field[1].offset);
-      std::memcpy(codes + 16 * v, &sixteen, 16);
-    });
+    for (int64_t i = 0; i < count; i++, p += stride, codes += decltype(type)::count)
+      unroll<decltype(type)::count / 16>([&](auto v) {
+        const Sixteen sixteen = decltype(type)::template get<v>(p + low, p + high);
+        std::memcpy(codes + 16 * v, &sixteen, 16);
+      });
   });
 }
 

@@ -12,7 +12,7 @@ void dequantize_rows(const billfish::Storage& s, void* out, int type, int64_t fi
 // Columns [first, last) of words [K / per, N], to rows of the output.
 void dequantize_words(const billfish::Storage& s, void* out, int type, int64_t first, int64_t last);
 
-// The codes of one block, a byte each.
-void read_codes(const billfish::Storage& s, int64_t row, int64_t block, uint8_t* codes);
+// The codes of `count` blocks of a row from block `first` on, a byte each.
+void read_codes(const billfish::Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* codes);
 
 }  // namespace BILLFISH_ISA

@@ -107,10 +107,11 @@ struct CodeReader {
     const Storage& s = storage;
     const int64_t start = chunk * CHUNK, count = std::min<int64_t>(CHUNK, s.k - start);
     if (words) read_words(s, row, start, count, to);
-    else
-      for (int64_t i = 0; i < count; i += s.block)
-        if (i + s.block <= count) level.read_codes(s, row, (start + i) / s.block, to + i);
-        else read_rest(row, start + i, count - i, to + i);
+    else {
+      const int64_t blocks = count / s.block, whole = blocks * s.block;
+      level.read_codes(s, row, start / s.block, blocks, to);
+      if (whole < count) read_rest(row, start + whole, count - whole, to + whole);
+    }
     if (kind == Codes::s8 && s.flip == 0)  // bytes that are not signed
       for (int64_t i = 0; i < count; i++) to[i] ^= 0x80;
     std::fill(to + count, to + CHUNK, padding);
@@ -122,7 +123,7 @@ struct CodeReader {
     Storage alone = storage;
     alone.bytes = bytes;
     std::copy_n(storage.bytes + row * storage.row_bytes + first / storage.block * storage.block_bytes, count * storage.code_field[0].bits / 8, bytes);
-    level.read_codes(alone, 0, 0, codes);
+    level.read_codes(alone, 0, 0, 1, codes);
     std::copy_n(codes, count, to);
   }
 };
@@ -134,21 +135,23 @@ inline void pack_tile(const Weights& w, const CodeReader& read_codes, const std:
   const uint8_t bias = w.codes == Codes::s8 ? uint8_t(level.signed_bias) : 0;
   std::vector<uint8_t> codes(size_t(rows) * CHUNK, uint8_t(read_codes.padding + bias));
   std::memset(out, 0, shape.tile_bytes);
+  const int64_t first_row = tile * rows, count = std::min<int64_t>(rows, w.n - first_row);
   auto put_field = [&](const Field& field, int64_t index) {
-    for (int r = 0; r < rows; r++, out += field.size) {
-      const int64_t row = tile * rows + r, item = std::min(index, field.count - 1);
-      if (row >= w.n) continue;
-      const uint8_t* from = field.data + (row - field.first_row) * field.row_stride + item * field.item_stride;
-      if (field.size == 2) std::memcpy(out, from, 2);  // one instruction, where memcpy of any size is a call
-      else if (field.size == 1) *out = *from;
-      else std::memcpy(out, from, size_t(field.size));
-    }
+    const uint8_t* from = field.data + (first_row - field.first_row) * field.row_stride + std::min(index, field.count - 1) * field.item_stride;
+    // A memcpy of one byte or two is an instruction, and of any size a call.
+    const auto put = [&](auto size) {
+      for (int64_t r = 0; r < count; r++) std::memcpy(out + r * size, from + r * field.row_stride, size);
+    };
+    if (field.size == 1) put(std::integral_constant<size_t, 1>{});
+    else if (field.size == 2) put(std::integral_constant<size_t, 2>{});
+    else put(size_t(field.size));
+    out += rows * field.size;
   };
   for (int64_t chunk = 0; chunk < shape.chunks; chunk++) {
-    for (int r = 0; r < rows && tile * rows + r < w.n; r++) {
+    for (int64_t r = 0; r < count; r++) {
       uint8_t* row = codes.data() + r * CHUNK;
-      read_codes(tile * rows + r, chunk, row);
-      for (int i = 0; i < CHUNK; i++) row[i] = uint8_t(row[i] + bias);
+      read_codes(first_row + r, chunk, row);
+      for (int i = 0; bias != 0 && i < CHUNK; i++) row[i] = uint8_t(row[i] + bias);
     }
     for (const Field& field : chunk_fields) put_field(field, chunk);
     for (int b = 0; b < shape.blocks_in(chunk); b++, out += shape.block_code_bytes) {

@@ -186,8 +186,8 @@ struct Level {
   // out [n, k]; type 0 float32, 1 float16, 2 bfloat16. Rows, or columns of words, from `first` to `last`.
   void (*dequantize_rows)(const Storage&, void* out, int type, int64_t first, int64_t last);
   void (*dequantize_words)(const Storage&, void* out, int type, int64_t first, int64_t last);
-  // The codes of one block, a byte each.
-  void (*read_codes)(const Storage&, int64_t row, int64_t block, uint8_t* codes);
+  // The codes of `count` blocks of a row from block `first` on, a byte each.
+  void (*read_codes)(const Storage&, int64_t row, int64_t first, int64_t count, uint8_t* codes);
   // For measuring the machine; see level/machine.h.
   uint8_t (*read_all)(const uint8_t* p, int64_t vectors);
   float (*dot_rounds)(int64_t rounds);
