@@ -65,8 +65,8 @@ def measure(weights: Weights, m: int, ways: tuple[str, ...]) -> list[dict[str, A
 
         call(0)
         errors[way] = {"relative_error": relative(y[:CHECKED], as_it_was)}
-        kernels[way] = launches(gemm, gpu)[-1]
-        if kernels[way].name == "marlin_gemm_bytes":
+        kernels[way] = launches(gemm, gpu)
+        if kernels[way][-1].name == "marlin_gemm_bytes":
             rounded = quantize_rows(x[:CHECKED].cpu().numpy(), way).values()
             exact = torch.from_numpy(rounded).cuda() @ weights.exact.double().T
             errors[way]["relative_error_of_rounded_x"] = relative(y[:CHECKED], exact)
@@ -75,10 +75,14 @@ def measure(weights: Weights, m: int, ways: tuple[str, ...]) -> list[dict[str, A
     cublas = seconds.pop("cublas:f16")
     records = []
     for way, mine in seconds.items():
-        shape = {name.lower(): int(v) for name, v in kernels[way].macros if name in cuda_table.SHAPE_MACROS}
+        name, in_bytes = kernels[way][-1].name, len(kernels[way]) > 1
+        shapes = [
+            {name.lower(): int(v) for name, v in kernel.macros if name in cuda_table.SHAPE_MACROS}
+            for kernel in kernels[way][in_bytes:]
+        ]
         figures = f"{1e6 * mine:.1f} us, cuBLAS {cublas / mine:.2f}, x in float16 {seconds['exact'] / mine:.2f}"
         said = "; ".join(f"{name} {value:.1e}" for name, value in errors[way].items())
-        print(f"{weights.label} {k}x{n} M={m} {way}: {figures}; {kernels[way].name}; {said}", flush=True)
+        print(f"{weights.label} {k}x{n} M={m} {way}: {figures}; {name}; {said}", flush=True)
         records.append(
             {
                 "backend": "cuda",
@@ -89,8 +93,8 @@ def measure(weights: Weights, m: int, ways: tuple[str, ...]) -> list[dict[str, A
                 "n": n,
                 "seconds": mine,
                 "gops": 2 * m * n * k / mine / 1e9,
-                "kernel": kernels[way].name,
-                "shape": shape,
+                "kernel": name,
+                "shapes": shapes,
                 **errors[way],
                 "peers": {"cublas:f16": cublas},
             }

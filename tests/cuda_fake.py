@@ -221,9 +221,11 @@ class NativeLaunch:
 class NativeProduct:
     """As _cuda.NativeProduct."""
 
-    def __init__(self, launch: NativeLaunch, bricks: int, row_scale: int, m: int, n: int, k: int, *rest: int) -> None:
-        self.launch, self.memory, self.sizes = launch, (bricks, row_scale), (m, n, k)
+    def __init__(
+        self, launch: NativeLaunch, bricks: int, row_scale: int, m: int, n: int, k: int, *rest: int, **part: int
+    ) -> None:
+        self.launch, self.memory, self.sizes, self.part = launch, (bricks, row_scale), (m, n, k), part.values()
 
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int) -> None:
         self.launch.fake.products.append((stream, x, x_stride, bias, y))
-        self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride)
+        self.launch(stream, None, *self.memory, x, bias, y, *self.sizes, x_stride, *self.part)

@@ -290,7 +290,7 @@ def test_a_launch_takes_what_the_kernel_takes():
     known = {"gemm_small": "mpppppiiii", "gemm_large": "mpppppiiii", "pack": "pppii", "normalize": "pppppf"}
     known |= {"embed": "pppppppiiif", "rotate": "pppiiippppppfiiiii", "attend": "pppppiiiii", "choose": "pippp"}
     known |= {"gate": "pppiii", "reorder": "pppi"}
-    known |= {"gemm_bytes": "mpppppiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
+    known |= {"gemm_bytes": "mpppppiiiiii", "quantize_rows": "ppiii", "split_blocks": "ppii"}
     for name, letters in known.items():
         assert signature(f"{name}.cu", f"marlin_{name}") == letters
 

@@ -172,22 +172,22 @@ def test_shapes_compile_without_spills(way, width):
         if more and (way, width) == ("folded", 208):
             continue  # too few registers: byte_plan does not take it
         gemm = Gemm(kind, 2048, 4096, 4096, activations=activations, **more)
-        launch = launch_bytes(gemm, H200, ByteShape(width)).launch
+        launch = launch_bytes(gemm, H200, ((ByteShape(width), 32),)).parts[0].launch
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_partners_and_rounding_compile_without_spills(way):
     kind, activations = WAYS[way]
-    plan = launch_bytes(Gemm(kind, 100, 4096, 14336, activations=activations), H200, ByteShape(128, 2, 3))
-    for launch in (plan.launch, plan.quantize):
+    plan = launch_bytes(Gemm(kind, 100, 4096, 14336, activations=activations), H200, ((ByteShape(128, 2, 3), 64),))
+    for launch in (plan.parts[0].launch, plan.quantize):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_products_of_given_blocks_compile_without_spills(groups):
     plan = given_plan(Gemm(Kind("Int4", "ScaleF32", "NONE", groups), 300, 4096, 4096), H200, 34)
-    for launch in (plan.launch, plan.quantize):
+    for launch in (plan.parts[0].launch, plan.quantize):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
@@ -199,14 +199,27 @@ def test_plans_fit_the_device():
                     found = plan_of(kind, activations, m, n, k)
                     if found is None:
                         continue
-                    launch, macros = found.launch, dict(found.launch.macros)
-                    assert launch.shared_bytes <= H200.shared_bytes
-                    assert launch.grid[0] % launch.cluster == 0
-                    assert int(macros["STAGES"]) >= 3
-                    assert int(macros["SPLIT"]) * int(macros["TEAMS"]) <= -(-k // 128)
-                    assert found.work_bytes >= m * found.stride + 4 * -(-m // int(macros["WIDTH"])) * int(
-                        macros["WIDTH"]
-                    )
+                    place = 0
+                    for part in found.parts:
+                        launch, macros = part.launch, dict(part.launch.macros)
+                        width, teams, split = (int(macros[name]) for name in ("WIDTH", "TEAMS", "SPLIT"))
+                        assert launch.shared_bytes <= H200.shared_bytes
+                        assert launch.grid[0] % launch.cluster == 0
+                        assert int(macros["STAGES"]) >= 3
+                        assert split * teams <= -(-k // 128)
+                        assert found.work_bytes >= m * found.stride + ROW_BYTES * -(-m // width) * width
+                        assert part.box_rows == width
+                        assert part.first_place == place
+                        place += part.places
+                    assert place == -(-n // (64 if teams == 2 else 128))
+
+
+def test_two_shapes_share_a_product_that_whole_rounds_do_not_fit():
+    parts = plan_of(MXFP4, "fp8", 1024, 14336).parts
+    tiles = [part.places * -(-1024 // part.box_rows) for part in parts]
+    assert len(parts) == 2
+    assert all(H200.multiprocessors * 0.97 * -(-t // 132) <= t for t in tiles)
+    assert len(plan_of(MXFP4, "fp8", 4096, 14336).parts) == 1
 
 
 def test_few_rows_small_matrices_and_other_gpus_take_x_as_it_is():

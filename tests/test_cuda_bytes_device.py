@@ -14,10 +14,10 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("no Hopper GPU", allow_module_level=True)
 
 from billfish.backends.cuda import DeviceWeights  # noqa: E402
-from billfish.backends.cuda.byte_plans import ByteShape, byte_plan, launch_bytes  # noqa: E402
-from billfish.backends.cuda.driver import BYTES, device, launcher, native  # noqa: E402
-from billfish.backends.cuda.memory import address  # noqa: E402
+from billfish.backends.cuda.byte_plans import ByteShape, Parts, byte_plan, launch_bytes  # noqa: E402
+from billfish.backends.cuda.driver import device, native  # noqa: E402
 from billfish.backends.cuda.plans import Gemm  # noqa: E402
+from billfish.backends.cuda.weights import native_parts  # noqa: E402
 
 GPU = device()
 BOUND = 3e-3  # of docs/cuda.md
@@ -39,16 +39,16 @@ def error(y: torch.Tensor, x: torch.Tensor, q: bf.QuantizedTensor, activations: 
     return float((y.double() - exact).norm() / exact.norm())
 
 
-def multiplied(x: torch.Tensor, q: bf.QuantizedTensor, activations: str, shape: ByteShape) -> torch.Tensor:
+def multiplied(x: torch.Tensor, q: bf.QuantizedTensor, activations: str, shape: ByteShape | Parts) -> torch.Tensor:
     """y in bytes, whatever the plan would be; every byte that is not written is 255."""
     held, (n, k), m = DeviceWeights.pack(q, "cuda:0"), q.shape, len(x)
-    plan = launch_bytes(Gemm(held.kind, m, n, k, x.dtype == torch.bfloat16, activations=activations), GPU, shape)
+    parts = ((shape, shape.places(n)),) if isinstance(shape, ByteShape) else shape
+    plan = launch_bytes(Gemm(held.kind, m, n, k, x.dtype == torch.bfloat16, activations=activations), GPU, parts)
     work = torch.full((plan.work_bytes,), 255, dtype=torch.uint8, device="cuda")
-    sizes = m, n, k, BYTES, plan.box_rows
-    product = launcher().NativeProduct(native(plan.launch, 0), address(held.bricks), address(held.row_scale), *sizes)
     y, stream = torch.full((m, n), float("nan"), dtype=x.dtype, device="cuda"), torch.cuda.current_stream()
     native(plan.quantize, 0)(stream.cuda_stream, x.data_ptr(), work.data_ptr(), k, k, plan.stride)
-    product(stream.cuda_stream, work.data_ptr(), plan.stride, 0, y.data_ptr())
+    for part in native_parts(plan, held, m):
+        part(stream.cuda_stream, work.data_ptr(), plan.stride, 0, y.data_ptr())
     torch.cuda.synchronize()
     return y
 
@@ -74,6 +74,19 @@ def test_every_shape(shape, format, size, activations):
         results = [multiplied(x, q, activations, shape) for _ in range(2)]
         assert error(results[0], x, q, activations) < (1e-3 if dtype == torch.float16 else 4e-3)
         assert torch.equal(*results)
+
+
+@ways
+@pytest.mark.parametrize("n", [200, 384])
+def test_two_shapes_share_a_product(n, format, size, activations):
+    q = weights(n, 1024, format, size)
+    x = torch.randn((333, 1024), device="cuda").half()
+    x[40, 7] = 3000  # a steep row
+    for second in (ByteShape(192), ByteShape(128, split=2)):
+        y = multiplied(x, q, activations, ((ByteShape(128), 1), (second, -(-n // 128) - 1)))
+        alone = multiplied(x, q, activations, ByteShape(128)), multiplied(x, q, activations, second)
+        assert torch.equal(y[:, :128], alone[0][:, :128])
+        assert torch.equal(y[:, 128:], alone[1][:, 128:])
 
 
 @ways

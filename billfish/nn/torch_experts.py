@@ -220,7 +220,7 @@ def why_not(module: torch.nn.Module) -> str:
     """Why MarlinExperts cannot take the place of a module; empty if it can."""
     if not is_experts(module):
         return "it has no stacks gate_up_proj and down_proj"
-    if not module.has_gate or module.has_post_expert_norm:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):  # transformers before 5.23 has none
         return "it is no gated feed-forward part"
     try:
         activation_of(module)

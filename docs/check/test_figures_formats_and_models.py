@@ -1,7 +1,8 @@
-"""The figures of errors, checkpoints, embeddings and language models are the recorded ones."""
+"""The figures of errors, checkpoints, embeddings, language models and x in 8 bits are the recorded ones."""
 
 from __future__ import annotations
 
+import cuda_bytes_tables
 import llm_tables
 import pytest
 import quality_tables
@@ -37,9 +38,9 @@ def test_embeddings_of_sentences():
 
 @pytest.mark.parametrize(
     "passage",
-    [*llm_tables.PASSAGES, *quality_tables.PASSAGES],
+    [*llm_tables.PASSAGES, *quality_tables.PASSAGES, *cuda_bytes_tables.PASSAGES],
     ids=lambda passage: f"{passage.page}:{passage.write.__name__}",
 )
-def test_passages_on_language_models(passage):
+def test_passages_that_are_written_by_scripts(passage):
     text = page(passage.page)
-    assert passage.rewritten(text) == text, "python benchmarks/llm_tables.py and quality_tables.py write it anew"
+    assert passage.rewritten(text) == text, f"python benchmarks/{passage.write.__module__}.py writes it anew"

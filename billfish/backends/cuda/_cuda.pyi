@@ -34,5 +34,7 @@ class NativeProduct:
         numbers: int,
         box_rows: int,
         /,
+        first_place: int = 0,
+        places: int = -1,
     ) -> None: ...
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, /) -> None: ...

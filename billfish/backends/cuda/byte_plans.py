@@ -7,8 +7,10 @@ x for one, `byte_plan` gives None: x is multiplied as it is, and `why_as_it_is` 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from billfish.backends.cuda.driver import Device, KernelLaunch
 from billfish.backends.cuda.kind import BRICK, Kind
@@ -33,10 +35,11 @@ SIXTEEN = 16  # k that quantize_rows.cu writes at a time
 # Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as plans.STAGE_NS.
 STAGE_NS = {
     "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 800}, {128: 404}),
-    "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 675}, {128: 430}),
+    "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 650}, {128: 430}),
     "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
 }
 CALL_NS, TILE_NS, MEETING_NS = 1500, 2300, 1300
+PAIR_GAINS = 0.95  # two launches have to gain more than estimates are off by
 # quantize_rows.cu takes CALL_NS, and from there on what memory takes: 2 bytes read, one written.
 BYTES_PER_NS = 3500
 AS_IT_IS = (
@@ -79,24 +82,41 @@ class ByteShape:
     def partners(self) -> int:
         return self.split * self.teams
 
-    def ctas(self, m: int, n: int) -> int:
-        return -(-n // (STRIP * self.strips)) * -(-m // self.width) * self.split
+    def places(self, n: int) -> int:
+        """Tiles along the columns of y."""
+        return -(-n // (STRIP * self.strips))
 
-    def cost(self, way: str, gemm: Gemm, multiprocessors: int) -> float:
-        """Nanoseconds of a product, roughly, as plans.Shape.cost. way: of STAGE_NS."""
-        rounds = rounds_of(self.ctas(gemm.m, gemm.n), self.split, multiprocessors)
+    def across(self, m: int) -> int:
+        """Tiles along the rows of y."""
+        return -(-m // self.width)
+
+    def cost(self, way: str, gemm: Gemm, places: int, multiprocessors: int) -> float:
+        """Nanoseconds of so many places of a product, roughly, as plans.Shape.cost. way: of STAGE_NS."""
+        rounds = rounds_of(places * self.across(gemm.m) * self.split, self.split, multiprocessors)
         stages = -(-gemm.k // BRICK) / self.partners
         tile = STAGE_NS[way][self.teams - 1][self.width] * stages + TILE_NS
         return CALL_NS + rounds * (tile + (MEETING_NS if self.split > 1 else 0))
 
 
-@dataclass(frozen=True)
-class BytePlan:
-    """Two launches, and the memory between them: x in bytes, rows `stride` bytes apart, and its scales behind them."""
+Parts = tuple[tuple[ByteShape, int], ...]  # of a product: shapes, and how many places along the columns of y each has
 
-    quantize: KernelLaunch  # or split_blocks.cu
+
+@dataclass(frozen=True)
+class BytePart:
+    """A launch of gemm_bytes for some of the columns of y: `places` times 128, from the `first_place` on."""
+
     launch: KernelLaunch
     box_rows: int
+    first_place: int
+    places: int
+
+
+@dataclass(frozen=True)
+class BytePlan:
+    """Launches, and the memory between them: x in bytes, rows `stride` bytes apart, and its scales behind them."""
+
+    quantize: KernelLaunch  # or split_blocks.cu
+    parts: tuple[BytePart, ...]
     stride: int
     work_bytes: int
 
@@ -105,7 +125,7 @@ def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
     """What a product will launch, x in bytes or as it is; none: decoded weights go to a library."""
     in_bytes = byte_plan(gemm, device)
     if in_bytes is not None:
-        return [in_bytes.quantize, in_bytes.launch]
+        return [in_bytes.quantize, *(part.launch for part in in_bytes.parts)]
     chosen = plan(gemm, device)
     return [] if chosen is None else [chosen.launch]
 
@@ -141,12 +161,12 @@ def why_as_it_is(gemm: Gemm, device: Device) -> str:
 @lru_cache(maxsize=4096)
 def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
     """The plan of a product whose x goes in bytes; None: x as it is, and `why_as_it_is` says why."""
-    shape = None if why_as_it_is(gemm, device) else fastest(gemm, device)
-    return None if shape is None else launch_bytes(gemm, device, shape)
+    parts = None if why_as_it_is(gemm, device) else fastest(gemm, device)
+    return None if parts is None else launch_bytes(gemm, device, parts)
 
 
-def fastest(gemm: Gemm, device: Device) -> ByteShape | None:
-    """The shape with the least estimated time; None: x in 16 bits takes less."""
+def fastest(gemm: Gemm, device: Device) -> Parts | None:
+    """The shapes with the least estimated time; None: x in 16 bits takes less."""
     way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
     too_wide = 208 if gemm.gate is not None and way == "folded" else 0  # registers are too few
     shapes = [ByteShape(width) for width in STAGE_NS[way][0] if width > FEW_ROWS and width != too_wide]
@@ -155,14 +175,32 @@ def fastest(gemm: Gemm, device: Device) -> ByteShape | None:
         shapes += [ByteShape(64, split=2), *(ByteShape(128, teams=2, split=split) for split in (1, 2, 3))]
     fitting = [shape for shape in shapes if shape.partners <= bricks]
 
-    def cost(shape: ByteShape) -> float:
-        return shape.cost(way, gemm, device.multiprocessors)
+    def cost(parts: Parts) -> float:
+        return sum(shape.cost(way, gemm, places, device.multiprocessors) for shape, places in parts)
 
-    chosen = min(fitting, key=cost)
+    one = min((((shape, shape.places(gemm.n)),) for shape in fitting), key=cost)
+    two = min(pairs(fitting, gemm, device.multiprocessors), key=cost, default=one)
+    chosen = two if cost(two) < PAIR_GAINS * cost(one) else one
     quantizing = CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
     as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
     factor = 1 if gemm.m <= 128 else AS_IT_IS
     return chosen if cost(chosen) + quantizing < factor * as_it_is else None
+
+
+def pairs(shapes: list[ByteShape], gemm: Gemm, multiprocessors: int) -> Iterator[Parts]:
+    """Two shapes for one product: whole rounds of tiles of the first one, and the second one for the columns left.
+
+    1024 rows of 4096 x 14336 are 560 tiles of 208 rows: five rounds of 132, the last one with 32. Three rounds of these
+    and one of 132 tiles of 256 rows take 0.9 of the time.
+    """
+    alike = [shape for shape in shapes if shape.teams == 1]  # tiles of 128 columns
+    for first in alike:
+        across, all_places = first.across(gemm.m), first.places(gemm.n)
+        whole = all_places * across // multiprocessors
+        for rounds in range(max(1, whole - 1), whole + 1) if first.split == 1 else ():
+            places = rounds * multiprocessors // across
+            if 0 < places < all_places:
+                yield from (((first, places), (second, all_places - places)) for second in alike)
 
 
 def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
@@ -175,11 +213,15 @@ def ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int
     return stages, stages * stage + rest
 
 
-def launch_bytes(gemm: Gemm, device: Device, shape: ByteShape) -> BytePlan:
-    """A plan in this shape."""
+def launch_bytes(gemm: Gemm, device: Device, parts: Parts) -> BytePlan:
+    """A plan in these shapes."""
     stride = -(-gemm.k // SIXTEEN) * SIXTEEN
-    work_bytes = most_work(gemm.m, gemm.k)
-    return BytePlan(quantize(gemm, stride), _launch(gemm, device, shape), shape.width, stride, work_bytes)
+    firsts = accumulate((places for _, places in parts), initial=0)
+    launched = tuple(
+        BytePart(_launch(gemm, device, shape, places), shape.width, first, places)
+        for (shape, places), first in zip(parts, firsts, strict=False)
+    )
+    return BytePlan(quantize(gemm, stride), launched, stride, most_work(gemm.m, gemm.k))
 
 
 def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
@@ -189,7 +231,9 @@ def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
     macros = (("BLOCK_BYTES", str(block_bytes)), ("CODES_AT", str(block_bytes - 32)))
     split = KernelLaunch("split_blocks.cu", "marlin_split_blocks", macros, (gemm.m,), 128, overlap=True)
     work_bytes = gemm.m * gemm.k + 16 * (gemm.m * -(-gemm.k // BRICK) + MORE_ROWS)
-    return BytePlan(split, _launch(gemm, device, shape, given=True), shape.width, gemm.k, work_bytes)
+    places = shape.places(gemm.n)
+    part = BytePart(_launch(gemm, device, shape, places, given=True), shape.width, 0, places)
+    return BytePlan(split, (part,), gemm.k, work_bytes)
 
 
 def why_not_given(kind: Kind) -> str:
@@ -199,12 +243,14 @@ def why_not_given(kind: Kind) -> str:
     return ""
 
 
-def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -> KernelLaunch:
+def _launch(gemm: Gemm, device: Device, shape: ByteShape, places: int, given: bool = False) -> KernelLaunch:
+    """Of so many places of a product."""
     integers = gemm.activations == "q8"
     stages, shared_bytes = ring(shape, gemm.kind, device, given)
     macros = gemm.macros(
         BYTES="INT8" if integers else "FP8",
         GIVEN=int(given),
+        PARTS=int(places < shape.places(gemm.n)),
         WARPGROUPS=shape.warpgroups,
         TEAMS=shape.teams,
         TALL=1,
@@ -214,7 +260,7 @@ def _launch(gemm: Gemm, device: Device, shape: ByteShape, given: bool = False) -
         PAIRED=0,
         **wgmma_macros("WGMMA", shape.width, "r" if integers else "f"),
     )
-    ctas = shape.ctas(gemm.m, gemm.n)
+    ctas = places * shape.across(gemm.m) * shape.split
     if shape.partners == 1:
         ctas = min(ctas, device.multiprocessors)
     threads, cluster = 128 * (shape.warpgroups + 1), shape.split

@@ -10,10 +10,9 @@ import numpy as np
 from billfish.arrays import Input
 from billfish.backends.base import Product
 from billfish.backends.cuda.byte_plans import BytePlan, given_plan, why_not_given
-from billfish.backends.cuda.driver import BYTES, Buffer, copy_in, copy_out, current, device, launcher, native
-from billfish.backends.cuda.memory import address
+from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
 from billfish.backends.cuda.plans import Gemm
-from billfish.backends.cuda.weights import DeviceWeights
+from billfish.backends.cuda.weights import DeviceWeights, native_parts
 from billfish.errors import BackendUnavailable
 
 BLOCK = 32
@@ -60,8 +59,6 @@ def _numpy(blocks: Any, weights: DeviceWeights, plan: BytePlan) -> Any:
 
 
 def _launch(stream: int, weights: DeviceWeights, plan: BytePlan, blocks: int, y: int, work: int, m: int) -> None:
-    (n, k), ordinal = weights.shape, weights.room.ordinal
-    native(plan.quantize, ordinal)(stream, blocks, work, k, plan.stride)
-    memory = address(weights.bricks), address(weights.row_scale)
-    product = launcher().NativeProduct(native(plan.launch, ordinal), *memory, m, n, k, BYTES, plan.box_rows)
-    product(stream, work, plan.stride, 0, y)
+    native(plan.quantize, weights.room.ordinal)(stream, blocks, work, weights.shape[1], plan.stride)
+    for part in native_parts(plan, weights, m):
+        part(stream, work, plan.stride, 0, y)

@@ -20,11 +20,11 @@ static_assert(!PAIRED || PARTNERS == 1, "sums of half the rows are not sent");
 static_assert(!ROUTED || PARTNERS == 1, "who takes many tiles has no partner");
 constexpr int LETTER = MEMBERS * 128 * 16, INBOX = (PARTNERS - 1) * TALL * (OWNED / 8) * LETTER;
 
-// All rows of x, where there are no experts.
+// All rows of x, where there are no experts. A launch may have some of the places along the columns of y.
 struct Rows {
-  int m, across;
-  __device__ __forceinline__ int count(int places) const { return places * across; }
-  __device__ __forceinline__ Part part(int i, int, int) const { return {0, i % across * WIDTH, m, i / across}; }
+  int m, across, first_place = 0, places = -1;  // -1: all of them
+  __device__ __forceinline__ int count(int all) const { return (places < 0 ? all : places) * across; }
+  __device__ __forceinline__ Part part(int i, int, int) const { return {0, i % across * WIDTH, m, first_place + i / across}; }
   __device__ __forceinline__ int out(int row) const { return row; }
 };
 #ifdef EXPERTS

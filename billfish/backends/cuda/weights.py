@@ -246,9 +246,8 @@ class DeviceWeights:
         memory, sizes = (address(self.bricks), address(self.row_scale)), (gemm.m, gemm.n, gemm.k)
         in_bytes = self._byte_plan(gemm)
         if in_bytes is not None:
-            launch = native(in_bytes.launch, ordinal)
-            product = launcher().NativeProduct(launch, *memory, *sizes, BYTES, in_bytes.box_rows)
-            return ByteProduct(native(in_bytes.quantize, ordinal), product, gemm.k, in_bytes.stride)
+            parts = native_parts(in_bytes, self, gemm.m)
+            return ByteProduct(native(in_bytes.quantize, ordinal), parts, gemm.k, in_bytes.stride)
         chosen = plan(gemm, found)
         if chosen is None:
             return None
@@ -269,16 +268,37 @@ class DeviceWeights:
 
 @dataclass(frozen=True, eq=False)
 class ByteProduct:
-    """Two launches: x to bytes, which are `stride` bytes from row to row, and their product."""
+    """Launches: x to bytes, which are `stride` bytes from row to row, and their product, in one part or two."""
 
     quantize: Any  # _cuda.NativeLaunch
-    multiply: Any  # _cuda.NativeProduct
+    parts: list[Any]  # _cuda.NativeProduct
     k: int
     stride: int
 
     def __call__(self, stream: int, x: int, x_stride: int, bias: int, y: int, work: int) -> None:
         self.quantize(stream, x, work, self.k, x_stride, self.stride)
-        self.multiply(stream, work, self.stride, bias, y)
+        for part in self.parts:
+            part(stream, work, self.stride, bias, y)
+
+
+def native_parts(plan: BytePlan, weights: DeviceWeights, m: int) -> list[Any]:
+    """The parts of a plan in native code, `_cuda.NativeProduct`."""
+    (n, k), ordinal = weights.shape, weights.room.ordinal
+    memory = address(weights.bricks), address(weights.row_scale)
+    return [
+        launcher().NativeProduct(
+            native(part.launch, ordinal),
+            *memory,
+            m,
+            n,
+            k,
+            BYTES,
+            part.box_rows,
+            first_place=part.first_place,
+            places=part.places,
+        )
+        for part in plan.parts
+    ]
 
 
 def record(*memories: Memory) -> None:

@@ -141,13 +141,15 @@ TensorMap tensor_map(uint64_t pointer, int numbers, uint64_t rows, uint64_t k, u
   return map;
 }
 
-// y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. Both gemms take the same arguments.
+// y [m, n] = x [m, k] W^T with the bricks of one matrix, in a shape of a gemm that was planned for m rows. All gemms take the same arguments; that
+// of x in bytes also takes a part of y's columns, as the first one of its places and how many they are.
 class NativeProduct {
  public:
-  NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, int numbers, uint32_t box_rows)
+  NativeProduct(const NativeLaunch& launch, uint64_t bricks, uint64_t row_scale, int m, int n, int k, int numbers, uint32_t box_rows, int first_place, int places)
       : launch_(launch), arguments_(launch.layout), m_(m), k_(k), numbers_(numbers), box_rows_(box_rows) {
-    if (launch.layout != "mpppppiiii") throw std::invalid_argument("a launch of a gemm");
+    if (launch.layout != (numbers == BYTES ? "mpppppiiiiii" : "mpppppiiii")) throw std::invalid_argument("a launch of a gemm");
     arguments_.put(0, TensorMap{}), arguments_.put(1, bricks), arguments_.put(2, row_scale), arguments_.put(6, m), arguments_.put(7, n), arguments_.put(8, k);
+    if (numbers == BYTES) arguments_.put(10, first_place), arguments_.put(11, places);
   }
   // box_rows 0: the kernel is one of a GPU before Hopper, and reads no tensor map.
   void operator()(uint64_t stream, uint64_t x, int x_stride, uint64_t bias, uint64_t y) {
@@ -184,6 +186,7 @@ NB_MODULE(_cuda, module) {
         launch(stream, arguments);
       });
   nb::class_<NativeProduct>(module, "NativeProduct")
-      .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, int, uint32_t>())
+      .def(nb::init<const NativeLaunch&, uint64_t, uint64_t, int, int, int, int, uint32_t, int, int>(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg(), nb::arg("first_place") = 0, nb::arg("places") = -1)
       .def("__call__", &NativeProduct::operator());
 }
