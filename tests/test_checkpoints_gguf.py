@@ -14,6 +14,7 @@ from llm_models import Small, write_model
 from support import gaussian
 
 import billfish as bf
+from billfish.backends.cpu import _cpu
 from billfish.checkpoints.container import MappedFile
 from billfish.checkpoints.ggml_types import GGML_TYPES
 from billfish.checkpoints.gguf import PLAIN, Metadata, ggml_names
@@ -200,6 +201,16 @@ def test_lists_of_strings_that_are_no_utf8_are_still_read(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(file_of([field("a", ARRAY, items(STRING, 2, text(b"\xe9") + text("é")))], []))
     assert bf.load(path).metadata["a"] == ["\ufffd", "é"]
+
+
+def test_strings_are_read_where_they_end_and_nowhere_else():
+    data = np.frombuffer(text("naïve") + text("") + text("𝄞"), np.uint8)
+    ends = np.empty(3, np.uint64)
+    assert _cpu.string_ends(data, ends) == 3
+    assert _cpu.strings(data, ends) == ["naïve", "", "𝄞"]
+    for wrong in ([7], [len(data) + 1], [14, 13]):
+        with pytest.raises(ValueError, match="ends of other strings"):
+            _cpu.strings(data, np.array(wrong, np.uint64))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,14 +47,7 @@ class Items(NamedTuple):
                 got, takes = f"{self.length} numbers in {len(self.data)} bytes", "a shorter one, or wider numbers"
                 raise CheckpointError(complaint(CALL, "a list of the metadata", got, takes))
             return np.frombuffer(self.data, f"<{SCALARS[self.kind]}", self.length).tolist()
-        data = bytes(self.data)
-        try:
-            return [data[start + 8 : end].decode() for start, end in self._spans()]  # each behind its length
-        except UnicodeDecodeError:
-            return [data[start + 8 : end].decode("utf-8", "replace") for start, end in self._spans()]
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
-        return pairwise(chain((0,), self.ends.tolist()))
+        return _cpu.strings(np.frombuffer(self.data, np.uint8), self.ends)
 
 
 class Field(NamedTuple):

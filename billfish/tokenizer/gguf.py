@@ -51,7 +51,7 @@ def read_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
 def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The vocabulary, and the kind of each of its pieces."""
     pieces = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+    if not isinstance(pieces, list) or not set(map(type, pieces)) <= {str}:
         got = "a list of other things" if isinstance(pieces, list) else repr(pieces)
         raise ModelError(complaint(CALL, "tokenizer.ggml.tokens", got, "a vocabulary"))
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces))

@@ -328,6 +328,22 @@ int64_t string_ends(Contiguous<const uint8_t> bytes, Contiguous<uint64_t> ends) 
   return int64_t(ends.size());
 }
 
+// These strings, for which Python would take a slice and a call each. Bytes that are no UTF-8 become U+FFFD.
+nb::list strings(Contiguous<const uint8_t> bytes, Contiguous<const uint64_t> ends) {
+  nb::list all = nb::steal<nb::list>(PyList_New(Py_ssize_t(ends.size())));
+  if (!all.is_valid()) nb::raise_python_error();
+  uint64_t start = 0;
+  for (size_t i = 0; i < ends.size(); i++) {
+    const uint64_t from = start + sizeof(uint64_t), end = ends.data()[i];
+    if (from > end || end > bytes.size()) throw std::invalid_argument("ends of other strings");
+    PyObject* string = PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(bytes.data() + from), Py_ssize_t(end - from), "replace");
+    if (!string) nb::raise_python_error();
+    PyList_SetItem(all.ptr(), Py_ssize_t(i), string);  // takes it over
+    start = end;
+  }
+  return all;
+}
+
 // Arithmetic of NumPy, too, is to be known.
 struct PythonFloats {
   std::optional<KnownFloats> known;
@@ -367,6 +383,7 @@ NB_MODULE(_cpu, module) {
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
   module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
   module.def("string_ends", &string_ends, nb::arg().noconvert(), nb::arg().noconvert(), "Where the strings of a list end, and how many are whole.");
+  module.def("strings", &strings, nb::arg().noconvert(), nb::arg().noconvert(), "The strings of a list, given where they end.");
   module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");
   module.def("available_cores", &available_cores, "Those of the affinity, and not more than the quota; `root` as above.");
   module.def("default_threads", &default_threads, "OMP_NUM_THREADS, or the cores that this process may use.");
