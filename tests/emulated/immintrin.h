@@ -150,6 +150,11 @@ EMULATED __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int 
     return byte;
   });
 }
+EMULATED float _mm512_reduce_max_ps(__m512 v) {
+  float most = v.get<float>(0);
+  for (int i = 1; i < 16; i++) most = most > v.get<float>(i) ? most : v.get<float>(i);
+  return most;
+}
 EMULATED __m512 _mm512_permutexvar_ps(__m512i index, __m512 v) {
   return {__m512i::of<float>([=](int i) { return v.get<float>(index.get<int32_t>(i) & 15); })};
 }
