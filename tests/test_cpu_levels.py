@@ -72,10 +72,11 @@ def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
             lambda: compile_to("compare.o", EMULATED / "compare_levels.cpp"),
             lambda: compile_to("threads.o", SOURCES / "threads/threads.cpp"),
             lambda: compile_to("cores.o", SOURCES / "threads/cores.cpp"),
+            lambda: compile_to("openmp.o", SOURCES / "threads/openmp.cpp"),
         ]
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(lambda job: job(), jobs))
-        subprocess.run([compiler, *objects, "-pthread", "-o", str(program)], check=True)
+        subprocess.run([compiler, *objects, "-pthread", "-ldl", "-o", str(program)], check=True)
 
     program = kept("compare-levels", (compiler, FLAGS, sources()), build)
     result = subprocess.run([str(program)], capture_output=True, text=True)

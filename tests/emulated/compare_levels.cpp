@@ -18,7 +18,7 @@ using namespace billfish;
   extern const Level level;                                                              \
   void dequantize_rows(const Storage&, void*, int, int64_t, int64_t) {}                  \
   void dequantize_words(const Storage&, void*, int, int64_t, int64_t) {}                 \
-  void read_codes(const Storage&, int64_t, int64_t, uint8_t*) {}                         \
+  void read_codes(const Storage&, int64_t, int64_t, int64_t, uint8_t*) {}                \
   void open_gate(const float*, const float*, Gate, int64_t, float*) {}                   \
   }
 WITHOUT_THE_REST(portable)
