@@ -54,6 +54,13 @@ def test_sums_of_blocks_are_exact(compiler, level):
     assert result.stdout.endswith("sums, 0 wrong\n")
 
 
+def test_emulated_instructions_are_all_that_avx512_needs(compiler):
+    """Quick, so that a machine with AVX-512 finds out, too."""
+    flags = [*FLAGS, f"-I{EMULATED}", *of_level("avx512_vnni", "simd/avx512.h"), "-fsyntax-only"]
+    result = subprocess.run([compiler, *flags, str(SOURCES / "level/level.cpp")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
 def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
     def compile_to(name: str, source: Path, *more: str) -> str:
