@@ -30,11 +30,11 @@ forty: $(VENV)/test.stamp
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
 	  > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
 	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
-	$(BIN)/python tests/forty/run.py build/forty/venv/bin
+	$(BIN)/python tests/support/docs_commands/run.py build/forty/venv/bin
 
-# 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/attack. A part of it is in `make test`.
+# 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/support/attack. A part of it is in `make test`.
 attack: $(VENV)/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/attack/run.py --cases 100000 --processes --json build/attack.json
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases 100000 --processes --json build/attack.json
 
 # Every Metal kernel, format and size in the emulator.
 test-metal-full: $(VENV)/test.stamp
@@ -42,7 +42,7 @@ test-metal-full: $(VENV)/test.stamp
 
 # Every CUDA kernel compiled for every kind of weights, architecture and shape. What was compiled before is in build/tests.
 test-cuda-full: $(VENV)/test.stamp
-	$(BIN)/pytest -n auto -m 'cuda_full or not metal_full' tests/test_cuda.py
+	$(BIN)/pytest -n auto -m 'cuda_full or not metal_full' tests/backends/cuda/test_products.py
 
 # billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
 # sounds nothing is used, and builds of that for another torch would stop its import.
@@ -79,14 +79,12 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 	  -C cmake.define.CMAKE_CXX_FLAGS_SANITIZE='-O1 -g1 -fsanitize=$* -fno-sanitize-recover=all' \
 	  -C cmake.define.BILLFISH_LEVELS=$$($(BIN)/python -c 'from billfish.backends.cpu import _cpu; print(_cpu.levels()[0])')
 	cd tests && LD_PRELOAD='$(PRELOAD)' ASAN_OPTIONS=detect_leaks=0 \
-	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' test_cpu.py test_cpu_plain.py test_cpu_dequantize.py test_llm_decoder.py
+	  ../build/$@/bin/python -m pytest -n auto -k 'not fork and not isa' backends/cpu/test_products.py backends/cpu/test_plain.py backends/cpu/test_dequantize.py llm/test_decoder.py
 
-# The last line: pages say what was recorded, and name only what is there.
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest docs/check
 
 format: $(VENV)/test.stamp
 	$(BIN)/ruff check --fix .

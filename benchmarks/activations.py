@@ -1,9 +1,9 @@
 """What x in few bits costs SmolLM2-135M-Instruct in KL divergence, for GPUs and CPUs. A table of docs/cuda.md.
 
     pip install --no-deps gensim==4.4.0
-    python benchmarks/activations.py [--tokens 4096] [--json FILE]
+    python -m benchmarks.activations [--tokens 4096] [--json FILE]
 
-The inputs of all matrices of the layers are rounded as billfish/activations.py says; the matrices themselves, the head
+The inputs of all matrices of the layers are rounded as billfish/core/activations.py says; the matrices, the head
 and everything else stay float32. So the divergence is that of rounding alone, whatever multiplies afterwards. Weights
 are those of the file, and the same in mxfp4. The text is news, as in quality.py, in windows of 512 tokens.
 """
@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from quality import test_text
 
 import billfish as bf
-from billfish.activations import quantize_activations, quantize_rows
-from billfish.files import write_atomically
+from benchmarks.quality import test_text
+from billfish.core.activations import quantize_activations, quantize_rows
+from billfish.core.files import write_atomically
 from billfish.llm import default_model, load
 
 WINDOW = 512

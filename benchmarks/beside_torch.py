@@ -1,6 +1,6 @@
 """Products between loops of torch's, on threads of our own and on those of torch's OpenMP. A table of docs/cpu.md.
 
-    python benchmarks/beside_torch.py [--threads 2] [--json FILE]
+    python -m benchmarks.beside_torch [--threads 2] [--json FILE]
 
 Microseconds of a product of MarlinLinear (fp4 in groups of 32, 576 x 3072, q8), of torch's gelu, and of both in turns.
 Then tokens per second of SmolLM2-135M-Instruct in transformers, whose layers are ours (fp4 in groups of 32, q8).
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import billfish as bf
+from benchmarks.products.limits import machine
 from billfish.backends import cpu
 from billfish.backends.cpu.torch_threads import share_torch_threads
-from billfish.bench.limits import machine
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 from billfish.llm import default_model
 from billfish.nn.transformers import load_model
 

@@ -1,6 +1,6 @@
 """What a call costs besides the product, and how fast weights are packed, on this machine's CPU or GPU.
 
-    python benchmarks/calls.py [--device cuda] [--json FILE]
+    python -m benchmarks.calls [--device cuda] [--json FILE]
 
 `--device cuda`: calls_cuda.py. On the CPU: calls with weights so small that nothing else takes time, in microseconds,
 and of 16 rows of W by 4096 k with several rows of x. Packing of 4096 x 4096, in milliseconds. The least of several runs
@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import calls_cuda
 import numpy as np
 import torch
 
 import billfish as bf
+from benchmarks import calls_cuda
+from benchmarks.products.limits import machine
 from billfish.backends.cpu import set_threads
-from billfish.bench.limits import machine
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 
 FORMATS = ("q4_0", "q8_0", "q4_k", "iq4_nl", "u4b8", "u4", "fp4", "u8b128", "affine4", "mxfp4", "nvfp4")
 FORMATS += ("mxfp4_gguf", "nvfp4_gguf")

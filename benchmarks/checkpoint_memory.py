@@ -1,6 +1,6 @@
 """How much memory `billfish quantize` and `convert` take for a checkpoint of 4 GB: bounded by the largest tensor.
 
-    python benchmarks/checkpoint_memory.py FOLDER [--json FILE]
+    python -m benchmarks.checkpoint_memory FOLDER [--json FILE]
 
 writes the checkpoint and what is made of it to FOLDER (about 8 GB, removed afterwards), runs each command in a process
 of its own and prints the largest amount of memory that the process held, shared pages of the mapped file included.
@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 import billfish as bf
-from billfish.checkpoints.writers.base import json_bytes, safetensors_header
+from billfish.checkpoints.write.target import json_bytes, safetensors_header
 
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 2048, 8192, 64000, 28
 

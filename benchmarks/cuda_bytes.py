@@ -1,6 +1,6 @@
 """The tables of docs/cuda.md about x in 8 bits: fp8 and q8 beside x in float16 and cuBLAS, with errors beside times.
 
-    python benchmarks/cuda_bytes.py RESULT.json [products] [prompts]
+    python -m benchmarks.cuda_bytes RESULT.json [products] [prompts]
 
 As cuda_table.py. Times with x in 8 bits have the kernel that rounds x in them. prompts: of a model of Llama-3-8B's
 sizes with random mxfp4 weights, x in float16 and in fp8, by turns. Without either word, both.
@@ -16,19 +16,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cuda_table
 import numpy as np
 import torch
-from cuda_table import Weights, captured, stream, take_turns
-from random_model import SHAPES, write_random_model
 
 import billfish as bf
-from billfish.activations import quantize_rows
+from benchmarks import cuda_table
+from benchmarks.cuda_table import Weights, captured, stream, take_turns
+from benchmarks.random_model import SHAPES, write_random_model
 from billfish.backends.cuda.byte_plans import launches
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.plans import Gemm
-from billfish.files import write_atomically
+from billfish.core.activations import quantize_rows
+from billfish.core.files import write_atomically
 
 cuda_table.KINDS |= {
     "mxfp4": Kind("E2M1", "ScaleE5M2", "NONE", 4, narrow=True),

@@ -1,13 +1,13 @@
 """What docs/cuda.md says of x in 8 bits, from benchmarks/results/cuda_bytes_h200.json: run this to write it anew.
 
-    python benchmarks/cuda_bytes_tables.py
+    python -m benchmarks.cuda_bytes_tables
 
-`make lint` (docs/check) fails where the page says something else than the results.
+`make lint` (tests/docs) fails where the page says something else than the results.
 """
 
 from __future__ import annotations
 
-from llm_tables import Passage, Results, table, write_pages
+from benchmarks.llm_tables import Passage, Results, table, write_pages
 
 
 def products(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""Random products on the GPU, each against float64: python benchmarks/cuda_random.py [how many] [seed]."""
+"""Random products on the GPU, each against float64: python -m benchmarks.cuda_random [how many] [seed]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import billfish as bf
-from billfish.format import FORMATS
+from billfish.core.format import FORMATS
 
 PER_WEIGHT = 20  # products with the same weights
 

@@ -1,6 +1,6 @@
 """The tables of docs/cuda.md: our kernels beside cuBLAS, humming-kernels where it is installed, and reading alone.
 
-    python benchmarks/cuda_table.py RESULT.json
+    python -m benchmarks.cuda_table RESULT.json
 
 Random weights are made on the GPU, in copies that its L2 cache cannot hold. Each contender is a CUDA graph of many
 calls; the graphs take turns, and the median counts. The GPU's clock moves, so whatever is compared takes turns: beside
@@ -30,7 +30,7 @@ from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import Gemm, Plan, plan
 from billfish.backends.cuda.weights import About
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]
 ROWS = ((1, 8, 16, 32, 64), (128, 256, 512, 1024, 4096))  # few first: after many rows the GPU is slower for a while

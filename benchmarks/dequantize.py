@@ -1,6 +1,6 @@
 """The table "Dequantize" of docs/cpu.md: weights to float32 in memory that exists, beside ggml's C code.
 
-    python benchmarks/dequantize.py [--formats q4_0,...] [--threads 2] [--json FILE]
+    python -m benchmarks.dequantize [--formats q4_0,...] [--threads 2] [--json FILE]
 
 Both take turns in one process. ggml's dequantize_row_* knows no threads, so each thread gets its share of the rows. The
 output, 64 MiB, goes through every cache between two turns, so that weights come from memory as well. The limit is what
@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from billfish.bench.limits import machine
-from billfish.bench.peers.base import Case
-from billfish.bench.peers.ggml import SAME, TYPES, _open, library_folder
-from billfish.bench.peers.turns import Turns, settle, timed
-from billfish.files import write_atomically
+from benchmarks.products.limits import machine
+from benchmarks.products.peers.base import Case
+from benchmarks.products.peers.ggml import SAME, TYPES, _open, library_folder
+from benchmarks.products.peers.turns import Turns, settle, timed
+from billfish.core.files import write_atomically
 
 N, K = 4096, 4096
 DEVIATION = 1 / 32  # of the weights, which are normally distributed

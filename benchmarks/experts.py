@@ -1,6 +1,6 @@
 """Products with experts beside ggml's mul_mat_id, in one run on this machine's CPU, taking turns.
 
-    python benchmarks/experts.py [--tokens 1,64] [--formats mxfp4_gguf,q4_k] [--threads 2] [--seconds 4] [--json FILE]
+    python -m benchmarks.experts [--tokens 1,64] [--formats mxfp4_gguf,q4_k] [--threads 2] [--seconds 4] [--json FILE]
 
 E = 32 experts of 768 x 2048 (gate, up) and 2048 x 768 (down), 4 for each token, x rounded to 8 bits by both. One token
 chooses other experts each time, so that none is in a cache. `gate` and `down` are one product each, the native part of
@@ -24,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import billfish as bf
-from billfish.activations import DIGITS
+from benchmarks.products.engines import CpuEngine
+from benchmarks.products.limits import machine
+from benchmarks.products.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
+from benchmarks.products.peers.ggml import F32, I32, TYPES, Ggml, Library
+from benchmarks.products.peers.turns import take_turns
 from billfish.backends.cpu import _cpu, set_threads
-from billfish.bench.engines import CpuEngine
-from billfish.bench.limits import machine
-from billfish.bench.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
-from billfish.bench.peers.ggml import F32, I32, TYPES, Ggml, Library
-from billfish.bench.peers.turns import take_turns
-from billfish.files import write_atomically
-from billfish.gates import GATES, open_gate
+from billfish.core.activations import DIGITS
+from billfish.core.files import write_atomically
+from billfish.core.gated_activation import GATES, open_gate
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 32, 4, 2048, 768
 SHAPES = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}

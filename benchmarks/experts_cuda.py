@@ -1,6 +1,6 @@
 """A block of experts on the GPU, and the same rows through the dense kernels: the table of docs/cuda.md.
 
-    python benchmarks/experts_cuda.py [--json RESULT.json]
+    python -m benchmarks.experts_cuda [--json RESULT.json]
 
 Weights are random, made on the GPU, of Mixtral's shape, and larger than the L2 cache. A contender is a CUDA graph of
 several calls, each with another routing; graphs take turns, and the median counts. Dense: as many rows as tokens have
@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_table import U4B8, captured, random_weights, stream, take_turns
 
 import billfish
+from benchmarks.cuda_table import U4B8, captured, random_weights, stream, take_turns
 from billfish.backends.cuda import DeviceExperts, DeviceWeights, experts
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.expert_plans import Routing
 from billfish.backends.cuda.experts import NOTHING, Numbers, Visits
 from billfish.backends.cuda.memory import TorchRoom
 from billfish.backends.cuda.plans import Gemm
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 4096, 14336
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)

@@ -1,7 +1,7 @@
 """Where the time of one token goes: the picture and the table of docs/inside-a-token.md.
 
-    python benchmarks/inside_a_token.py [--threads 2] [--plot docs/inside-a-token.svg] [--json FILE]
-    python benchmarks/inside_a_token.py --from benchmarks/results/inside_a_token.json --plot docs/inside-a-token.svg
+    python -m benchmarks.inside_a_token [--threads 2] [--plot docs/inside-a-token.svg] [--json FILE]
+    python -m benchmarks.inside_a_token --from benchmarks/results/inside_a_token.json --plot docs/inside-a-token.svg
 
 The second measures nothing: it draws what was recorded.
 
@@ -17,14 +17,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import llm_tables
 import numpy as np
 
 import billfish
-from billfish import pictures
+from benchmarks import llm_tables
 from billfish.backends.cpu import _cpu
-from billfish.files import write_atomically
-from billfish.info import cpu_name
+from billfish.cli import pictures
+from billfish.cli.info import cpu_name
+from billfish.core.files import write_atomically
 from billfish.llm import load
 
 CASES = (("q8", 0), ("q16", 0), ("exact", 0), ("q8", 1024))

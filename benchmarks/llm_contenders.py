@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from billfish.llm import Model
-from billfish.llm.cache import Cache
-from billfish.llm.sampling import Sampling
+from billfish.llm.kv_cache import Cache
+from billfish.llm.sampler import Sampling
 
 MOST_STREAMS = 16
 BATCH = 512  # rows of a prompt that the peers take at a time

@@ -1,6 +1,6 @@
 """A q4_0 model on the GPU: billfish beside llama.cpp in the same run, and beside transformers in float16 under a graph.
 
-    python benchmarks/llm_cuda.py [--shapes 8b 1b] [--llama FOLDER] [--rounds 3] [--models FOLDER] [--json FILE]
+    python -m benchmarks.llm_cuda [--shapes 8b 1b] [--llama FOLDER] [--rounds 3] [--models FOLDER] [--json FILE]
 
 The models have random weights and the sizes of Llama-3-8B and Llama-3.2-1B. --llama names the folder with llama-bench
 and llama-batched-bench; docs/cuda.md says how they are built. --models keeps the GGUF files for the next run. billfish
@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from llm_peers import GENERATED, PROMPTS, STREAM_PROMPT, STREAMS, LlamaCpp, Rates, Transformers
-from random_model import SHAPES, Shape, write_random_model
 
 import billfish as bf
+from benchmarks.llm_peers import GENERATED, PROMPTS, STREAM_PROMPT, STREAMS, LlamaCpp, Rates, Transformers
+from benchmarks.random_model import SHAPES, Shape, write_random_model
 from billfish.backends.cuda.driver import device
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 
 OURS, LLAMA, TRANSFORMERS = "billfish", "llama.cpp", "transformers fp16"
 CASES = ("generate", *(f"prompt_{n}" for n in PROMPTS), *(f"streams_{n}" for n in STREAMS))

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from random_model import Shape
+
+from benchmarks.random_model import Shape
 
 GENERATED = 128  # tokens of each text, in every case that generates
 PROMPTS = (512, 2048)

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct: billfish beside ik_llama.cpp and llama.cpp, in one process and in turns; medians.
 
     pip install ik-llama-cpp-python llama-cpp-python       (the second compiles for this machine)
-    python benchmarks/llm_speed.py [--threads 2] [--rounds 3] [--only streams] [--json FILE]
+    python -m benchmarks.llm_speed [--threads 2] [--rounds 3] [--only streams] [--json FILE]
 
 The tables of docs/llm.md. A cold start goes from the start of a process to the first token of a 20-token prompt on its
 output, with the file in the page cache and Python's modules compiled, as pip leaves them. With --json, records of the
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llm_contenders import Contender, IkLlamaCpp, LlamaCpp, Ours, Peer
 
 import billfish
+from benchmarks.llm_contenders import Contender, IkLlamaCpp, LlamaCpp, Ours, Peer
+from benchmarks.products.limits import cpu_name
 from billfish.backends.cpu import _cpu
-from billfish.bench.limits import cpu_name
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 from billfish.llm import default_model, load
 
 ACTIVATIONS = ("q8", "q16", "exact")
@@ -41,7 +41,7 @@ FIRST_TOKENS, TOKENS = 128, 32  # that are generated: from nothing; after a cont
 POSITIONS = LONG_PROMPT + TOKENS  # that the first text has room for
 GROUPS = ("short", "long", "streams", "cold start")
 PROMPT = "One two three four five six seven eight nine ten one two three four five six seven eight nine ten"
-COLD_OURS = f"from billfish.cli import main; main(['run', '--raw', '-n', '1', '-p', {PROMPT!r}])"
+COLD_OURS = f"from billfish.cli.main import main; main(['run', '--raw', '-n', '1', '-p', {PROMPT!r}])"
 COLD_THEIRS = """
 import sys, llama_cpp
 threads = int(sys.argv[2])

@@ -1,8 +1,8 @@
 """What README.md and the pages of docs/ on language models take from results: run this to write it anew.
 
-    python benchmarks/llm_tables.py
+    python -m benchmarks.llm_tables
 
-`make lint` (docs/check) fails where a page says something else than the results.
+`make lint` (tests/docs) fails where a page says something else than the results.
 """
 
 from __future__ import annotations

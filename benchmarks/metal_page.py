@@ -1,6 +1,6 @@
 """Writes what `billfish profile --json benchmarks/results/metal_profile.json` recorded into docs/metal.md.
 
-python benchmarks/metal_page.py
+python -m benchmarks.metal_page
 """
 
 from __future__ import annotations

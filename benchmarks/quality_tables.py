@@ -1,15 +1,15 @@
 """What docs/quality.md and docs/calibration.md take from benchmarks/results/quality.json: run this to write it anew.
 
-    python benchmarks/quality_tables.py
+    python -m benchmarks.quality_tables
 
-`make lint` (docs/check) fails where a page says something else than the results.
+`make lint` (tests/docs) fails where a page says something else than the results.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llm_tables import ROOT, Passage, table, write_pages
+from benchmarks.llm_tables import ROOT, Passage, table, write_pages
 
 NAME = "quality.json"
 RESULTS = ROOT / "benchmarks" / "results" / NAME

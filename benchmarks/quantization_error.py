@@ -1,8 +1,8 @@
 """The table of docs/formats.md: how much squared error method="mse" leaves, against plain rounding and against ggml.
 
-    python benchmarks/quantization_error.py [--json FILE]
+    python -m benchmarks.quantization_error [--json FILE]
 
-ggml's figures are those of its C code, recorded in tests/vectors/ggml.json on the same matrices.
+ggml's figures are those of its C code, recorded in tests/support/vectors/ggml.json on the same matrices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 import billfish as bf
 
-VECTORS = Path(__file__).parent.parent / "tests" / "vectors"
+VECTORS = Path(__file__).parent.parent / "tests" / "support" / "vectors"
 sys.path.insert(0, str(VECTORS))
 from make_ggml_vectors import reference_matrices  # noqa: E402
 

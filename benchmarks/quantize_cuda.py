@@ -1,6 +1,6 @@
 """How long a GPU takes to quantize and to pack the 8e9 weights of a model of Llama-3-8B's shape.
 
-    python benchmarks/quantize_cuda.py [--formats q4_0,fp4:128,...] [--methods rtn,mse] [--layers 32] [--json FILE]
+    python -m benchmarks.quantize_cuda [--formats q4_0,fp4:128,...] [--methods rtn,mse] [--layers 32] [--json FILE]
 
 Weights are bfloat16 and on the GPU from the start, one tensor for each shape. Every matrix of the model is quantized
 from the tensor of its shape, and all packed weights are kept. Kernels are compiled before. A record has the seconds,
@@ -22,7 +22,7 @@ import torch
 
 import billfish as bf
 from billfish.backends.cuda.driver import device
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 
 FORMATS = "q4_0,fp4:128,u4b8:128,u4:128,q4_k,nvfp4,iq4_nl,q8_0"
 LAYERS = 32

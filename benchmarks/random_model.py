@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.tokenizer import byte_characters
+from billfish.checkpoints.tokenizer.tokenizer import byte_characters
 
 BLOCK = 32
 BLOCKS = {

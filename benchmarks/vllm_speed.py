@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in vLLM on a CPU: billfish beside vLLM's own float32 and W4A8. The table of docs/vllm.md.
 
     make test-vllm                                                    (makes the environment)
-    build/vllm/bin/python benchmarks/vllm_speed.py [--threads 2] [--rounds 3] [--json FILE] [--folders DIR]
+    build/vllm/bin/python -m benchmarks.vllm_speed [--threads 2] [--rounds 3] [--json FILE] [--folders DIR]
 
 float32: the weights as numbers. W4A8: int4 in groups of 32 and int8 activations, by KleidiAI, on Arm. billfish: fp4 in
 groups of 32 and q8. All have the same embeddings and head, in float32. Each engine is a process of its own, with vLLM's
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llm_tables import served_speed
+
+from benchmarks.llm_tables import served_speed
 
 # torch has KleidiAI for Arm alone. Elsewhere its W4A8 is a loop without vectors, minutes for a prompt.
 ENGINES = ("float32", "w4a8", "billfish") if platform.machine() in ("aarch64", "arm64") else ("float32", "billfish")
@@ -160,7 +161,7 @@ def main() -> None:
     record = record_of(options, medians)
     report(record)
     if options.json is not None:
-        from billfish.files import write_atomically
+        from billfish.core.files import write_atomically
 
         write_atomically(options.json, json.dumps(record, indent=2).encode() + b"\n")
 
@@ -178,7 +179,7 @@ def record_of(options: argparse.Namespace, medians: dict[str, dict[str, float]])
     """What was measured, where and with what."""
     from importlib.metadata import distributions
 
-    from billfish.bench.limits import cpu_name
+    from benchmarks.products.limits import cpu_name
 
     known = {found.metadata["Name"]: found.version for found in distributions()}
     return {

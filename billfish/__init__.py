@@ -3,12 +3,27 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import billfish.formats  # noqa: F401  (registers the formats)
+import billfish.core.formats  # noqa: F401  (registers the formats)
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import set_threads
 from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
-from billfish.blocks import (
+from billfish.core.errors import (
+    BackendUnavailable,
+    BillfishError,
+    CheckpointError,
+    DataError,
+    DTypeError,
+    FormatError,
+    ModelError,
+    ShapeError,
+)
+from billfish.core.format import FORMATS, Format, get_format, register
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.version import __version__ as __version__
+from billfish.ops.expert_linear import expert_linear, experts
+from billfish.ops.ggml_blocks import (
     dequantize_q4_0,
     dequantize_q4_1,
     dequantize_q5_0,
@@ -22,21 +37,9 @@ from billfish.blocks import (
     quantize_q8_0,
     quantize_q8_1,
 )
-from billfish.errors import (
-    BackendUnavailable,
-    BillfishError,
-    CheckpointError,
-    DataError,
-    DTypeError,
-    FormatError,
-    ModelError,
-    ShapeError,
-)
-from billfish.expert_ops import expert_linear, experts
-from billfish.experts import QuantizedExperts
-from billfish.format import FORMATS, Format, get_format, register
-from billfish.ops import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
-from billfish.packing import (
+from billfish.ops.linear import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
+from billfish.ops.quantization import quantize
+from billfish.ops.weight_packing import (
     pack_fp4_weights,
     pack_s4_weights,
     pack_u4_weights,
@@ -44,20 +47,17 @@ from billfish.packing import (
     unpack_s4_weights,
     unpack_u4_weights,
 )
-from billfish.quantizing import quantize
-from billfish.tensor import QuantizedTensor
-from billfish.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from billfish import llm
-    from billfish.calibration import Statistics
-    from billfish.calibration.hooks import calibrate
-    from billfish.calibration.running import calibrate_checkpoint
     from billfish.checkpoints import Checkpoint, load
     from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
     from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
+    from billfish.nn.torch.calibration import calibrate
+    from billfish.quantizing.calibration import calibrate_checkpoint
+    from billfish.statistics import Statistics
 
 __all__ = [
     "BACKENDS",
@@ -130,11 +130,11 @@ _ELSEWHERE = {
     "ConversionReport": "billfish.checkpoints.reports",
     "MarlinLinear": "billfish.nn",
     "ModelReport": "billfish.nn",
-    "Statistics": "billfish.calibration",
+    "Statistics": "billfish.statistics",
     "VerificationReport": "billfish.checkpoints.reports",
     "WarmUp": "billfish.nn",
-    "calibrate": "billfish.calibration.hooks",
-    "calibrate_checkpoint": "billfish.calibration.running",
+    "calibrate": "billfish.nn.torch.calibration",
+    "calibrate_checkpoint": "billfish.quantizing.calibration",
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",

@@ -2,6 +2,6 @@
 
 import sys
 
-from billfish.cli import main
+from billfish.cli.main import main
 
 sys.exit(main())

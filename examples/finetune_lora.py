@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 import billfish as bf
 import billfish.nn.peft
+from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
 from billfish.nn.transformers import load_model
-from billfish.tokenizer.gguf import read_metadata
 
 TEXT = Path(__file__).parent.parent / "docs" / "words.md"
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from billfish.backends.metal import emulator
-from billfish.backends.metal.emulator import lint
+from billfish.backends import emulator
+from billfish.backends.emulator import lint
 
 SOFTMAX = """
     // One threadgroup of 128 threads, four simdgroups, for each row of x.

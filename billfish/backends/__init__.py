@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
 
 from billfish.backends.base import Backend, Problem
-from billfish.errors import BackendUnavailable, complaint
+from billfish.core.errors import BackendUnavailable, complaint
 
 __all__ = ["BACKENDS", "Backend", "Entry", "Problem", "choose"]
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import IntegerActivations
-from billfish.arrays import Input
-from billfish.errors import BackendUnavailable
-from billfish.experts import QuantizedExperts
-from billfish.format import Format, Planes
-from billfish.gates import open_gate
-from billfish.routing import checked_ids, checked_routing, rows_by_expert
-from billfish.storage import Storage
-from billfish.tensor import QuantizedTensor
+from billfish.core.activations import IntegerActivations
+from billfish.core.arrays import Input
+from billfish.core.errors import BackendUnavailable
+from billfish.core.format import Format, Planes
+from billfish.core.gated_activation import open_gate
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.routing import checked_ids, checked_routing, rows_by_expert
+from billfish.core.storage import Storage
+from billfish.core.tensor import QuantizedTensor
 
 Direct = Callable[[Any, Any], Any]  # see `Backend.direct`
 
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     dtype: np.dtype[Any]  # of x and y, or of the dequantized weights
     kind: str = "numpy"  # whose arrays: "numpy", "torch", "mlx"
     device: str = "cpu"  # where they are
-    activations: str = "exact"  # as in billfish.activations, or "given": x is in integers already
+    activations: str = "exact"  # as in billfish.core.activations, or "given": x is in integers already
     experts: int = 0  # E of a product with experts; m then counts the rows of x once for each expert that they chose
     chosen: int = 0  # experts of each row
 
@@ -85,11 +85,11 @@ class ExpertBlock(NamedTuple):
     inner: int  # I
     gate_up_biases: Sequence[Input | None]  # one for each stack of gate_up
     down_biases: Input | None
-    activation: str  # one of billfish.gates.GATES
+    activation: str  # one of billfish.core.gated_activation.GATES
 
 
 class Backend(ABC):
-    """Computes on one kind of hardware. Inputs have been checked by billfish.ops."""
+    """Computes on one kind of hardware. Inputs have been checked by billfish.ops.linear."""
 
     name: str
     # Whether a row of a batch gives the same bits as that row alone.
@@ -123,7 +123,7 @@ class Backend(ABC):
         """
 
     def pack_planes(self, format: Format, planes: Planes, group_size: int, place: str) -> Any:
-        """As `pack`, of planes that are in that place already (billfish.device_array). Optional, with `to_tensors`."""
+        """As `pack`, of planes that are in that place already (core.device_array). Optional, with `to_tensors`."""
         raise BackendUnavailable(f"[{self.name}] weights are not packed from planes on {place}")
 
     # ---- experts: the default gathers the rows of each chosen expert ------------------------------------------------

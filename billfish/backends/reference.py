@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import IntegerActivations, quantize_activations, quantize_rows
-from billfish.arrays import Input, round_once
 from billfish.backends.base import NumpyBackend, Problem
-from billfish.machine import with_known_floats
-from billfish.tensor import QuantizedTensor
+from billfish.core.activations import IntegerActivations, quantize_activations, quantize_rows
+from billfish.core.arrays import Input, round_once
+from billfish.core.machine import with_known_floats
+from billfish.core.tensor import QuantizedTensor
 
 
 class DecodedWeights(NamedTuple):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor
-from billfish.errors import CheckpointError, complaint
-from billfish.files import path_of
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.files import path_of
 
 
 class Checkpoint(Mapping[str, Tensor]):

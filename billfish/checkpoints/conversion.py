@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import DTypeLike
 
-from billfish.arrays import float_dtype
 from billfish.checkpoints.checkpoint import Source, opened
-from billfish.checkpoints.memory import checkpoint_of
+from billfish.checkpoints.in_memory import checkpoint_of
 from billfish.checkpoints.mixes import mix_named
 from billfish.checkpoints.reports import ConversionReport
-from billfish.checkpoints.writers import TARGETS, check_export, export
-from billfish.checkpoints.writers.base import Target
-from billfish.checkpoints.writers.plan import Settings
-from billfish.checkpoints.writers.quantization import Quantization, Rule
-from billfish.errors import DataError, FormatError, complaint
-from billfish.format import Format, get_format
-from billfish.progress import OnProgress
-from billfish.quantizing import check_method
-from billfish.typing import FormatLike, Layout, Method
+from billfish.checkpoints.write.export import TARGETS, check_export, export
+from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.selection import Quantization, Rule
+from billfish.checkpoints.write.target import Target
+from billfish.core.arrays import float_dtype
+from billfish.core.errors import DataError, FormatError, complaint
+from billfish.core.format import Format, get_format
+from billfish.core.progress import OnProgress
+from billfish.core.typing import FormatLike, Layout, Method
+from billfish.ops.quantization import check_method
 
 if TYPE_CHECKING:
-    from billfish.calibration import Statistics
+    from billfish.statistics import Statistics
 
 
 def convert(
@@ -119,13 +119,13 @@ def quantize_checkpoint(
     settings, checkpoint, out = Settings(target, quantization, requantize, raw_names), opened(src), Path(dst)
     if statistics is None and (calibrate or method == "gptq"):
         check_export(call, checkpoint, out, settings)
-        from billfish.calibration.temporary import calibrated  # here: few need a model that runs
+        from billfish.quantizing.temporary_statistics import calibrated  # here: few need a model that runs
 
         with calibrated(checkpoint, out, calibrate, method == "gptq", progress is True) as computed:
             return export(call, checkpoint, out, _with_statistics(settings, computed), progress)
     if statistics is None:
         return export(call, checkpoint, out, settings, progress)
-    from billfish.calibration import Statistics
+    from billfish.statistics import Statistics
 
     known = statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
     return export(call, checkpoint, out, _with_statistics(settings, known), progress)

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.container import CALL
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor, check_experts, check_span, cut_array
-from billfish.errors import CheckpointError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.format import Format
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.checkpoints.safetensors_files import CALL
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format import Format
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
 
 
 class Renamed(Entry):

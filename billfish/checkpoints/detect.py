@@ -7,9 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from billfish.about import ABOUT
-from billfish.checkpoints import awq, bitsandbytes, compressed_tensors, fp8, gptq, mlx, modelopt, native
-from billfish.checkpoints.container import (
+from billfish.checkpoints.entry import Entry, Plain, Unsupported
+from billfish.checkpoints.layouts import awq, bitsandbytes, compressed_tensors, fp8_blocks, gptq, mlx, modelopt, native
+from billfish.checkpoints.layouts.gguf import open_gguf
+from billfish.checkpoints.safetensors_files import (
     CALL,
     MappedFile,
     Stored,
@@ -20,10 +21,9 @@ from billfish.checkpoints.container import (
     section,
     shards,
 )
-from billfish.checkpoints.entry import Entry, Plain, Unsupported
-from billfish.checkpoints.gguf import open_gguf
-from billfish.errors import CheckpointError, complaint
-from billfish.files import open_regular
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.files import open_regular
+from billfish.core.format_tag import ABOUT
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
 PICKLES = {b"PK\x03\x04": "a zip archive, such as PyTorch's pickles", b"\x80\x02": "a pickle"}
@@ -156,9 +156,9 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
         found = parts(("weight", "weight_scale", "weight_scale_2"))
         is_nvfp4 = len(found) == 3 and found["weight"].kind == "U8"
         return modelopt.recognise(module, found, settings.about) if is_nvfp4 else None
-    scales = fp8.scale_of(name, stored) if stored[name].kind == "F8_E4M3" else None
+    scales = fp8_blocks.scale_of(name, stored) if stored[name].kind == "F8_E4M3" else None
     if scales is not None:
-        return fp8.recognise(stored[name], scales, settings.about, settings.compressed)
+        return fp8_blocks.recognise(stored[name], scales, settings.about, settings.compressed)
     if bitsandbytes.STATE in name:
         return bitsandbytes.recognise(name.partition(bitsandbytes.STATE)[0], stored)
     if suffix == "weight" and stored[name].kind == "U32" and f"{module}.scales" in stored:

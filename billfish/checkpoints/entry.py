@@ -11,12 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.container import CALL, Stored
-from billfish.errors import BillfishError, CheckpointError, complaint, readable
-from billfish.experts import QuantizedExperts
-from billfish.format import Format, get_format
-from billfish.storage import Array, ArraySpec, Storage
-from billfish.tensor import QuantizedTensor
+from billfish.checkpoints.safetensors_files import CALL, Stored
+from billfish.core.errors import BillfishError, CheckpointError, complaint, readable
+from billfish.core.format import Format, get_format
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array, ArraySpec, Storage
+from billfish.core.tensor import QuantizedTensor
 
 Span = tuple[int, int]  # from, up to
 Tensor = QuantizedTensor | QuantizedExperts | Array  # a matrix, a stack of matrices, or a plain array of any shape
@@ -109,7 +109,7 @@ class Unsupported(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         about = self.description
-        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that docs/checkpoints.md lists"))
+        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that tests/docspoints.md lists"))
 
 
 class Matrix(Entry):

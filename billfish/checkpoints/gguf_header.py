@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.checkpoints.container import CALL, MappedFile, check_count, damaged
 from billfish.checkpoints.ggml_types import GGML_TYPES
-from billfish.errors import CheckpointError, complaint
-from billfish.files import is_affordable
+from billfish.checkpoints.safetensors_files import CALL, MappedFile, check_count, damaged
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.files import is_affordable
 
 VERSIONS = (2, 3)
 # Types of fields: numbers, by the letters that `struct` and NumPy have for them; and the others.

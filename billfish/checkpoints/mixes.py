@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from billfish.checkpoints.names import gguf_name, is_gguf_name
-from billfish.errors import CheckpointError, complaint
-from billfish.format import FORMATS, Format, get_format
+from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format import FORMATS, Format, get_format
 
 Shapes = Mapping[str, tuple[int, ...]]
 TIED_OUTPUT, OUTPUT, EMBEDDING = "q6_k", "output.weight", "token_embd.weight"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from billfish.errors import printable
-from billfish.tables import shortened, table
+from billfish.core.errors import printable
+from billfish.core.tables import shortened, table
 
 WIDTH = 80
 NAME_WIDTH = 40  # a name that would be cut to less gets a line of its own

@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
 from billfish.checkpoints.entry import Span, Tensor
-from billfish.checkpoints.names import UnknownModel, by_model_names, is_gguf
+from billfish.checkpoints.names.expert_stacks import by_stacks, upright
+from billfish.checkpoints.names.gguf_names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
-from billfish.checkpoints.stacks import by_stacks, upright
-from billfish.errors import CheckpointError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.ops import dequantize
-from billfish.progress import OnProgress, follow
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.progress import OnProgress, follow
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
+from billfish.ops.linear import dequantize
 
 VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
 

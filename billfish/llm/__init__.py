@@ -5,9 +5,9 @@ for text in model.generate("What is the capital of France?"):
     print(text, end="")
 """
 
-from billfish.llm.cache import Cache
 from billfish.llm.evaluation import Evaluation, evaluate
 from billfish.llm.generation import Generation
+from billfish.llm.kv_cache import Cache
 from billfish.llm.model import Model, default_model, load
 
 __all__ = ["Cache", "Evaluation", "Generation", "Model", "default_model", "evaluate", "load"]

@@ -1,7 +1,7 @@
 """What architectures are made of, a row each. All else models have in common, or say in their metadata.
 
 A new architecture is a row here, its words in checkpoints/hyperparameters.py and names.py, and a row in
-tests/llm_architectures.py.
+tests/support/llm_architectures.py.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from billfish.errors import ModelError, complaint
+from billfish.core.errors import ModelError, complaint
 from billfish.llm.architectures import ARCHITECTURES as ARCHITECTURES
 from billfish.llm.architectures import Architecture, Windows
-from billfish.llm.rotary import Scaling, yarn_magnitude
+from billfish.llm.rotary_embedding import Scaling, yarn_magnitude
 
 CALL = "llm.load"
 LARGEST = 1e300  # of numbers in metadata: larger ones, and those that are none, are refused

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from billfish.activations import DIGITS, check_activations
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.axes import why_never, why_not
@@ -14,19 +13,30 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.cpu.plain import PlainWeights
 from billfish.backends.cpu.source import codes_of
-from billfish.errors import ModelError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.formats.structure import structure_of
-from billfish.gates import GATES
-from billfish.llm.cache import Cache, Floats
+from billfish.core.activations import DIGITS, check_activations
+from billfish.core.errors import ModelError, complaint
+from billfish.core.formats.structure import structure_of
+from billfish.core.gated_activation import GATES
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.typing import Activations, CacheType
 from billfish.llm.config import Config
 from billfish.llm.decoder import Decoder, Passage
-from billfish.llm.sampling import Sampler
-from billfish.llm.tensors import ATTENTION, CALL, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors, Stack, Tensor
-from billfish.ops import dequantize
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations, CacheType
+from billfish.llm.kv_cache import Cache, Floats
+from billfish.llm.model_weights import (
+    ATTENTION,
+    CALL,
+    FEED_FORWARD,
+    ROUTER,
+    SHARED,
+    STACKS,
+    ModelTensors,
+    Stack,
+    Tensor,
+)
+from billfish.llm.sampler import Sampler
+from billfish.ops.linear import dequantize
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]

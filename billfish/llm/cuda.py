@@ -26,14 +26,14 @@ from billfish.backends.cuda.driver import (
     synchronize,
 )
 from billfish.backends.cuda.layers import CHOICE, PAGE, Step
-from billfish.errors import BackendUnavailable, BillfishError, DataError, ModelError, complaint
-from billfish.llm.cache import Floats
-from billfish.llm.cuda_cache import CudaCache, PagePool
+from billfish.core.errors import BackendUnavailable, BillfishError, DataError, ModelError, complaint
+from billfish.core.typing import Activations
+from billfish.llm.cuda_kv_cache import CudaCache, PagePool
 from billfish.llm.cuda_weights import GpuWeights
 from billfish.llm.decoder import Decoder, Passage
-from billfish.llm.sampling import Sampler
-from billfish.llm.tensors import CALL, ModelTensors
-from billfish.typing import Activations
+from billfish.llm.kv_cache import Floats
+from billfish.llm.model_weights import CALL, ModelTensors
+from billfish.llm.sampler import Sampler
 
 TOGETHER = 256  # texts that go on together, at most
 COLDEST = 1e-30  # of temperatures: below it, all but the best token have no chance, and float32 no inverse

@@ -11,10 +11,10 @@ from billfish.backends.cuda.describe import why_not
 from billfish.backends.cuda.driver import Buffer
 from billfish.backends.cuda.layers import Layer, Matrix, Shape
 from billfish.backends.cuda.weights import DeviceWeights
-from billfish.llm.tensors import ModelTensors, Tensor
-from billfish.ops import dequantize
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
+from billfish.llm.model_weights import ModelTensors, Tensor
+from billfish.ops.linear import dequantize
 
 EIGHT = 8  # rows of gate, then of up, that alternate
 

@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from billfish.errors import DataError, ModelError, ShapeError, complaint
-from billfish.llm.cache import Cache, Floats, shared_length
-from billfish.llm.sampling import Sampler
-from billfish.llm.tensors import LAST_NORM, ModelTensors
-from billfish.typing import Activations, CacheType
+from billfish.core.errors import DataError, ModelError, ShapeError, complaint
+from billfish.core.typing import Activations, CacheType
+from billfish.llm.kv_cache import Cache, Floats, shared_length
+from billfish.llm.model_weights import LAST_NORM, ModelTensors
+from billfish.llm.sampler import Sampler
 
 Passage = tuple[Cache, list[int]]  # tokens that are fed behind what the cache holds
 

@@ -8,9 +8,9 @@ import re
 import sys
 
 from billfish.backends import BACKENDS
-from billfish.errors import BackendUnavailable, DataError, complaint
+from billfish.core.errors import BackendUnavailable, DataError, complaint
 from billfish.llm.decoder import Decoder
-from billfish.llm.tensors import CALL, ModelTensors
+from billfish.llm.model_weights import CALL, ModelTensors
 
 GPU_FEATURES: frozenset[str] = frozenset()  # of `Config.features`, what the decoder on a GPU knows
 DEVICES = "cpu, cuda, cuda:N for GPU number N, or auto: the first GPU where there is one"

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.progress import Progress
+from billfish.core.row_slices import map_rows
+from billfish.core.typing import Activations
 from billfish.llm.model import Model
-from billfish.parallel import map_rows
-from billfish.progress import Progress
-from billfish.typing import Activations
 
 CALL = "llm.evaluate"
 WINDOW = 512

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from billfish.llm.cache import Cache
+from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.core.typing import Activations
 from billfish.llm.decoder import Decoder
-from billfish.llm.sampling import Sampling
-from billfish.tokenizer import Tokenizer
-from billfish.typing import Activations
+from billfish.llm.kv_cache import Cache
+from billfish.llm.sampler import Sampling
 
 
 class Generation(Iterator[str]):

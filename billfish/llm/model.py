@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BackendUnavailable, DataError, ModelError, complaint
-from billfish.files import path_of
-from billfish.llm.cache import Cache
-from billfish.llm.chat import ChatTemplate, Message
+from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.core.errors import BackendUnavailable, DataError, ModelError, complaint
+from billfish.core.files import path_of
+from billfish.core.progress import OnProgress, follow
+from billfish.core.typing import Activations, CacheType, Method
+from billfish.llm.chat_template import ChatTemplate, Message
 from billfish.llm.config import read_config
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
-from billfish.llm.sampling import Sampling
-from billfish.llm.source import open_source
-from billfish.llm.tensors import Convert, ModelTensors, Stack, Tensor
-from billfish.progress import OnProgress, follow
-from billfish.tokenizer import Tokenizer
-from billfish.typing import Activations, CacheType, Method
+from billfish.llm.kv_cache import Cache
+from billfish.llm.model_files import open_source
+from billfish.llm.model_weights import Convert, ModelTensors, Stack, Tensor
+from billfish.llm.sampler import Sampling
 
 if TYPE_CHECKING:
-    from billfish.calibration import Statistics
+    from billfish.statistics import Statistics
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -96,7 +96,7 @@ class Model:
 
         prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
         list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
-        Penalties, logit_bias, top_k, top_p and min_p are those of :class:`billfish.llm.sampling.Sampling`.
+        Penalties, logit_bias, top_k, top_p and min_p are those of :class:`billfish.llm.sampler.Sampling`.
         activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. A GPU multiplies float16 numbers,
         and takes None alone. cache: from :meth:`cache`, keeps what was computed, so that the next prompt is only fed
         from where it differs from this one and its answer.
@@ -245,8 +245,8 @@ def _load(
     """As :func:`load`, on a device that was checked."""
     if quantize is None:
         return Model(path, device, convert, progress)
-    from billfish.calibration import Statistics  # here: most models are as they should be
-    from billfish.llm.quantizing import Quantizer
+    from billfish.llm.quantize_on_load import Quantizer
+    from billfish.statistics import Statistics  # here: most models are as they should be
 
     if statistics is not None and not isinstance(statistics, Statistics):
         statistics = Statistics.load(statistics)

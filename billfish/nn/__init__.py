@@ -9,9 +9,9 @@
 `billfish.nn.parallel` layers that are spread over several processes. None is imported unless it is used.
 """
 
-from billfish.nn.base import MarlinLinear
+from billfish.nn.layer_base import MarlinLinear
 from billfish.nn.loading import load_into
-from billfish.nn.model import ModelReport, quantize_model
+from billfish.nn.quantize_model import ModelReport, quantize_model
 from billfish.nn.warming import WarmUp, warm_up
 
 __all__ = ["MarlinLinear", "ModelReport", "WarmUp", "load_into", "quantize_model", "warm_up"]

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from billfish.arrays import ADAPTERS
 from billfish.checkpoints import Checkpoint, load
-from billfish.checkpoints.names import by_model_names
-from billfish.errors import CheckpointError, complaint
-from billfish.nn.base import Place, Walk, experts_of, layer_class
-from billfish.nn.model import ModelReport, Replaced
-from billfish.ops import dequantize
-from billfish.progress import Progress
-from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations
+from billfish.checkpoints.names.gguf_names import by_model_names
+from billfish.core.arrays import ADAPTERS
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.progress import Progress
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.typing import Activations
+from billfish.nn.layer_base import Place, Walk, experts_of, layer_class
+from billfish.nn.quantize_model import ModelReport, Replaced
+from billfish.ops.linear import dequantize
 
 
 def load_into(

@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
-from billfish.errors import CheckpointError, ShapeError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.nn.torch import MarlinLinear, autocast
-from billfish.nn.torch_experts import MarlinExperts
-from billfish.nn.torch_watch import ARRAYS
-from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations
+from billfish.core.errors import CheckpointError, ShapeError, complaint
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.typing import Activations
+from billfish.nn.torch.expert_layers import MarlinExperts
+from billfish.nn.torch.linear import MarlinLinear, autocast
+from billfish.nn.torch.watch import ARRAYS
 
 Span = tuple[int, int]
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.errors import BackendUnavailable, FormatError, complaint
-from billfish.nn.torch import MarlinLinear
+from billfish.core.errors import BackendUnavailable, FormatError, complaint
+from billfish.nn.torch.linear import MarlinLinear
 
 try:
     from peft import LoraConfig

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from billfish.about import ABOUT
-from billfish.activations import check_activations
-from billfish.calibration import Statistics
 from billfish.checkpoints import Checkpoint, load
-from billfish.checkpoints.names import by_model_names, is_gguf
-from billfish.errors import BackendUnavailable, FormatError, ShapeError, complaint
-from billfish.format import get_format
+from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
+from billfish.core.activations import check_activations
+from billfish.core.errors import BackendUnavailable, FormatError, ShapeError, complaint
+from billfish.core.format import get_format
+from billfish.core.format_tag import ABOUT
+from billfish.core.typing import Activations, FormatName, Method
 from billfish.nn import parallel
-from billfish.nn.torch import MarlinLinear
-from billfish.nn.torch_experts import (
+from billfish.nn.torch.expert_layers import (
     PROJECTIONS,
     MarlinExperts,
     activation_of,
@@ -41,9 +40,10 @@ from billfish.nn.torch_experts import (
     to_plain,
     why_not,
 )
-from billfish.nn.torch_stored import Stored
-from billfish.quantizing import check_method, quantize
-from billfish.typing import Activations, FormatName, Method
+from billfish.nn.torch.linear import MarlinLinear
+from billfish.nn.torch.stored import Stored
+from billfish.ops.quantization import check_method, quantize
+from billfish.statistics import Statistics
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -14,15 +14,16 @@ from transformers import AutoConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from billfish.about import ABOUT
 from billfish.checkpoints import Checkpoint, Description
-from billfish.checkpoints.names import model_config
-from billfish.checkpoints.stacks import by_stacks, is_stack
-from billfish.errors import CheckpointError, complaint
-from billfish.experts import QuantizedExperts
+from billfish.checkpoints.names.expert_stacks import by_stacks, is_stack
+from billfish.checkpoints.names.gguf_names import model_config
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format_tag import ABOUT
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
+from billfish.core.typing import Activations
 from billfish.nn import parallel
-from billfish.nn.torch import MarlinLinear
-from billfish.nn.torch_experts import (
+from billfish.nn.torch.expert_layers import (
     PROJECTIONS,
     ExpertStack,
     MarlinExperts,
@@ -31,10 +32,9 @@ from billfish.nn.torch_experts import (
     plain_stacks,
     why_not,
 )
-from billfish.nn.torch_watch import to_torch
-from billfish.ops import dequantize
-from billfish.tensor import QuantizedTensor
-from billfish.typing import Activations
+from billfish.nn.torch.linear import MarlinLinear
+from billfish.nn.torch.watch import to_torch
+from billfish.ops.linear import dequantize
 
 
 class Places(NamedTuple):

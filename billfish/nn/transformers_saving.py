@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from billfish.nn.torch_stored import Stored
+from billfish.nn.torch.stored import Stored
 from billfish.nn.transformers import BillfishConfig, BillfishQuantizer
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from billfish.arrays import float_dtype
-from billfish.errors import ShapeError, complaint
-from billfish.nn.base import layer_class
-from billfish.typing import FloatType
+from billfish.core.arrays import float_dtype
+from billfish.core.errors import ShapeError, complaint
+from billfish.core.typing import FloatType
+from billfish.nn.layer_base import layer_class
 
 CALL = "warm_up"
 Multiply = Callable[[int], None]  # so many rows of zeros with one layer
@@ -59,8 +59,8 @@ def torch_layers(model: Any, dtype: str, chosen: int) -> Iterator[tuple[object, 
     """(What its kernels depend on, how to multiply) of each of our layers."""
     import torch
 
-    from billfish.nn.torch import MarlinLinear
-    from billfish.nn.torch_experts import MarlinExperts
+    from billfish.nn.torch.expert_layers import MarlinExperts
+    from billfish.nn.torch.linear import MarlinLinear
 
     def zeros(*shape: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, device=device, dtype=kind)
@@ -88,8 +88,8 @@ def mlx_layers(model: Any, dtype: str, chosen: int) -> Iterator[tuple[object, Mu
     """As `torch_layers`."""
     import mlx.core as mx
 
-    from billfish.nn.mlx import MarlinLinear
-    from billfish.nn.mlx_experts import MarlinSwitchLinear
+    from billfish.nn.mlx.expert_layers import MarlinSwitchLinear
+    from billfish.nn.mlx.linear import MarlinLinear
 
     def multiply(layer: Any, m: int) -> None:
         if isinstance(layer, MarlinSwitchLinear):

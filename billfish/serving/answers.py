@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
-from billfish.errors import complaint
+from billfish.core.errors import complaint
 from billfish.serving.refusals import Refusal
 from billfish.serving.requests import Piece, QueueFull, Request, ServerClosing, Ticket
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from billfish.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, complaint
 from billfish.serving import metrics
 from billfish.serving.answers import ClientGone
 from billfish.serving.chat import read_chat

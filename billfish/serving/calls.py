@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from billfish.errors import ModelError
-from billfish.llm.chat import ChatTemplate
+from billfish.core.errors import ModelError
+from billfish.llm.chat_template import ChatTemplate
 
 PROBE = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object"}}}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from billfish.errors import DataError
+from billfish.core.errors import DataError
 from billfish.serving.calls import Call, Form
 from billfish.serving.fields import Fields
 from billfish.serving.grammar import Grammar, json_object, json_schema

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import explained
-from billfish.llm.sampling import Sampler
+from billfish.core.errors import explained
+from billfish.llm.sampler import Sampler
 from billfish.serving.grammar import Matcher
 from billfish.serving.requests import Request
 

@@ -17,15 +17,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import DataError, ModelError, complaint, explained
-from billfish.llm.cache import shared_length
+from billfish.core.errors import DataError, ModelError, complaint, explained
+from billfish.core.typing import Activations
+from billfish.llm.kv_cache import shared_length
 from billfish.llm.model import Model
 from billfish.serving.grammar import Vocabulary
 from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
 from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.schedule import SMALLEST, cuts_for, share_out
 from billfish.serving.slots import Slots
-from billfish.typing import Activations
 
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from billfish.errors import did_you_mean
+from billfish.core.errors import did_you_mean
 from billfish.serving.refusals import Described, Refusal, wrong
 
 

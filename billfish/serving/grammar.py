@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError, DataError, complaint
-from billfish.extras import require
-from billfish.tokenizer import CONTROL, UNUSED, Tokenizer
+from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
+from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.extras import require
 
 EXTRA = "serve"
 # Some white space between the parts of an answer, and an end of it: small models would else go on with it for ever.

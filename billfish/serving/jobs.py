@@ -10,7 +10,8 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.errors import BillfishError
+from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.core.errors import BillfishError
 from billfish.llm.model import Model
 from billfish.serving.choosing import RequestSampler, Scored
 from billfish.serving.grammar import Matcher
@@ -18,7 +19,6 @@ from billfish.serving.requests import Alternative, Piece, Request, Ticket, Token
 from billfish.serving.schedule import Cuts, cuts_for
 from billfish.serving.slots import Slot
 from billfish.serving.stops import HeldText
-from billfish.tokenizer import Tokenizer
 
 OnPiece = Callable[[Piece], object]
 

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from pathlib import Path
 
-from billfish.errors import DataError, complaint
+from billfish.core.errors import DataError, complaint
 from billfish.serving.refusals import Refusal
 
 

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
-from billfish.llm.sampling import Sampling
+from billfish.llm.sampler import Sampling
 from billfish.serving.fields import Fields, is_number
 from billfish.serving.grammar import Grammar
 from billfish.serving.refusals import Described, wrong

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from billfish.errors import BillfishError, complaint
+from billfish.core.errors import BillfishError, complaint
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from billfish.errors import BillfishError, DataError, complaint
-from billfish.llm.sampling import Sampling
+from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.llm.sampler import Sampling
 from billfish.serving.grammar import Grammar
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from billfish.core.typing import Activations
 from billfish.llm.decoder import Decoder
-from billfish.typing import Activations
 
 SMALLEST = 16
 

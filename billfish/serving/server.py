@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from billfish.errors import DataError, complaint
+from billfish.core.errors import DataError, complaint
 from billfish.serving.app import make_app
 from billfish.serving.keys import Keys
 from billfish.serving.service import Service

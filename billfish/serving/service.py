@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from billfish.llm.chat import ChatTemplate
+from billfish.llm.chat_template import ChatTemplate
 from billfish.llm.model import Model
 from billfish.serving.answers import Mailbox
 from billfish.serving.calls import Form, form_of
@@ -74,7 +74,7 @@ class Service:
     def encode(self, call: str, field: str, text: str, *, special: bool = True) -> list[int]:
         """The tokens of a text. One that cannot fit is refused before it is encoded, which takes long.
 
-        special: as in :meth:`billfish.tokenizer.Tokenizer.encode`.
+        special: as in :meth:`billfish.checkpoints.tokenizer.tokenizer.Tokenizer.encode`.
         """
         context = self.limits.context
         if len(text) > context * self._longest:

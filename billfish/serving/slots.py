@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from billfish.llm.cache import Cache, shared_length
 from billfish.llm.decoder import Decoder
+from billfish.llm.kv_cache import Cache, shared_length
 from billfish.serving.schedule import Cuts
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from billfish.errors import BackendUnavailable, complaint
+from billfish.core.errors import BackendUnavailable, complaint
 
 __all__ = ["register"]
 
@@ -31,7 +31,7 @@ def register() -> None:
     if is_old(vllm.__version__):
         from billfish.vllm.refusal import Refusal as Config
     else:
-        from billfish.vllm.config import BillfishConfig as Config
+        from billfish.vllm.quantization_config import BillfishConfig as Config
     register_quantization_config(METHOD)(Config)
 
 

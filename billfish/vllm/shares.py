@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from billfish.checkpoints import Checkpoint
-from billfish.errors import FormatError, ShapeError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.tensor import QuantizedTensor, join_rows, why_not_joined
-from billfish.vllm.folder import CALL, Matrix
+from billfish.core.errors import FormatError, ShapeError, complaint
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor, join_rows, why_not_joined
+from billfish.vllm.checkpoint_folder import CALL, Matrix
 
 Span = tuple[int, int]
 

@@ -1,6 +1,6 @@
 """What `billfish explain` does, as data: the page "Bits" runs it in the browser.
 
-A program is the list of operations that billfish/bits.py did to a recording word (billfish/explain.py). It is the same
+A program is the list of operations that core/bits.py did to a recording word (cli/explain.py). It is the same
 for every code, which is checked here. Sentences come from `explain`, too: as templates, or written out for each code.
 """
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.elements import Element
-from billfish.explain import (
+from billfish.cli.explain import (
     Step,
     Walk,
     byte_scale,
@@ -27,7 +26,8 @@ from billfish.explain import (
     refused_scale,
     walks,
 )
-from billfish.format import FORMATS, Format
+from billfish.core.elements import Element
+from billfish.core.format import FORMATS, Format
 
 FLOATS = {"float16": (1, 5, 10), "bfloat16": (1, 8, 7), "float32": (1, 8, 23)}  # bits of sign, exponent and mantissa
 BYTES = {"e8m0": (0, 8, 0), "e4m3": (1, 4, 3)}

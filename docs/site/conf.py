@@ -6,7 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from billfish.version import __version__  # noqa: E402
+from billfish.core.version import __version__  # noqa: E402
 
 project = "billfish"
 author = "the authors of billfish"

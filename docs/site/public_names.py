@@ -17,7 +17,7 @@ from sphinx.pycode import ModuleAnalyzer
 # Where public names are; the first module that has a name is the one to import it from.
 MODULES = (
     "billfish",
-    "billfish.calibration",
+    "billfish.statistics",
     "billfish.checkpoints",
     "billfish.nn",
     "billfish.nn.transformers",

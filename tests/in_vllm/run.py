@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 import billfish as bf
-from billfish.files import write_atomically
+from billfish.core.files import write_atomically
 from billfish.nn.transformers import load_model
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""A user's program, for type checkers: tests/test_typing.py checks it with mypy --strict and pyright. It is not run."""
+"""A user's program, for type checkers that test_typing.py checks with mypy --strict and pyright. It is not run."""
 
 import ml_dtypes
 import mlx.core as mx
@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from typing_extensions import assert_type
 
 import billfish as bf
-import billfish.nn.mlx
-import billfish.nn.torch
-from billfish.typing import Activations, FormatName, Method
+import billfish.nn.mlx.linear
+import billfish.nn.torch.linear
+from billfish.core.typing import Activations, FormatName, Method
 
 w: NDArray[np.float32] = np.zeros((64, 64), np.float32)
 half: NDArray[np.float16] = np.zeros((8, 64), np.float16)
@@ -63,8 +63,8 @@ assert_type(bf.gemm_w4a8(t, q), torch.Tensor)
 
 # Layers.
 layer = bf.MarlinLinear.from_linear(torch.nn.Linear(64, 8), format="fp4", group_size=32)
-assert_type(layer, billfish.nn.torch.MarlinLinear)
-assert_type(bf.MarlinLinear.from_linear(Linear(64, 8), "q4_0"), billfish.nn.mlx.MarlinLinear)
+assert_type(layer, billfish.nn.torch.linear.MarlinLinear)
+assert_type(bf.MarlinLinear.from_linear(Linear(64, 8), "q4_0"), billfish.nn.mlx.linear.MarlinLinear)
 assert_type(bf.MarlinLinear(64, 8, format="fp4", framework="torch").to_linear(), torch.nn.Linear)
 assert_type(bf.MarlinLinear(64, 8, format="fp4").group_size, int)
 assert_type(bf.quantize_model(torch.nn.Sequential(), "q4_0"), bf.ModelReport)

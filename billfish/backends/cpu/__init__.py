@@ -20,9 +20,6 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish import machine
-from billfish.activations import DIGITS, IntegerActivations
-from billfish.arrays import FLOATS, Input
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
@@ -31,14 +28,17 @@ from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_
 from billfish.backends.cpu.plain import PlainWeights, pack_plain
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.backends.cpu.torch_threads import share_torch_threads
-from billfish.errors import BackendUnavailable, FormatError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.structure import structure_of
-from billfish.gates import GATES
-from billfish.routing import checked_ids, checked_routing
-from billfish.storage import Array
-from billfish.tensor import QuantizedTensor
+from billfish.core import machine
+from billfish.core.activations import DIGITS, IntegerActivations
+from billfish.core.arrays import FLOATS, Input
+from billfish.core.errors import BackendUnavailable, FormatError, complaint
+from billfish.core.formats.ggml import BlockFormat
+from billfish.core.formats.structure import structure_of
+from billfish.core.gated_activation import GATES
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.routing import checked_ids, checked_routing
+from billfish.core.storage import Array
+from billfish.core.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
 

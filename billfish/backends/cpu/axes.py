@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu.packed import FLOAT_CODES, GROUPS
-from billfish.elements import FP8, Element, Integer, Signed
-from billfish.format import Format, GroupValues, Planes
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.kquants import Q2_K
-from billfish.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning, offsets_of
-from billfish.machine import with_known_floats
-from billfish.tensor import QuantizedTensor
+from billfish.core.elements import FP8, Element, Integer, Signed
+from billfish.core.format import Format, GroupValues, Planes
+from billfish.core.formats.ggml import BlockFormat
+from billfish.core.formats.kquants import Q2_K
+from billfish.core.formats.meaning import E4M3, E8M0, HALVED, PLAIN, TWO_LEVELS, decodes_plainly, meaning, offsets_of
+from billfish.core.machine import with_known_floats
+from billfish.core.tensor import QuantizedTensor
 
 CHUNK = 256  # k of a chunk of the stream, as in layout/problem.h
 # The largest byte e, a scale of 2^(e - 127), that kernels get as it is, and the sizes of factors. With these, sums of

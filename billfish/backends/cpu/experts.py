@@ -15,11 +15,11 @@ from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
 from billfish.backends.cpu.packed import Axes, check_stream, room_for_stream
 from billfish.backends.cpu.plain import GROUP, PLAIN_TYPES, describe_plain
 from billfish.backends.cpu.source import codes_of, prepack_fields
-from billfish.errors import BackendUnavailable, DTypeError, ShapeError, complaint
-from billfish.experts import QuantizedExperts
-from billfish.formats.ggml import BlockFormat
-from billfish.formats.structure import structure_of
-from billfish.storage import Array
+from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.core.formats.ggml import BlockFormat
+from billfish.core.formats.structure import structure_of
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
-from billfish.errors import BackendUnavailable, CheckpointError, ShapeError, complaint
-from billfish.files import path_of, read_arrays, replacing
-from billfish.format import Format, get_format
-from billfish.tensor import check_permutation
+from billfish.core.errors import BackendUnavailable, CheckpointError, ShapeError, complaint
+from billfish.core.files import path_of, read_arrays, replacing
+from billfish.core.format import Format, get_format
+from billfish.core.tensor import check_permutation
 
 # The order of the enums in layout/problem.h; what these have behind it is in plain.py.
 CODES = ("u2", "u3", "u4", "u5", "u6", "s8", "table", "e4m3", "floats")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.packed import CODES, SCALES, check_stream, room_for_stream
-from billfish.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, complaint
 
 # Types of plain weights, numbered behind CODES in the enum Codes of layout/problem.h.
 PLAIN_TYPES = ("float32", "float16", "bfloat16")

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout
-from billfish.elements import Element, Signed
-from billfish.format import Format
-from billfish.formats.fp8 import ByteRows
-from billfish.formats.meaning import E4M3, E8M0, PLAIN, decodes_plainly, meaning
-from billfish.formats.nf4 import Nf4
-from billfish.formats.structure import Structure, structure_of
-from billfish.machine import with_known_floats
-from billfish.tensor import QuantizedTensor
+from billfish.core.elements import Element, Signed
+from billfish.core.format import Format
+from billfish.core.formats.fp8 import ByteRows
+from billfish.core.formats.meaning import E4M3, E8M0, PLAIN, decodes_plainly, meaning
+from billfish.core.formats.nf4 import Nf4
+from billfish.core.formats.structure import Structure, structure_of
+from billfish.core.machine import with_known_floats
+from billfish.core.tensor import QuantizedTensor
 
 # The order of the enums in layout/problem.h.
 SCALES_IN_BLOCKS = (

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from billfish.arrays import Input
 from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, Problem, Product, delivered
-from billfish.backends.cuda import arrays, expert_arrays, given
+from billfish.backends.cuda import array_products, expert_arrays, given
 from billfish.backends.cuda.byte_plans import why_exact, why_not_given
 from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.describe import usual_kind, why_not
@@ -25,11 +24,12 @@ from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.expert_weights import DeviceExperts, pack_gate_up
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.weights import DeviceWeights, read_about
-from billfish.errors import BackendUnavailable
-from billfish.experts import QuantizedExperts
-from billfish.format import Format, Planes
-from billfish.storage import Storage
-from billfish.tensor import QuantizedTensor
+from billfish.core.arrays import Input
+from billfish.core.errors import BackendUnavailable
+from billfish.core.format import Format, Planes
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Storage
+from billfish.core.tensor import QuantizedTensor
 
 
 class CudaBackend(Backend):
@@ -93,10 +93,12 @@ class CudaBackend(Backend):
         assert isinstance(x, Input)
         if x.device == "cpu":
             added = None if bias is None else bias.numpy()
-            return delivered(product, arrays.linear_numpy(x.numpy(), weights, added, self.batch_invariant, activations))
+            return delivered(
+                product, array_products.linear_numpy(x.numpy(), weights, added, self.batch_invariant, activations)
+            )
         source = None if bias is None else bias.source
         if x.kind == "cupy":
-            return arrays.linear_cupy(x.source, weights, source, self.batch_invariant, activations)
+            return array_products.linear_cupy(x.source, weights, source, self.batch_invariant, activations)
         from billfish.backends.cuda import torch_op  # here, where torch is in use
 
         return torch_op.linear(x.source, weights, source, self.batch_invariant, activations=activations)
@@ -115,7 +117,7 @@ class CudaBackend(Backend):
 
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         weights = tensor.made((self.name, out.place), lambda: self.pack(tensor, out.place))
-        arrays.dequantize(weights, out)
+        array_products.dequantize(weights, out)
 
     def to_tensors(self, weights: DeviceWeights) -> tuple[list[Any], str] | None:
         """Bricks, row scales, and the planes beside the codes, all as bytes."""

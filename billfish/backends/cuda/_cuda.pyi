@@ -1,4 +1,4 @@
-from billfish.errors import BillfishError
+from billfish.core.errors import BillfishError
 
 class DriverError(BillfishError): ...
 

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from billfish.errors import BackendUnavailable
-from billfish.files import write_atomically
+from billfish.core.errors import BackendUnavailable
+from billfish.core.files import write_atomically
 
 SOURCES = Path(__file__).parent
 INSTALL = "pip install 'billfish[cuda]'"

@@ -36,7 +36,7 @@ from billfish.backends.cuda.layers import PAGE, Layer, Matrix, Shape, Step
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas
 from billfish.backends.cuda.weights import DeviceWeights
-from billfish.errors import BackendUnavailable
+from billfish.core.errors import BackendUnavailable
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
 MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text

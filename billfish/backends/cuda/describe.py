@@ -1,7 +1,7 @@
 """Which of the few kernel axes a tensor is made of, told by how its format is made and never by its name.
 
 A format qualifies if it decodes as format.py says, with an element whose table of values one of the kernels' elements
-has too, and with groups that bricks can hold. Scales that the kernels know (billfish.formats.meaning) stay bytes; all
+has too, and with groups that bricks can hold. Scales that the kernels know (core.formats.meaning) stay bytes; all
 others are the float32 that `group_values` gives. Nothing is rounded on the way.
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.kind import BRICK, GROUPS, Kind
-from billfish.elements import FP4, FP8, Element
-from billfish.errors import FormatError
-from billfish.format import Format, Planes
-from billfish.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning, offsets_of
-from billfish.scales import decode_e4m3
-from billfish.tensor import QuantizedTensor
+from billfish.core.elements import FP4, FP8, Element
+from billfish.core.errors import FormatError
+from billfish.core.format import Format, Planes
+from billfish.core.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, meaning, offsets_of
+from billfish.core.scales import decode_e4m3
+from billfish.core.tensor import QuantizedTensor
 
 OFFSET_LIMIT = 1024.0  # offsets up to this many times the largest scale of their row do not count for its exponent
 BYTE_SCALE_RAW = 128  # ScaleE5M2::raw and ScaleE5M3::raw of decode.cuh
@@ -152,7 +152,7 @@ def describe_alike(tensors: Iterable[QuantizedTensor]) -> list[Description]:
 
 
 def describe_planes(format: Format, planes: Planes, group_size: int) -> Description:
-    """The same of planes. Those of a device (billfish.device_array) give a description whose arrays are there."""
+    """The same of planes. Those of a device (billfish.core.device_array) give a description whose arrays are there."""
     codes = planes["codes"]
     return _describe(format, (codes.shape[0], codes.shape[1]), group_size, planes, lambda: codes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from billfish.backends.cuda.arrays import row_stride
+from billfish.backends.cuda.array_products import row_stride
 from billfish.backends.cuda.plans import Gemm
 from billfish.backends.cuda.weights import ROWS_AT_ONCE, DeviceWeights
 

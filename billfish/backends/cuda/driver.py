@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.compile import SOURCES, compile_kernel, cuda_module
-from billfish.errors import BackendUnavailable, BillfishError
+from billfish.core.errors import BackendUnavailable, BillfishError
 
 Macros = tuple[tuple[str, str], ...]
 

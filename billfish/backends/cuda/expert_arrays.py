@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.arrays import Input
 from billfish.backends.base import ExpertBlock, ExpertProduct
 from billfish.backends.cuda import experts
-from billfish.backends.cuda.arrays import DEFAULT_STREAM, can_be_read, row_stride
+from billfish.backends.cuda.array_products import DEFAULT_STREAM, can_be_read, row_stride
 from billfish.backends.cuda.driver import copy_in, copy_out
 from billfish.backends.cuda.expert_plans import Routing
 from billfish.backends.cuda.experts import NOTHING, Numbers, Visits
 from billfish.backends.cuda.memory import Memory, OurRoom, Room, TorchRoom, address
-from billfish.routing import checked_ids, checked_routing
+from billfish.core.arrays import Input
+from billfish.core.routing import checked_ids, checked_routing
 
 
 class Caller(ABC):

@@ -13,7 +13,7 @@ from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, address, room_for, send
 from billfish.backends.cuda.weights import About, pack_to, record, stored_codes
-from billfish.experts import QuantizedExperts
+from billfish.core.quantized_experts import QuantizedExperts
 
 GATE_ROWS = 8  # of gate, then as many of up, and so on: device.cuh's GATE
 

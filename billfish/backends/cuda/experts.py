@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from billfish.backends.cuda.arrays import row_stride
+from billfish.backends.cuda.array_products import row_stride
 from billfish.backends.cuda.driver import Device, KernelLaunch, device, no_tensor_map, tensor_map
 from billfish.backends.cuda.expert_plans import Routing, plan_experts
 from billfish.backends.cuda.expert_weights import DeviceExperts

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from billfish.arrays import Input
 from billfish.backends.base import Product
 from billfish.backends.cuda.byte_plans import BytePlan, given_plan, why_not_given
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
 from billfish.backends.cuda.plans import Gemm
 from billfish.backends.cuda.weights import DeviceWeights, native_parts
-from billfish.errors import BackendUnavailable
+from billfish.core.arrays import Input
+from billfish.core.errors import BackendUnavailable
 
 BLOCK = 32
 

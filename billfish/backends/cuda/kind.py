@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.errors import FormatError, complaint
+from billfish.core.errors import FormatError, complaint
 
 COURSE, BRICK = 16, 128  # rows of a course, k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.cuda.driver import Buffer, adopt, copy_in, copy_out, current
-from billfish.device_array import DeviceArray
+from billfish.core.device_array import DeviceArray
 
 Memory = Any  # a torch tensor uint8 [nbytes], or a Buffer; both have `nbytes`
 

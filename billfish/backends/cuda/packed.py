@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from billfish.backends.cuda.describe import Floats, describe
 from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, pack
-from billfish.errors import DataError, ShapeError, complaint
-from billfish.files import path_of, read_arrays, replacing
-from billfish.tensor import QuantizedTensor
+from billfish.core.errors import DataError, ShapeError, complaint
+from billfish.core.files import path_of, read_arrays, replacing
+from billfish.core.tensor import QuantizedTensor
 
 LAYOUT = 4  # of saved bricks; changes with the meaning of their bytes
 

@@ -312,7 +312,7 @@ def large_shape(gemm: Gemm, device: Device) -> Shape:
 
 
 def spills(shape: Shape, kind: Kind) -> bool:
-    """Whether registers are too few. tests/test_cuda.py has ptxas count spills.
+    """Whether registers are too few. tests/backends/cuda/test_products.py has ptxas count spills.
 
     Eight offsets for each row of a brick leave too few for wide tiles where a warpgroup has several strips. Many bytes
     of scales, or a table, leave too few for four strips.

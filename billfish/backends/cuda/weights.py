@@ -30,11 +30,11 @@ from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, plan
-from billfish.errors import DataError, complaint
-from billfish.format import Format, Planes
-from billfish.formats.structure import structure_of
-from billfish.storage import Storage
-from billfish.tensor import QuantizedTensor
+from billfish.core.errors import DataError, complaint
+from billfish.core.format import Format, Planes
+from billfish.core.formats.structure import structure_of
+from billfish.core.storage import Storage
+from billfish.core.tensor import QuantizedTensor
 
 OUTPUTS = {"float32": "float", "float16": "Stored<F16>", "bfloat16": "Stored<BF16>"}
 # gridDim.y of gemm_small, at most 65,535, counts rows of x; a CTA has 8 of them or more where there are many.
@@ -91,7 +91,7 @@ class DeviceWeights:
 
     @classmethod
     def pack_planes(cls, format: Format, planes: Planes, group_size: int, place: str) -> DeviceWeights:
-        """The same of planes, in CPU memory or (billfish.device_array) in that very place, which they do not leave."""
+        """The same of planes, in CPU memory or (core.device_array) in that very place, which they do not leave."""
         description = describe_planes(format, planes, group_size)
         scales = {name: plane for name, plane in planes.items() if name != "codes"}
         return cls._pack(description, description.codes, scales, place)

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.activations import IntegerActivations
-from billfish.arrays import Input, MlxArrays
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, NumpyBackend, Problem, Product
 from billfish.backends.metal import experts
 from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.experts import MetalExperts
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, lay_out_experts
-from billfish.errors import BackendUnavailable
-from billfish.experts import QuantizedExperts
-from billfish.formats.meaning import decodes_plainly
-from billfish.gates import open_gate
-from billfish.routing import checked_ids, checked_routing
-from billfish.tensor import QuantizedTensor
+from billfish.core.activations import IntegerActivations
+from billfish.core.arrays import Input, MlxArrays
+from billfish.core.errors import BackendUnavailable
+from billfish.core.formats.meaning import decodes_plainly
+from billfish.core.gated_activation import open_gate
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.routing import checked_ids, checked_routing
+from billfish.core.tensor import QuantizedTensor
 
 MLX = MlxArrays()
 GROUPS = (16, 32, 64, 128, 256)
@@ -170,7 +170,7 @@ class EmulatorBackend(NumpyBackend):
         return has_kernels(problem)
 
     def usable(self) -> tuple[bool, str]:
-        from billfish.backends.metal.emulator.compiler import find_compiler
+        from billfish.backends.emulator.compiler import find_compiler
 
         try:
             return True, f"kernels compiled by {find_compiler().version}; slow"
@@ -179,7 +179,8 @@ class EmulatorBackend(NumpyBackend):
 
     @cached_property
     def kernels(self) -> Kernels:
-        from billfish.backends.metal import emulator  # here, because nobody else needs a compiler
+        from billfish.backends import emulator
+        # here, because nobody else needs a compiler
 
         return Kernels(emulator.metal_kernel)
 

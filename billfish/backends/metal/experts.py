@@ -10,7 +10,7 @@ from typing import Any
 from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.layout import MetalWeights
 from billfish.backends.metal.libraries import cast, library, zeros
-from billfish.gates import CLAMP, STEEPNESS
+from billfish.core.gated_activation import CLAMP, STEEPNESS
 
 # x [T, K] or [T, k, K], packed weights [E, N, K], ids [T, k], biases [E, N] or none, type of y -> y [T, k, N]
 Multiply = Callable[[Any, Any, Any, Any, Any], Any]
@@ -37,7 +37,7 @@ def block(
     down_biases: Any,
     activation: str,
 ) -> Any:
-    """The feed-forward part, as billfish.experts says it: y [T, H]. h is of x's type; what is summed is float32."""
+    """The feed-forward part, as bf.experts says it: y [T, H]. h is of x's type; what is summed is float32."""
     float32 = library(x).float32
     parts = [multiply(x, w, ids, b, x.dtype) for w, b in zip(gate_up, gate_up_biases, strict=True)]
     inner = parts[0].shape[-1] // 2
@@ -80,7 +80,7 @@ class MetalExperts:
 
 
 def open_gate(gate: Any, up: Any, activation: str) -> Any:
-    """As billfish.gates.open_gate, of float32 arrays of MLX or torch."""
+    """As billfish.core.gated_activation.open_gate, of float32 arrays of MLX or torch."""
     xp = library(gate)
     if activation == "clamped_silu":
         g = xp.clip(gate, None, CLAMP)

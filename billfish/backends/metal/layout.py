@@ -25,14 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.metal.reorder import HIGH_BITS, by_slices, code_words, high_words, panels, six_bit_pairs
-from billfish.elements import E2M1, E2M1X2, E4M3, IQ4NL, Element, Integer, Signed
-from billfish.format import Format, Planes
-from billfish.formats.fp4 import Mxfp4, Nvfp4
-from billfish.formats.ggml import Mxfp4Gguf, Nvfp4Gguf
-from billfish.formats.kquants import TwoLevelMinimum, TwoLevelScaled
-from billfish.formats.meaning import E4M3 as E4M3_SCALES
-from billfish.formats.meaning import PLAIN, meaning
-from billfish.tensor import QuantizedTensor
+from billfish.core.elements import E2M1, E2M1X2, E4M3, IQ4NL, Element, Integer, Signed
+from billfish.core.format import Format, Planes
+from billfish.core.formats.fp4 import Mxfp4, Nvfp4
+from billfish.core.formats.ggml import Mxfp4Gguf, Nvfp4Gguf
+from billfish.core.formats.kquants import TwoLevelMinimum, TwoLevelScaled
+from billfish.core.formats.meaning import E4M3 as E4M3_SCALES
+from billfish.core.formats.meaning import PLAIN, meaning
+from billfish.core.tensor import QuantizedTensor
 
 Array = NDArray[Any]
 

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.arrays import Input, TorchArrays
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem, Product
 from billfish.backends.metal import experts, has_kernels
 from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.layout import LEAST_SIZE, MetalWeights, lay_out, lay_out_experts
 from billfish.backends.metal.signature import Argument, write
-from billfish.experts import QuantizedExperts
-from billfish.tensor import QuantizedTensor
+from billfish.core.arrays import Input, TorchArrays
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import QuantizedTensor
 
 TORCH = TorchArrays()
 OLDEST_TORCH = "2.7"

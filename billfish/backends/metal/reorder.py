@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.elements import E2M1, E2M1X2, Element, Signed
+from billfish.core.elements import E2M1, E2M1X2, Element, Signed
 
 Array = NDArray[Any]
 Words = NDArray[np.uint32]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from billfish.errors import DTypeError, complaint
+from billfish.core.errors import DTypeError, complaint
 
 # MLX passes smaller inputs in the constant address space.
 SMALLEST_DEVICE_ARRAY = 8

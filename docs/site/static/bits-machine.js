@@ -1,4 +1,4 @@
-// Runs the programs of billfish/bits.py: 32-bit words, two 16-bit lanes, each operation rounded as in Python.
+// Runs the programs of billfish/core/bits.py: 32-bit words, two 16-bit lanes, each operation rounded as in Python.
 // No page is needed for any of this; bits.js draws it.
 "use strict";
 

@@ -243,7 +243,7 @@
     return { card, show: () => machine.run(walk, state.codes).forEach((done, i) => rows[i].show(done)) };
   }
 
-  const sourceLink = () => make("a", { href: "source/billfish/bits.py.html" }, "billfish/bits.py");
+  const sourceLink = () => make("a", { href: "source/billfish/core/bits.py.html" }, "billfish/core/bits.py");
 
   function stepRow(step, origins, element) {
     const float = step.float && floatKinds(step.float);

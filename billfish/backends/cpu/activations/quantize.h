@@ -22,7 +22,7 @@ inline void add_halves(const int16_t* codes, int32_t (&halves)[2]) {
   }
 }
 
-// Up to BATCH blocks of 32 values of x, whole spans, from block b of a row on. The codes are those that billfish.activations computes, and so are
+// Up to BATCH blocks of 32 values of x, whole spans, from block b of a row on. The codes are those that billfish.core.activations computes, and so are
 // the scales, times `divide`, a power of two.
 // First the largest of each, then the divisions, then the codes, so that no block waits for the one before. Loops that become
 // eight vectors or fewer are unrolled, which the compiler does not do by itself and which spares a tenth of the time.

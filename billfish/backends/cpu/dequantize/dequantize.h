@@ -1,4 +1,4 @@
-// Storage to numbers, bit for bit as billfish.format.Format.decode has it: float32 arithmetic, each operation rounded
+// Storage to numbers, bit for bit as billfish.core.format.Format.decode has it: float32 arithmetic, each operation rounded
 // once, then one rounding to the type of the output.
 #pragma once
 #include "layout/problem.h"

@@ -10,7 +10,7 @@ namespace BILLFISH_ISA {
 
 using billfish::Storage;
 
-// Fields as billfish.formats.ggml.unfold has them: of each run of WIDTH bytes, all lowest fields first, then the next ones.
+// Fields as billfish.core.formats.ggml.unfold has them: of each run of WIDTH bytes, all lowest fields first, then the next ones.
 // `get<V>` are fields 16 V to 16 V + 15, `moved<V, AT>` the same from bit AT of each byte on, with other bits around them.
 template <int WIDTH, int BITS> struct BitField {
   static constexpr int bits = BITS;

@@ -56,7 +56,7 @@ inline Values times(Values v, float by) {
   return v;
 }
 
-// Of `count` blocks. Layouts as in billfish/formats/kquants.py.
+// Of `count` blocks. Layouts as in billfish/core/formats/kquants.py.
 inline void read_blocks(const Storage& s, const uint8_t* block, int64_t count, GroupNumbers& out) {
   const int64_t stride = s.block_bytes, groups = s.block / s.group;
   const int64_t sub = s.sub_offset, at = s.scale_offset, minimum_at = s.minimum_offset;

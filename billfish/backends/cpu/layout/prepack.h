@@ -71,7 +71,7 @@ struct BlockPacker {
   }
 };
 
-// `count` codes from k = first on of a row of words, as billfish/formats/words.py has them: [K * bits / 32, N].
+// `count` codes from k = first on of a row of words, as billfish/core/formats/word_packing.py has them: [K * bits / 32, N].
 inline void read_words(const Storage& s, int64_t row, int64_t first, int64_t count, uint8_t* out) {
   const int bits = s.code_field[0].bits, per_word = 32 / bits;
   for (int64_t i = 0; i < count; i += per_word) {
@@ -181,7 +181,7 @@ inline bool has_two_levels(const Storage& s) {
 }
 
 // These integers for rows [first, last), a byte each as kernels have them (see gemm/scales.h), with a field for each kind; `bytes` keeps them.
-// Layouts as in billfish/formats/kquants.py.
+// Layouts as in billfish/core/formats/kquants.py.
 inline std::vector<Field> small_integers(const Storage& s, int64_t first, int64_t last, std::vector<uint8_t>& bytes) {
   const int64_t chunks = s.k / s.block, groups = s.k / s.group, kinds = s.scales == Storage::six_bit_pairs ? 2 : 1;
   bytes.resize(size_t((last - first) * groups * kinds));

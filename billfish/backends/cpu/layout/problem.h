@@ -24,7 +24,7 @@ constexpr bool has_codes(Operand operand) { return operand <= Operand::below_64;
 // How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
-// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/gates.py; see gemm/gates.h.
+// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/core/gated_activation.py; see gemm/gates.h.
 enum class Gate : int32_t { silu, gelu, clamped_silu };
 
 struct Weights {
@@ -129,7 +129,7 @@ constexpr int FEW_FLOAT_ROWS = 8;
 inline int32_t lanes_of_floats(const Weights& w, int64_t m) { return wants_floats(w) && m <= FEW_FLOAT_ROWS ? 1 : 4; }
 
 // Codes as a file holds them: from byte `offset` of a block on, in runs of `width` bytes, `bits` wide; see
-// billfish.formats.ggml.unfold. A second field holds the next higher bits.
+// billfish.core.formats.ggml.unfold. A second field holds the next higher bits.
 struct CodeField {
   int32_t offset, width, bits;
 };

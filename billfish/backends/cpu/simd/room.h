@@ -2,7 +2,7 @@
 //
 // Functions of std::vector that are not inlined are weak symbols with the same name in every level, and of these the linker keeps one for
 // all: perhaps that with AVX-512, which then runs on machines without. Hidden visibility does not help inside one library. What is in
-// a level's namespace is the level's own; tests/test_cpu_levels.py looks at the object files for anything else.
+// a level's namespace is the level's own; tests/backends/cpu/test_levels.py looks at the object files for anything else.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -175,7 +175,7 @@ class NativeProduct {
 
 NB_MODULE(_cuda, module) {
   using namespace billfish::cuda;
-  nb::exception<DriverError>(module, "DriverError", nb::module_::import_("billfish.errors").attr("BillfishError"));
+  nb::exception<DriverError>(module, "DriverError", nb::module_::import_("billfish.core.errors").attr("BillfishError"));
   nb::class_<TensorMap>(module, "TensorMap").def(nb::init<>());
   module.def("tensor_map", &tensor_map);
   nb::class_<NativeLaunch>(module, "NativeLaunch")

@@ -1,0 +1,229 @@
+"""`billfish bench --backend metal --report FILE`: a file to send from a Mac.
+
+checks   products of small matrices, through MLX and through torch, beside exact ones
+times    as `billfish bench` takes them
+counts   what the kernels execute for the same problems, from the emulator, with the times that its model estimates
+
+Without a Metal GPU all of it comes from the emulator, and the file says so: `"emulated": true`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+import billfish
+from benchmarks import products
+from benchmarks.metal_profile.counts import LARGEST_WHOLE, count_mlx, count_ours, mlx_counts
+from benchmarks.products.limits import machine
+from benchmarks.products.peers import Case
+from billfish.backends import emulator
+from billfish.backends.base import Problem
+from billfish.backends.metal import MLX, Kernels, has_kernels, lay_out
+from billfish.cli.info import version_of
+from billfish.core.errors import BackendUnavailable
+from billfish.core.files import write_atomically
+from billfish.core.tables import print_table
+from billfish.core.tensor import QuantizedTensor
+from billfish.ops.linear import dequantize, quantized_linear
+
+FORM = 1  # of the file: another number if its fields change
+CHECKED_ROWS = (1, 4, 20)  # one row, a few, tiles
+CHECKED_SHAPE = (96, 512)  # N, K
+EMULATED = "no Metal GPU was found: kernels ran in the emulator, and times are not those of a GPU"
+
+Multiply = Callable[[NDArray[Any], QuantizedTensor], NDArray[Any]]
+
+
+def has_metal() -> bool:
+    """Whether MLX, which times are taken with, finds an Apple GPU."""
+    if importlib.util.find_spec("mlx") is None:
+        return False
+    import mlx.core as mx
+
+    return bool(mx.metal.is_available())
+
+
+# ---- checks -------------------------------------------------------------------------------------------------------
+
+
+def bridges(emulated: bool) -> dict[str, Multiply]:
+    """How x [M, K] float16 is multiplied, by whose arrays."""
+
+    def by_mlx(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
+        if emulated:
+            y: NDArray[Any] = Kernels(emulator.metal_kernel).multiply(x, lay_out(q))
+            return y
+        import mlx.core as mx
+
+        return MLX.to_numpy(quantized_linear(mx.array(x), q, backend="metal"))
+
+    def by_torch(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
+        import torch
+
+        device: AbstractContextManager[None] = emulator.mps() if emulated else nullcontext()
+        with device:
+            y = quantized_linear(torch.from_numpy(x).to("mps"), q, backend="mps")
+            return np.asarray(y.cpu().numpy())
+
+    found: dict[str, Multiply] = {"mlx": by_mlx}
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        if emulated or torch.backends.mps.is_available():
+            found["torch"] = by_torch
+    return found
+
+
+def check(name: str, multiply: Multiply, case: Case, m: int) -> dict[str, Any]:
+    """One product: its relative error, and that of a dense product of float16 numbers, of which it may have twice."""
+    k = CHECKED_SHAPE[1]
+    small = replace(case, n=CHECKED_SHAPE[0], k=k, group_size=min(case.group_size, k))
+    x = np.random.default_rng(m).standard_normal((m, k), np.float32).astype(np.float16)
+    q = small.distinct
+    record: dict[str, Any] = {"bridge": name, "format": case.label, "m": m}
+    try:
+        y = multiply(x, q)
+    except Exception as error:  # of Metal's compiler, MLX or torch: what it says is what the file is for
+        return record | {"right": False, "failed": f"{type(error).__name__}: {error}"}
+    w = dequantize(q)
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    dense = (x.astype(np.float32) @ w.astype(np.float16).astype(np.float32).T).astype(np.float16)
+
+    def error_of(y: NDArray[Any]) -> float:
+        return float(np.sqrt(np.square(y.astype(np.float64) - exact).mean() / np.square(exact).mean()))
+
+    ours, allowed = error_of(y), 2 * error_of(dense)
+    return record | {"right": ours <= allowed, "error": ours, "allowed": allowed}
+
+
+# ---- times and counts ---------------------------------------------------------------------------------------------
+
+
+def emulated_times(cases: list[Case], rows: list[int], notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Seconds of the emulator. They say that the kernels ran."""
+    kernels = Kernels(emulator.metal_kernel)
+    for case in cases:
+        weights = lay_out(case.tensor())
+        for m in rows:
+            if m * case.n * case.k > LARGEST_WHOLE:
+                notes.append(f"{case.label} {case.k}x{case.n} M={m}: too large to run all of it in the emulator")
+                continue
+            x = np.random.default_rng(1).standard_normal((m, case.k), np.float32).astype(np.float16)
+            started = time.perf_counter()
+            kernels.multiply(x, weights)
+            seconds = time.perf_counter() - started
+            sizes = {"format": case.label, "m": m, "k": case.k, "n": case.n}
+            yield {"backend": "metal-emulator", **sizes, "seconds": seconds, "peers": {}}
+
+
+def counted(cases: list[Case], rows: list[int]) -> Iterator[dict[str, Any]]:
+    """As the records of `billfish profile`."""
+    kernels = Kernels(emulator.metal_kernel)
+    for case in cases:
+        q = case.tensor()
+        for m in rows:
+            x = np.random.default_rng(1).standard_normal((m, case.k), np.float32).astype(np.float16)
+            if mlx_counts(q):
+                yield count_mlx(q, x).as_json()
+            yield count_ours(kernels, q, x).as_json()
+
+
+@dataclass
+class MacReport:
+    """What the file holds."""
+
+    emulated: bool
+    machine: dict[str, object]
+    versions: dict[str, str]
+    notes: list[str]
+    checks: list[dict[str, Any]]
+    times: list[dict[str, Any]]
+    counts: list[dict[str, Any]]
+    limits: dict[str, float] | None = None
+    complete: bool = False
+
+    def write(self, path: Path) -> None:
+        """All at once."""
+        write_atomically(path, (json.dumps({"report": FORM, **vars(self)}, indent=1) + "\n").encode())
+
+
+# ---- the run ------------------------------------------------------------------------------------------------------
+
+
+def run(settings: products.Settings, out: TextIO) -> MacReport:
+    """Check, time and count; the file is written whatever happens on the way."""
+    assert settings.report is not None
+    for case in settings.cases:
+        sizes = (1, case.n, case.k, np.dtype(np.float16))
+        able, reason = has_kernels(
+            Problem("matmul", case.format, case.group_size, *sizes, activations=case.activations)
+        )
+        if not able:
+            raise BackendUnavailable(f"[bench] metal: {reason}")
+    emulated = not has_metal()
+    about = machine() | {"date": time.strftime("%Y-%m-%d")}
+    versions = {name: version_of(name) for name in ("numpy", "mlx", "torch", "ziglang")}
+    known = {"billfish": billfish.__version__} | {name: text for name, text in versions.items() if text is not None}
+    report = MacReport(emulated, about, known, [EMULATED] if emulated else [], [], [], [])
+    try:
+        for name, multiply in bridges(emulated).items():
+            report.checks += [check(name, multiply, case, m) for case in settings.cases for m in CHECKED_ROWS]
+        _print_checks(report, out)
+        if emulated:
+            for record in emulated_times(settings.cases, settings.m, report.notes):
+                report.times.append(record)
+            _print_emulated(report, out)
+        timed = emulated or _take_times(report, settings, out)
+        try:
+            for record in counted(settings.cases, settings.m):
+                report.counts.append(record)
+        except BackendUnavailable as error:  # no compiler for the emulator
+            report.notes.append(f"nothing was counted: {error}")
+        report.complete = timed and all(record["right"] for record in report.checks)
+    finally:
+        report.write(settings.report)
+    for note in report.notes:
+        print(f"billfish: {note}", file=sys.stderr)
+    print(f"report: {settings.report}", file=out)
+    return report
+
+
+def _take_times(report: MacReport, settings: products.Settings, out: TextIO) -> bool:
+    """On the GPU; whether all were taken. What goes wrong there is a note."""
+    timed = products.Bench(settings)
+    report.times, report.limits = timed.report.records, timed.report.limits.as_json()
+    report.machine |= timed.report.machine
+    try:
+        timed.run()
+    except Exception as error:  # as in `check`
+        timed.report.notes.append(f"times end here: {type(error).__name__}: {error}")
+    report.notes += timed.report.notes
+    products.print_table(timed.report, out)
+    return timed.report.complete
+
+
+def _print_checks(report: MacReport, out: TextIO) -> None:
+    rows = [["through", "format", "M", "error", "allowed", ""]]
+    for record in report.checks:
+        numbers = [f"{record[name]:.1e}" if name in record else "-" for name in ("error", "allowed")]
+        verdict = "right" if record["right"] else str(record.get("failed", "wrong")).splitlines()[0]
+        rows.append([record["bridge"], record["format"], str(record["m"]), *numbers, verdict])
+    print_table(rows, out, left=2, keys=3)
+
+
+def _print_emulated(report: MacReport, out: TextIO) -> None:
+    rows = [["format", "KxN", "M", "seconds of the emulator"]]
+    for record in report.times:
+        rows.append([record["format"], f"{record['k']}x{record['n']}", str(record["m"]), f"{record['seconds']:.3g}"])
+    print_table(rows, out, left=2, keys=3)

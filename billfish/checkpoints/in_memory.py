@@ -1,0 +1,184 @@
+"""Tensors in memory, and models made of layers, as a checkpoint: what writes files takes them like any other."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.entry import Description, Entry, Matrix, Span, cut_array
+from billfish.checkpoints.safetensors_files import KINDS, TYPES
+from billfish.core.arrays import Input
+from billfish.core.errors import CheckpointError, DTypeError, complaint
+from billfish.core.format import Format, get_format
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Array, Storage
+from billfish.core.tensor import QuantizedTensor
+
+CALL = "save"
+KIND_OF_NAME = {dtype.name: kind for dtype, kind in KINDS.items()}
+
+
+class HeldPart(NamedTuple):
+    """An array of a matrix's storage."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+class HeldMatrix(Matrix):
+    """A quantized matrix or a stack of them; `make` gives it, as a layer may have to unpack its weights first."""
+
+    layout = "memory"
+
+    def __init__(
+        self,
+        name: str,
+        format: Format,
+        shape: tuple[int, ...],
+        group_size: int,
+        act_order: bool,
+        make: Callable[[], QuantizedTensor | QuantizedExperts],
+    ) -> None:
+        n, k = shape[-2:]
+        specs, matrices = format.storage_spec(n, k, group_size), math.prod(shape[:-2])
+        parts = [HeldPart(f"{name}.{part}", KINDS[spec.dtype], matrices * spec.nbytes) for part, spec in specs.items()]
+        super().__init__(name, format.name, shape, group_size, parts, act_order)
+        self.group, self.make = group_size, make
+
+    def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
+        specs = self.format.storage_spec(self.description.shape[-2], self.k, self.group)
+        held = self.make().storage
+        group = -1 if self.group == self.k and self.format.whole_row_groups else self.group
+        return self.format, {part: specs[part].cut(array, rows, columns) for part, array in held.items()}, group
+
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        format, held, group = self.storage(slice(None), columns)
+        return format, {part: array[experts] for part, array in held.items()}, group
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        made = self.make() if self.description.act_order else None
+        order = made.permutation if isinstance(made, QuantizedTensor) else None
+        return None if order is None else order.astype(np.int64)
+
+
+class HeldArray(Entry):
+    """An array of NumPy, torch, MLX or CuPy, on whatever device. It is moved when it is read."""
+
+    def __init__(self, name: str, array: Any) -> None:
+        given = Input(CALL, name, array)
+        kind = KIND_OF_NAME.get(given.dtype_name)
+        if kind is None:
+            raise DTypeError(complaint(CALL, name, f"dtype {given.dtype_name}", f"one of {', '.join(KIND_OF_NAME)}"))
+        _check_memory(given)
+        nbytes = int(np.prod(given.shape)) * TYPES[kind][0] // 8
+        super().__init__(Description(name, "memory", None, kind, given.shape, None, nbytes), [])
+        self.array = array
+
+    def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Array:
+        given = Input(CALL, self.description.name, self.array)
+        if given.device != "cpu":
+            moved = self.array.detach().cpu() if given.kind == "torch" else self.array.get()
+            given = Input(CALL, self.description.name, moved)
+        return cut_array(given.numpy(), rows, columns, experts)
+
+
+def checkpoint_of(given: object, name: str) -> Checkpoint:
+    """A model of torch or MLX, or tensors by name, as a checkpoint that is called `name`."""
+    if isinstance(given, Checkpoint):
+        return given
+    if isinstance(given, Mapping) and not hasattr(given, "named_modules"):  # a Module of MLX is a dict
+        entries = {str(key): _entry(str(key), value) for key, value in given.items()}
+        return Checkpoint.of_entries(name, _some(entries), {})
+    return Checkpoint.of_entries(name, _some(_model_entries(given)), _config(given))
+
+
+def _some(entries: dict[str, Entry]) -> dict[str, Entry]:
+    if not entries:
+        raise CheckpointError(complaint(CALL, "model_or_tensors", "no tensors", "one at least"))
+    return entries
+
+
+def _entry(name: str, tensor: Any) -> Entry:
+    if not isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
+        return HeldArray(name, tensor)
+    order = isinstance(tensor, QuantizedTensor) and tensor.permutation is not None
+    return HeldMatrix(name, tensor.format, tensor.shape, tensor.group_size, order, lambda: tensor)
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+def _model_entries(model: Any) -> dict[str, Entry]:
+    """A quantized layer's matrix is `LAYER.weight`, whatever arrays hold it; all else has its own name.
+
+    Of tied parameters the first name is taken.
+    """
+    from billfish.nn.layer_base import MarlinLinear, layer_class  # here, as billfish.nn reads checkpoints
+
+    layer_type = layer_class(CALL, model)
+    arrays: dict[str, Any] = layer_type.parameter_arrays(model)
+    every_name = {"remove_duplicate": False} if layer_type.kind == "torch" else {}
+    layers: dict[str, Any] = {}
+    for path, module in model.named_modules(**every_name):
+        if isinstance(module, MarlinLinear):
+            layers[path] = module
+        elif hasattr(module, "joint_parts"):
+            layers |= {f"{path}.{part}" if path else part: rows for part, rows in module.joint_parts().items()}
+    entries: dict[str, Entry] = {}
+    seen = set[Hashable]()
+    for name, array in arrays.items():
+        path, _, part = name.rpartition(".")
+        layer = layers.get(path)
+        if layer is not None and part not in (get_format(layer.format).storage_names[0], "bias"):
+            continue  # what the matrix is made of
+        if _memory(array) in seen:
+            continue
+        seen.add(_memory(array))
+        if layer is None or part == "bias":
+            entries[name] = HeldArray(name, array)
+        else:
+            matrix = f"{path}.weight" if path else "weight"
+            entries[matrix] = _layer_entry(matrix, layer, array)
+    return entries
+
+
+def _layer_entry(name: str, layer: Any, array: Any) -> Entry:
+    parallel = sys.modules.get("billfish.nn.parallel")
+    if parallel is not None and isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear)):
+        got = f"a {type(layer).__name__}, a part of a matrix"
+        raise CheckpointError(complaint(CALL, name, got, "whole layers: save before the model is spread"))
+    _check_memory(Input(CALL, name, array))
+    order = getattr(layer, "permutation", None) is not None
+    shape = (layer.out_features, layer.in_features)
+    return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)
+
+
+def _check_memory(array: Input) -> None:
+    if array.device == "meta":
+        got = 'a tensor on torch\'s device "meta", which has no memory'
+        raise DTypeError(complaint(CALL, array.argument, got, "one that holds its numbers"))
+
+
+def _memory(array: Any) -> Hashable:
+    """The same for arrays that are tied. torch may give a tensor out as several objects on the same memory."""
+    if hasattr(array, "data_ptr") and array.data_ptr():
+        return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype)
+    return id(array)
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """The configuration of a model of transformers, as its config.json has it; {} for other models."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    if to_dict is None:
+        return {}
+    about: dict[str, Any] = json.loads(json.dumps(to_dict(), default=str))
+    about["architectures"] = about.get("architectures") or [type(model).__name__]
+    return about

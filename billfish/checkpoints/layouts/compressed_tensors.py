@@ -1,0 +1,154 @@
+"""compressed-tensors: pack-quantized integers, nvfp4-pack-quantized and mxfp4-pack-quantized.
+
+weight_packed      i32 [N, K*b/32]    fields along K from the least significant bit, signed value + 2^(b-1)
+weight_scale       [N, G]
+weight_shape       [2]                N, K
+weight_zero_point  i32 [N*b/32, G]    fields along N, offset as the codes; only if asymmetric
+weight_g_idx       i32 [K]            only with actorder "group"
+
+weight_packed        u8 [N, K/2]      nvfp4 and mxfp4: the low nibble is the even k
+weight_scale         f8_e4m3 [N, K/16]  or, mxfp4, u8 [N, K/32]
+weight_global_scale  f32 [1]          nvfp4 only, a divisor
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.layouts.packed_words import FLOATS, WordMatrix, gather_words, group_of, unpack_bits, why_not
+from billfish.checkpoints.safetensors_files import CALL, Stored, section
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format import Format
+from billfish.core.storage import Array, Storage
+
+
+class PackedMatrix(WordMatrix):
+    layout = "compressed-tensors"
+
+    def __init__(self, name: str, parts: dict[str, Stored], shape: tuple[int, int], bits: int, group: int) -> None:
+        self.packed, self.stored_scales = parts["weight_packed"], parts["weight_scale"]
+        self.zero_point = parts.get("weight_zero_point")
+        g_idx = parts.get("weight_g_idx")
+        super().__init__(
+            name, shape, bits, group, list(parts.values()), self.zero_point is None, g_idx, g_idx is not None
+        )
+
+    def words(self, rows: slice, columns: slice, order: NDArray[np.int64] | None) -> Array:
+        # Word by word the same as ours, but row-major: a transposed view.
+        words = self.packed.array().view(np.uint32)[rows].T
+        if order is not None:
+            return gather_words(words, order, self.bits)
+        per_word = 32 // self.bits
+        return words[columns.start // per_word : columns.stop // per_word]
+
+    def scales(self, rows: slice, groups: slice) -> Array:
+        return np.ascontiguousarray(self.stored_scales.array().reshape(self.n, -1)[rows, groups].T)
+
+    def zeros(self, rows: slice, groups: slice) -> Array | None:
+        if self.zero_point is None:
+            return None
+        stored = self.zero_point.array()
+        if stored.dtype == np.int8:  # as older files have them
+            return (stored[rows, groups].astype(np.int16) + self.offset).T
+        return unpack_bits(stored[:, groups], self.bits, axis=0)[rows].T
+
+
+class Fp4Matrix(Matrix):
+    """nvfp4 and mxfp4 of any project that stores E2M1 row-major: bytes as they are, and a global scale."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: str,
+        format: str,
+        shape: tuple[int, ...],
+        packed: Stored,
+        scales: Stored,
+        global_scale: Stored | None = None,
+        meaning: str = "multiplier",
+    ) -> None:
+        self.layout = layout
+        self.packed, self.stored_scales, self.global_scale, self.meaning = packed, scales, global_scale, meaning
+        parts = [packed, scales, *([global_scale] if global_scale else [])]
+        super().__init__(name, format, shape, 16 if format == "nvfp4" else 32, parts)
+
+    def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
+        group = self.format.default_group_size
+        packed, scales = self.packed.rows_of_bytes(self.n), self.stored_scales.rows_of_bytes(self.n)
+        storage = {
+            "packed": packed[rows, columns.start // 2 : columns.stop // 2],
+            "scales": scales[rows, columns.start // group : columns.stop // group],
+        }
+        if self.format.name == "nvfp4":
+            storage["global_scale"] = self._multiplier()
+        return self.format, storage, group
+
+    def _multiplier(self) -> Array:
+        if self.global_scale is None:
+            return np.asarray(1, np.float32)
+        stored = self.global_scale.array().reshape(())
+        with np.errstate(divide="ignore"):
+            if self.meaning == "divisor":
+                return np.asarray(np.float32(1) / stored, np.float32)
+            if self.meaning == "largest magnitude":
+                return np.asarray(stored / np.float32(448 * 6), np.float32)
+        return np.array(stored, np.float32)
+
+
+def weights_of(config: dict[str, Any]) -> dict[str, Any]:
+    """How the first group of modules has its weights; files have one group unless they mix schemes."""
+    groups = section(config, "config_groups")
+    return section(next((g for g in groups.values() if isinstance(g, dict)), {}), "weights")
+
+
+def recognise(module: str, parts: dict[str, Stored], weights: dict[str, Any]) -> Entry:
+    """The entry for `module`, whose arrays are `parts`; `weights` is what :func:`weights_of` says."""
+    name, packed = f"{module}.weight", parts["weight_packed"]
+    if len(packed.shape) != 2:
+        raise CheckpointError(complaint(CALL, packed.name, f"shape {packed.shape}", "a matrix"))
+    if "weight_scale" not in parts:
+        raise CheckpointError(complaint(CALL, packed.name, "no weight_scale beside it", "one"))
+    if packed.kind == "U8":
+        return _recognise_fp4(name, parts)
+    if packed.kind != "I32" or "weight_shape" not in parts:
+        raise CheckpointError(complaint(CALL, packed.name, f"type {packed.kind}", "I32 with weight_shape, or U8"))
+    shape = parts["weight_shape"]
+    if shape.kind not in ("I64", "I32") or shape.shape != (2,):
+        raise CheckpointError(complaint(CALL, shape.name, f"{shape.kind} {shape.shape}", "two integers"))
+    n, k = (int(size) for size in shape.array())
+    scales = parts["weight_scale"]
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    words = packed.shape[1]
+    # Widths that do not divide 32 are dense across words in newer files, and padded in older ones.
+    widths = [b for b in (weights.get("num_bits"), 4, 8, *range(1, 9)) if isinstance(b, int) and 0 < b <= 8]
+    bits = next((b for b in widths if k > 0 and words in (-(-k * b // 32), -(-k // (32 // b)))), 0)
+    if packed.shape[0] != n or not bits:
+        raise CheckpointError(complaint(CALL, shape.name, f"[{n}, {k}]", f"what fits {packed.shape} words"))
+    group = group_of(k, groups, weights.get("group_size"))
+    reason = why_not(bits, k, group)
+    if reason:
+        return Unsupported(name, "compressed-tensors", reason, parts.values(), (n, k))
+    check_part(scales, FLOATS, (n, groups) if len(scales.shape) == 2 else (n,))
+    zero_point = parts.get("weight_zero_point")
+    if zero_point is not None:
+        rows = n if zero_point.kind == "I8" else -(-n * bits // 32)
+        check_part(zero_point, ("I32", "I8"), (rows, groups))
+    if "weight_g_idx" in parts:
+        check_part(parts["weight_g_idx"], ("I32", "I64"), (k,))
+    return PackedMatrix(name, parts, (n, k), bits, group)
+
+
+def _recognise_fp4(name: str, parts: dict[str, Stored]) -> Entry:
+    packed, scales = parts["weight_packed"], parts["weight_scale"]
+    n, k = packed.shape[0], packed.shape[1] * 2
+    global_scale = parts.get("weight_global_scale")
+    if global_scale is not None:
+        check_part(scales, ("F8_E4M3",), (n, k // 16))
+        check_part(global_scale, ("F32",), (1,) if global_scale.shape else ())
+        return Fp4Matrix(name, "compressed-tensors", "nvfp4", (n, k), packed, scales, global_scale, "divisor")
+    check_part(scales, ("U8", "F8_E8M0"), (n, k // 32))
+    return Fp4Matrix(name, "compressed-tensors", "mxfp4", (n, k), packed, scales)

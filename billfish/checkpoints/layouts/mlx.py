@@ -1,0 +1,87 @@
+"""MLX: affine integers of 4 and 8 bits, mxfp4 and nvfp4.
+
+    weight        u32 [..., N, K*b/32]    least significant bits first, so the bytes of a row are consecutive codes
+    scales        [..., N, K/g]           affine: float; mxfp4: u8, E8M0, g = 32; nvfp4: u8, E4M3, g = 16
+    biases        as scales               affine only: w = scale * q + bias
+    global_scale  f32                     nvfp4, if at all: the largest magnitude of the tensor, 448 * 6 multipliers
+
+Bits, group size and mode are in config.json under "quantization", with exceptions by the path of a module. Without it
+the shapes tell mxfp4 and nvfp4 apart, but not 4 affine bits from 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Mapping
+from typing import Any
+
+from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
+from billfish.checkpoints.layouts.compressed_tensors import Fp4Matrix
+from billfish.checkpoints.layouts.packed_words import FLOATS
+from billfish.checkpoints.safetensors_files import CALL, Stored
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format import Format
+from billfish.core.storage import Storage
+
+DEFAULTS = {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16)}
+
+
+class AffineMatrix(Matrix):
+    layout = "mlx"
+
+    def __init__(self, name: str, parts: dict[str, Stored], shape: tuple[int, ...], bits: int, group: int) -> None:
+        self.weight, self.scales, self.biases = (parts[n] for n in ("weight", "scales", "biases"))
+        super().__init__(name, f"affine{bits}", shape, group, parts.values())
+        self.bits, self.group = bits, group
+
+    def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
+        packed = self.weight.rows_of_bytes(self.n)
+        groups = slice(columns.start // self.group, -(-columns.stop // self.group))
+        per_byte = 8 // self.bits
+        storage = {"packed": packed[rows, columns.start // per_byte : columns.stop // per_byte]}
+        for name, stored in (("scales", self.scales), ("biases", self.biases)):
+            storage[name] = stored.array().reshape(self.n, -1)[rows, groups]
+        return self.format, storage, self.group
+
+
+def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
+    """The entry for `module`, whose arrays are `parts`; `config` is the section "quantization"."""
+    name, weight, scales = f"{module}.weight", parts["weight"], parts["scales"]
+    own = config.get(module)
+    settings: Mapping[str, Any] = ChainMap(own, config) if isinstance(own, dict) else config
+    if len(weight.shape) < 2 or weight.shape[:-1] != scales.shape[:-1]:
+        raise CheckpointError(complaint(CALL, scales.name, f"shape {scales.shape}", f"rows of {weight.shape}"))
+    mode = str(settings.get("mode", "affine"))
+    if not config and "biases" not in parts:
+        ratio = weight.shape[-1] / max(1, scales.shape[-1])  # of words to scales: 4 bits times the group over 32
+        mode = {4.0: "mxfp4", 2.0: "nvfp4"}.get(ratio, "of some other kind")
+    default_bits, default_group = DEFAULTS.get(mode, (0, 0))
+    bits, group = settings.get("bits", default_bits), settings.get("group_size", default_group)
+    whole = isinstance(bits, int) and isinstance(group, int) and bits > 0
+    shape = (*weight.shape[:-1], weight.shape[-1] * 32 // bits if whole else 0)
+    reason = ""
+    if mode not in DEFAULTS:
+        reason = f"MLX's mode {mode!r}; {', '.join(DEFAULTS)} are supported"
+    elif not config and mode == "affine":
+        reason = "MLX's affine weights without config.json, which says how many bits"
+    elif (bits, group) not in {"affine": [(b, g) for b in (4, 8) for g in (32, 64, 128)]}.get(mode, [DEFAULTS[mode]]):
+        reason = (
+            f"MLX's {mode} with {bits} bits in groups of {group}; affine with 4 or 8 bits, mxfp4, nvfp4 are supported"
+        )
+    if reason:
+        return Unsupported(name, "mlx", reason, parts.values(), shape)
+    scale_shape = (*shape[:-1], shape[-1] // group)
+    if shape[-1] % group:
+        raise CheckpointError(complaint(CALL, weight.name, f"K = {shape[-1]}", f"whole groups of {group}"))
+    if mode == "affine":
+        if "biases" not in parts:
+            raise CheckpointError(complaint(CALL, weight.name, "no biases beside it", "some, for affine weights"))
+        check_part(scales, FLOATS, scale_shape)
+        check_part(parts["biases"], (scales.kind,), scale_shape)
+        return AffineMatrix(name, parts, shape, bits, group)
+    check_part(scales, ("U8",), scale_shape)
+    global_scale = parts.get("global_scale")
+    if global_scale is not None and (global_scale.kind != "F32" or math.prod(global_scale.shape) != 1):
+        raise CheckpointError(complaint(CALL, global_scale.name, f"shape {global_scale.shape}", "one F32"))
+    return Fp4Matrix(name, "mlx", mode, shape, weight, scales, global_scale, "largest magnitude")

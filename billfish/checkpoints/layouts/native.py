@@ -1,0 +1,136 @@
+"""Our own layout, which holds every format as it is: the storage arrays of a format under the module's name.
+
+    M.packed, M.scales, ...     or M.blocks: the arrays of docs/formats.md; 32-bit words as I32 or U32. Of a stack of E
+                                matrices each has a leading axis E
+    M.permutation               i32 [K], only with act-order
+    M.about                     u8, in files of layers: the format and the group size of M, see core/format_tag.py
+
+Where there is no M.about, config.json says which format it is,
+
+    "quantization_config": {"quant_method": "billfish", "format": "fp4", "group_size": 128,
+                            "modules": {"lm_head": {"format": "q8_0", "group_size": 32}}}
+
+(a module with "bare": true stands for a tensor of that very name, not for its `.weight`) or, for a file alone, the same
+object as JSON in the metadata under "billfish". MarlinLinear's state dicts have these keys.
+
+Files of earlier versions have a stack as one matrix [E * N, K], and its module has "shape": [E, N, K].
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.entry import Entry, Matrix
+from billfish.checkpoints.safetensors_files import CALL, Stored, section
+from billfish.core.errors import CheckpointError, FormatError, complaint
+from billfish.core.format import FORMATS, Format
+from billfish.core.format_tag import ABOUT, About
+from billfish.core.storage import Array, Storage
+
+
+def parts() -> tuple[str, ...]:
+    """The names of all arrays that a module may have."""
+    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), "permutation", ABOUT)
+
+
+def first_parts() -> set[str]:
+    """The names of the arrays by which a module is recognised."""
+    return {format.storage_names[0] for format in FORMATS.values()}
+
+
+class NativeMatrix(Matrix):
+    layout = "billfish"
+
+    def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, ...], group: int) -> None:
+        self.arrays = {part: stored for part, stored in parts.items() if part not in ("permutation", ABOUT)}
+        self.order = parts.get("permutation")
+        weights = [stored for part, stored in parts.items() if part != ABOUT]
+        super().__init__(name, format.name, shape, group, weights, self.order is not None)
+        self.parts |= {stored.name for stored in parts.values()}
+        self.group = group
+
+    def storage(self, rows: slice, columns: slice) -> tuple[Format, Storage, int]:
+        specs = self.format.storage_spec(self.n, self.k, self.group)
+        storage = {part: specs[part].cut(self._array(part), rows, columns) for part in self.arrays}
+        return self.format, storage, self._group_size()
+
+    def stack(self, experts: slice, columns: slice) -> tuple[Format, Storage, int]:
+        if len(self.arrays[self.format.storage_names[0]].shape) == 2:
+            return super().stack(experts, columns)
+        specs = self.format.storage_spec(self.description.shape[1], self.k, self.group)
+        storage = {part: specs[part].cut(self._array(part)[experts], None, columns) for part in self.arrays}
+        return self.format, storage, self._group_size()
+
+    def _array(self, part: str) -> Array:
+        array = self.arrays[part].array()
+        return array.view(np.uint32) if array.dtype == np.int32 else array
+
+    def _group_size(self) -> int:
+        return -1 if self.group == self.k and self.format.whole_row_groups else self.group
+
+    def permutation(self) -> NDArray[np.int64] | None:
+        if self.order is None:
+            return None
+        order = self.order.array().astype(np.int64)
+        if not np.array_equal(np.sort(order), np.arange(self.k)):
+            raise CheckpointError(complaint(CALL, self.order.name, "not each column once", f"an order of {self.k}"))
+        return order
+
+
+def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> Entry:
+    """The entry for `module`, whose arrays are `parts`."""
+    # What lies beside the arrays cannot be about other ones. A chain, as copies of `config` for each module add up.
+    beside = _read_about(parts[ABOUT]) if ABOUT in parts else {}
+    settings = ChainMap(beside, section(section(config, "modules"), module), config)
+    format, group = FORMATS.get(str(settings.get("format"))), settings.get("group_size")
+    if format is None:
+        got = f"format {settings.get('format')!r} for {module}"
+        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
+    first = format.parts({})[0]
+    main = parts.get(first.name)
+    odd = parts.keys() - {*format.storage_names, "permutation", ABOUT}
+    if main is None or odd:
+        got = f"arrays {sorted(parts)} for {module}"
+        raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
+    *experts, _, _ = main.shape if len(main.shape) in (2, 3) else (0, 0, 0)
+    if 0 in (*experts, *main.shape) or any(
+        part.shape[: len(experts)] != (*experts,) for name, part in parts.items() if name != ABOUT
+    ):
+        got = f"shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
+        raise CheckpointError(complaint(CALL, main.name, got, "a matrix, or a stack of E with an axis E in each array"))
+    n, along_k = (main.shape[len(experts) + first.axes.index(axis)] for axis in "nk")
+    shape = (n, along_k // first.items * first.run)
+    if group in (-1, shape[1]) and format.whole_row_groups:
+        group = shape[1]
+    if group not in format.group_sizes and group != shape[1]:
+        got = f"group_size {group!r} for {module}"
+        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {format.group_sizes}"))
+    order = parts.get("permutation")
+    if order is not None and (order.kind not in ("I32", "I64") or order.shape != (shape[1],)):
+        raise CheckpointError(complaint(CALL, order.name, f"{order.kind} {order.shape}", f"I32 ({shape[1]},)"))
+    name = module if settings.get("bare") else f"{module}.weight".removeprefix(".")
+    stack = (*experts, *shape) if experts else _stack(module, shape, settings.get("shape"))
+    return NativeMatrix(name, parts, format, stack, int(group))
+
+
+def _read_about(stored: Stored) -> dict[str, Any]:
+    try:
+        return About.read(CALL, stored.array())._asdict()
+    except FormatError as error:
+        raise CheckpointError(complaint(CALL, stored.name, error, "a format and its group size")) from None
+
+
+def _stack(module: str, shape: tuple[int, int], declared: Any) -> tuple[int, ...]:
+    """The shape of a stack that is stored as one matrix."""
+    if declared is None:
+        return shape
+    whole = isinstance(declared, list) and all(isinstance(size, int) and size > 0 for size in declared)
+    if not whole or len(declared) < 2 or (math.prod(declared[:-1]), declared[-1]) != shape:
+        got = f"shape {declared!r} for {module}"
+        raise CheckpointError(complaint(CALL, "quantization_config", got, f"one that makes {shape}"))
+    return tuple(declared)

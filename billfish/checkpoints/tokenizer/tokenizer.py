@@ -1,0 +1,107 @@
+"""Text to token ids and back, with the vocabulary of a GGUF file or of a folder's tokenizer.json.
+
+Two kinds are in use. Byte-level ("gpt2" in GGUF): text is cut by a regular expression, its bytes become printable
+characters, and merges of neighbours are applied by rank. SentencePiece ("llama"): spaces become "▁", merges are those
+that make known pieces, best score first, and what no piece covers is spelled in bytes.
+"""
+
+from __future__ import annotations
+
+import codecs
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from billfish.core.errors import BillfishError, ModelError, complaint
+
+CALL = "llm.load"
+# Kinds of tokens, GGUF's numbers.
+NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
+TOKEN_COST = 500  # bytes of memory for all that is known about one token
+# Names of control tokens that end an answer, beside the tokens that the model's files name.
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>", "<|end|>")
+
+
+@contextmanager
+def library_errors(argument: str, got: str, takes: str) -> Iterator[None]:
+    """What the library `tokenizers` raises becomes a ModelError. The library has no class of its own for errors, and a
+    panic inside it is not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, BillfishError):
+        raise
+    except BaseException as error:
+        raise ModelError(complaint(CALL, argument, f"{got} ({type(error).__name__}: {error})", takes)) from None
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's printable stand-ins: printable bytes are themselves, the others take the characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class Tokenizer:
+    """Encodes and decodes. Make one with :func:`billfish.checkpoints.tokenizer.gguf_tokenizer.read_metadata` or
+    :func:`billfish.checkpoints.tokenizer.tokenizer_json.read_folder`.
+
+    pieces, kinds: of each token, as GGUF has them. roles: tokens by "bos", "eos", "unk", "pad", "eot" and "eom".
+    ends: the tokens after which an answer is over.
+    """
+
+    def __init__(
+        self,
+        encoder: Any,
+        pieces: Sequence[str],
+        kinds: Sequence[int],
+        roles: Mapping[str, int],
+        *,
+        byte_level: bool,
+        starts_with_bos: bool,
+        ends: Iterable[int] = (),
+    ) -> None:
+        """encoder: a Tokenizer of the library `tokenizers`. ends: more than the roles and the names of pieces tell."""
+        self.encoder, self.pieces, self.kinds, self.roles = encoder, pieces, kinds, dict(roles)
+        self.byte_level = byte_level
+        self.bos = roles.get("bos")
+        self.starts_with_bos = starts_with_bos and self.bos is not None
+        self.ends = {roles[role] for role in ("eos", "eot", "eom") if role in roles} | set(ends)
+        self.ends |= {i for i, kind in enumerate(kinds) if kind == CONTROL and pieces[i] in ENDS}
+        self._bytes = byte_characters() if byte_level else {}
+        self._turn = threading.Lock()  # the encoder has one setting for all threads
+
+    def encode(self, text: str, *, special: bool = True, start: bool = True) -> list[int]:
+        """Token ids of `text`. special: control tokens written in the text count as such. start: begin with the
+        token that models expect first, where this one does."""
+        takes = "a text in Unicode, and a whole tokenizer"
+        with self._turn, library_errors("text", "what its tokenizer cannot take", takes):
+            self.encoder.encode_special_tokens = not special
+            ids: list[int] = self.encoder.encode(text, add_special_tokens=False).ids
+        if start and self.starts_with_bos and self.bos is not None and ids[:1] != [self.bos]:
+            ids = [self.bos, *ids]
+        return ids
+
+    def piece_bytes(self, token: int) -> bytes:
+        """What a token adds to the text; control tokens add nothing."""
+        piece, kind = self.pieces[token], self.kinds[token]
+        if kind == CONTROL:
+            return b""
+        if kind == BYTE:
+            return bytes([int(piece[1:-1], 16)])  # <0x0A>
+        if kind == USER_DEFINED:
+            return piece.encode()
+        if not self.byte_level:
+            return piece.replace("▁", " ").encode()
+        return b"".join(bytes([self._bytes[c]]) if c in self._bytes else c.encode() for c in piece)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return "".join(self.stream(tokens))
+
+    def stream(self, tokens: Iterable[int]) -> Iterator[str]:
+        """The text of each token as it comes; a character that is spread over tokens comes with its last."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            yield decoder.decode(self.piece_bytes(token))
+        yield decoder.decode(b"", final=True)

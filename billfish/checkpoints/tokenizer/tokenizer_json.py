@@ -1,0 +1,126 @@
+"""Tokenizers and chat templates from a model's folder: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints.safetensors_files import read_json
+from billfish.checkpoints.tokenizer.tokenizer import (
+    BYTE,
+    CALL,
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    Tokenizer,
+    library_errors,
+)
+from billfish.core.errors import ModelError, complaint
+from billfish.core.extras import require
+from billfish.core.files import read_whole
+
+MAX_GAP = 10_000  # numbers of tokens that neither a piece nor a row of the embedding has
+ROLES = ("bos", "eos", "unk", "pad")
+
+
+def check_files(folder: Path) -> None:
+    """Raises unless there is a tokenizer.json."""
+    if not (folder / "tokenizer.json").is_file():
+        others = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
+        got = f"no tokenizer.json{f', only {others[0]}' if others else ''}"
+        takes = "one, which transformers makes: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        raise ModelError(complaint(CALL, str(folder), got, takes))
+
+
+def read_folder(folder: Path, vocabulary: int) -> Tokenizer:
+    """The tokenizer of a folder; raises ModelError if there is none, or of a kind that we do not know.
+
+    vocabulary: rows of the embedding. Those that no token uses get names such as "[PAD7]".
+    """
+    check_files(folder)
+    encoder = _encoder(folder / "tokenizer.json")
+    byte_level = _is_byte_level(encoder, folder)
+    known: dict[str, int] = encoder.get_vocab(with_added_tokens=True)
+    size = max([vocabulary, *(token + 1 for token in known.values())])
+    if size > max(vocabulary, len(known)) + MAX_GAP:
+        got = f"token {size - 1}, with {len(known)} pieces and {vocabulary} rows of the embedding"
+        raise ModelError(complaint(CALL, f"{folder / 'tokenizer.json'}", got, "tokens that rows are there for"))
+    pieces, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for piece, token in known.items():
+        spelled = not byte_level and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)
+        pieces[token], kinds[token] = piece, BYTE if spelled else NORMAL
+    for token, added in encoder.get_added_tokens_decoder().items():
+        kinds[token] = CONTROL if added.special else USER_DEFINED
+        if not added.special and not byte_level:
+            pieces[token] = pieces[token].replace("▁", " ")  # GGUF has the text that such a token stands for
+    about = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+    config, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
+    roles = _roles(about, config, known, size)
+    ends = [token for settings in (config, generation) for token in _tokens(settings.get("eos_token_id"), size)]
+    starts = about.get("add_bos_token")
+    if not isinstance(starts, bool):
+        with library_errors(str(folder / "tokenizer.json"), "what cannot encode", "a file of the library tokenizers"):
+            starts = encoder.encode("", add_special_tokens=True).ids[:1] == [roles.get("bos")]
+    return Tokenizer(encoder, pieces, kinds, roles, byte_level=byte_level, starts_with_bos=starts, ends=ends)
+
+
+def _encoder(path: Path) -> Any:
+    library = require("tokenizers", "llm")
+    with library_errors(str(path), "what cannot be read", "a file of the library tokenizers"):
+        encoder = library.Tokenizer.from_buffer(read_whole(path))
+        encoder.no_truncation()
+        encoder.no_padding()
+    return encoder
+
+
+def _is_byte_level(encoder: Any, folder: Path) -> bool:
+    """Whether pieces are bytes in disguise, or SentencePiece's, as the way back to text tells."""
+    state = {} if encoder.decoder is None else json.loads(encoder.decoder.__getstate__())
+    kinds = [str(part.get("type", "none")) for part in state.get("decoders", [state])]
+    if "ByteLevel" in kinds:
+        return True
+    if "ByteFallback" not in kinds and "Metaspace" not in kinds:
+        takes = "ByteLevel, or ByteFallback and Metaspace of SentencePiece"
+        raise ModelError(complaint(CALL, f"{folder / 'tokenizer.json'}: decoder", ", ".join(kinds), takes))
+    return False
+
+
+def _roles(about: Mapping[str, Any], config: Mapping[str, Any], known: Mapping[str, int], size: int) -> dict[str, int]:
+    """Tokens by what they are for: the tokenizer's files name pieces, config.json numbers."""
+    roles = {}
+    for role in ROLES:
+        piece = about.get(f"{role}_token")
+        piece = piece.get("content") if isinstance(piece, dict) else piece
+        tokens = [known[piece]] if isinstance(piece, str) and piece in known else []
+        tokens += _tokens(config.get(f"{role}_token_id"), size)
+        if tokens:
+            roles[role] = tokens[0]
+    return roles
+
+
+def _tokens(named: Any, size: int) -> list[int]:
+    """One token or several, where there are so many."""
+    tokens = named if isinstance(named, list) else [named]
+    return [token for token in tokens if isinstance(token, int) and 0 <= token < size]
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template of a folder, if it has one; of several that have names, the one called "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return read_whole(file).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(complaint(CALL, str(file), f"what cannot be read ({error})", "a text in UTF-8")) from None
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_json(folder / name).get("chat_template")
+        if isinstance(template, list):
+            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+            template = named.get("default")
+        if template is not None:
+            return template
+    return None

@@ -1,0 +1,300 @@
+"""Writing large files so that being killed costs nothing: what is there is kept, and the end result is the same bytes.
+
+Everything goes to a folder beside the output, `OUT.partial`. When all of it is there, that folder's `output`, or the
+one file in it, is renamed to OUT. A file is its header and then its pieces in order, and nothing is ever written but at
+the end. When a piece is written, its digest is noted. A later run keeps the pieces that have their digests, up to the
+first that has not, if `plan.json` in the folder tells the same plan as ours: the same input by content, the same
+settings, the same headers to the byte. One process at a time has the output (lock.py), and a folder that is not ours is
+left alone (partial.py).
+
+What an error leaves behind is what the same command can continue, and nothing else:
+
+being killed, Ctrl-C,       all whole pieces
+out of memory
+an error of the system      all whole pieces, or nothing if there are none: the command continues when, for example,
+                            there is room again
+the input has changed       nothing: pieces of two inputs do not make one
+any other, such as a        what an earlier run left; of a first run nothing, as the same command would fail again
+damaged input
+
+An input in memory cannot be continued: whatever the error, nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from billfish.checkpoints.write.lock import lock_path, only_writer
+from billfish.checkpoints.write.partial import Note, Partial, partial_path, plan_text, sync_folder, write_small
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.files import sync
+from billfish.core.progress import Advance, OnProgress, follow
+from billfish.core.storage import Array
+
+Made = Sequence[Array]
+READ_BYTES = 1 << 20  # of a piece that is read again, at a time
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Arrays that are made together and written one after the other."""
+
+    label: str
+    sizes: tuple[int, ...]  # bytes of each, without padding
+    make: Callable[[], Made]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+    alignment: int = 1  # arrays are padded with zeros to a multiple of this
+
+    def padded(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
+
+    def length(self, piece: Piece) -> int:
+        """Bytes of a piece in the file."""
+        return sum(map(self.padded, piece.sizes))
+
+    def ends(self) -> list[int]:
+        """Where the header ends, and where each piece does."""
+        return list(accumulate(map(self.length, self.pieces), initial=len(self.header)))
+
+
+@dataclass(frozen=True)
+class Output:
+    """A checkpoint to be written: a folder, or one file of its own."""
+
+    files: Sequence[OutputFile]
+    small: Mapping[str, bytes]  # further files of the folder
+    folder: bool
+    settings: Mapping[str, Any]  # what the content depends on, beside headers; JSON
+    is_current: Callable[[], bool]  # whether the input is still what the settings say
+    continues: bool = True  # whether a later run can have the same input: what was in memory is gone with its process
+
+    def plan(self) -> str:
+        headers = [[f.name, hashlib.sha256(f.header).hexdigest(), f.ends()[-1]] for f in self.files]
+        small = {name: hashlib.sha256(content).hexdigest() for name, content in self.small.items()}
+        return plan_text(headers, small, self.settings)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(f.ends()[-1] for f in self.files) + sum(map(len, self.small.values()))
+
+
+class SourceChanged(CheckpointError):
+    """The input is no longer what it was when writing began."""
+
+
+def write(call: str, out: Path, output: Output, progress: bool | OnProgress = False) -> None:
+    """Write `output` to `out`, which must not exist. `progress` is told of the bytes that were left to write."""
+    out = Path(os.path.abspath(out))
+    check_free(call, out)
+    try:
+        with only_writer(call, out) as scratch:
+            _write_alone(call, out, output, progress, Partial(call, out, scratch))
+    except OSError as error:
+        raise _refused(call, out, error, "a place that can be written to") from None
+
+
+def check_free(call: str, out: Path) -> None:
+    """Raises if `out` exists, and nothing of ours is to end or to clear up, where we might not be allowed to lock."""
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
+        raise _exists(call, out)
+
+
+def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
+    plan = output.plan()
+    known = partial.known_plan()
+    if os.path.lexists(out):
+        if known == plan and _is_written(out, output, partial.digests()):  # killed between the renaming and the end
+            partial.discard()
+            return
+        raise _exists(call, out)
+    with _errors(call, out, output, partial, resumes=known == plan):
+        if known != plan:
+            partial.discard()
+            partial.create(plan)
+        _fill(call, output, progress, partial)
+        if not output.is_current():
+            raise _changed(call)
+        if os.path.lexists(out):  # somebody made it since; renaming would put ours in its place
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+        finished = partial.output if output.folder else partial.output / output.files[0].name
+        finished.rename(out)
+    partial.discard()
+
+
+@contextlib.contextmanager
+def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: bool) -> Iterator[None]:
+    """What an error leaves behind: see the top of this module."""
+    try:
+        yield
+    except OSError as error:
+        if not output.is_current():  # such as a bad address, where a mapped file has become shorter
+            _discard(partial)
+            raise _changed(call) from None
+        present = sum(_present(partial.output / file.name, file) for file in output.files)
+        whole = min(present, len(partial.digests())) if output.continues else 0
+        takes = "a place with room that can be written to"
+        if whole:
+            pieces = sum(len(file.pieces) for file in output.files)
+            takes += f"; {whole} of {pieces} tensors are kept in {partial.path}, and the same command continues"
+        else:
+            _discard(partial)
+        raise _refused(call, out, error, takes) from None
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        if not output.continues:
+            _discard(partial)
+        raise
+    except Exception as error:
+        if not resumes or isinstance(error, SourceChanged):
+            _discard(partial)
+        raise
+
+
+def _discard(partial: Partial) -> None:
+    """After an error, which is what the user should hear of."""
+    with contextlib.suppress(OSError, CheckpointError):
+        partial.discard()
+
+
+def _refused(call: str, out: Path, error: OSError, takes: str) -> CheckpointError:
+    return CheckpointError(complaint(call, str(out), f"{error.strerror or error} ({error.filename or out})", takes))
+
+
+def _changed(call: str) -> SourceChanged:
+    takes = "files that stay as they are until the end; start again"
+    return SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+
+
+def _exists(call: str, out: Path) -> CheckpointError:
+    return CheckpointError(complaint(call, str(out), "a path that exists", "one to create"))
+
+
+def _is_written(out: Path, output: Output, digests: Sequence[bytes]) -> bool:
+    """Whether `out` is this output, to the byte."""
+    large = {out / file.name if output.folder else out: file for file in output.files}
+    small = {out / name: content for name, content in output.small.items()}
+    sizes = {path: file.ends()[-1] for path, file in large.items()}
+    sizes |= {path: len(content) for path, content in small.items()}
+    return (
+        all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+        and all(path.read_bytes() == content for path, content in small.items())
+        and _whole_pieces(output, list(large), digests) == sum(len(file.pieces) for file in output.files)
+    )
+
+
+def _whole_pieces(output: Output, paths: Sequence[Path], digests: Sequence[bytes]) -> int:
+    """How many pieces of all files are there to the byte. Pieces behind the first that is not are not counted."""
+    left, whole = list(reversed(digests)), 0
+    for path, file in zip(paths, output.files, strict=True):
+        if not path.is_file():
+            return whole
+        with path.open("rb") as content:
+            if content.read(len(file.header)) != file.header:
+                return whole
+            for piece in file.pieces:
+                if not left or _digest_of_next(content, file.length(piece)) != left.pop():
+                    return whole
+                whole += 1
+    return whole
+
+
+def _digest_of_next(file: BinaryIO, size: int) -> bytes:
+    """Of so many bytes, or of those that are there."""
+    digest = hashlib.sha256()
+    while size > 0 and (content := file.read(min(size, READ_BYTES))):
+        digest.update(content)
+        size -= len(content)
+    return digest.digest()
+
+
+def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
+    """All files of the output, in the partial folder."""
+    partial.output.mkdir(exist_ok=True)
+    paths = [partial.output / file.name for file in output.files]
+    whole = _whole_pieces(output, paths, partial.digests())
+    kept: list[int] = []  # pieces of each file
+    for file in output.files:
+        kept.append(min(len(file.pieces), whole - sum(kept)))
+    starts = [file.ends()[count] if count else 0 for file, count in zip(output.files, kept, strict=True)]
+    left = output.nbytes - sum(starts)
+    _check_space(call, partial.path, left)
+    with follow(progress, left) as advance, partial.noting_digests(whole) as note:
+        for path, file, count, start in zip(paths, output.files, kept, starts, strict=True):
+            _write_file(path, file, count, start, note, advance)
+        for name, content in output.small.items():
+            write_small(partial.output / name, content)
+            advance(len(content), name)
+    sync_folder(partial.output)
+
+
+def _check_space(call: str, partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        got = f"{free / 1e9:.2f} GB free"
+        raise CheckpointError(complaint(call, str(partial.parent), got, f"room for {needed / 1e9:.2f} GB"))
+
+
+def _present(path: Path, output: OutputFile) -> int:
+    """How many pieces an unfinished file is long enough for."""
+    size = path.stat().st_size if path.exists() else 0
+    return sum(1 for end in output.ends()[1:] if end <= size)
+
+
+def _write_file(path: Path, output: OutputFile, kept: int, start: int, note: Note, advance: Advance) -> None:
+    """Write a file from byte `start` on, behind the pieces that are kept."""
+    on_disk = start  # so many bytes for sure: some file systems tell late, and once, that they had no room for others
+    try:
+        with path.open("r+b" if path.exists() else "w+b") as file:
+            file.truncate(start)
+            file.seek(start)
+            try:
+                if start == 0:
+                    file.write(output.header)
+                    advance(len(output.header), "")
+                for piece in output.pieces[kept:]:
+                    advance(0, piece.label)
+                    digest = _write_piece(file, output, piece)
+                    file.flush()
+                    note(digest)
+                    advance(output.length(piece), piece.label)
+            except OSError:
+                os.fsync(file.fileno())
+                on_disk = os.fstat(file.fileno()).st_size
+                raise
+            sync(file)
+    except OSError:
+        if path.exists():
+            os.truncate(path, on_disk)  # after closing, which writes what is buffered
+        raise
+
+
+def _write_piece(file: BinaryIO, output: OutputFile, piece: Piece) -> bytes:
+    """Returns the digest of what is written."""
+    made = piece.make()
+    sizes = tuple(array.nbytes for array in made)
+    if sizes != piece.sizes:
+        raise AssertionError(f"{piece.label}: made {sizes} bytes, planned {piece.sizes}")
+    digest = hashlib.sha256()
+    for array in made:
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        for part in (content, b"\0" * (output.padded(array.nbytes) - array.nbytes)):
+            file.write(part)
+            digest.update(part)
+    return digest.digest()

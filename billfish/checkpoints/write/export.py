@@ -1,0 +1,279 @@
+"""Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
+
+quantization  which tensors are quantized, and to which format
+plan          what becomes of each tensor, from headers, scales and offsets
+target        how it is called and laid out there
+source        what the input is, so that no output is made of two
+engine        the bytes to disk, in such a way that being killed costs nothing
+partial       the folder that they are collected in, and whether it is ours
+lock          one writer for each output
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.entry import Description
+from billfish.checkpoints.layouts.awq_writer import AwqTarget
+from billfish.checkpoints.layouts.compressed_tensors_writer import CompressedTensorsTarget
+from billfish.checkpoints.layouts.gguf import Metadata
+from billfish.checkpoints.layouts.gguf_writer import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
+from billfish.checkpoints.layouts.gptq_writer import Gptq2Target, GptqTarget
+from billfish.checkpoints.layouts.mlx_writer import MlxTarget
+from billfish.checkpoints.layouts.native_writer import NativeTarget
+from billfish.checkpoints.layouts.plain_writer import PlainTarget
+from billfish.checkpoints.names.gguf_names import EMBEDDING, is_gguf, is_gguf_name
+from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
+from billfish.checkpoints.write.engine import Output, check_free, write
+from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
+from billfish.checkpoints.write.source_digest import Identity, identity, is_current
+from billfish.checkpoints.write.target import Item, Target, json_bytes, safetensors_file, safetensors_files
+from billfish.checkpoints.write.target_names import GgufFields, for_folders, for_gguf, typed
+from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
+from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.core.files import read_whole
+from billfish.core.progress import OnProgress
+from billfish.core.version import __version__
+
+TARGETS: dict[str, type[Target]] = {
+    target.name: target
+    for target in (
+        NativeTarget,
+        CompressedTensorsTarget,
+        MlxTarget,
+        GptqTarget,
+        Gptq2Target,
+        AwqTarget,
+        PlainTarget,
+        GgufTarget,
+    )
+}
+# Files of a model's folder that are no weights: they are copied.
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
+REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
+# What the configuration and GGUF's fields of a tokenizer are made of.
+CONFIGURATION = ("config.json", "quantize_config.json", "hf_quant_config.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+LINK = "a link that leads out of the model's folder"
+MAX_COMPANION_BYTES = 200_000_000
+FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
+
+
+def export(
+    call: str, checkpoint: Checkpoint, path: Path, settings: Settings, progress: bool | OnProgress
+) -> ConversionReport:
+    """Write a checkpoint to `path`."""
+    target, sources = settings.target, identity(checkpoint.files)  # before anything is read
+    _check_path(call, path, target)
+    checkpoint, planned = _planned(call, checkpoint, settings)
+    refuse(call, planned, settings)
+    output = _output(checkpoint, sources, path, planned, settings)
+    write(call, path, output, progress)
+    return _report(checkpoint, path, planned, target, output)
+
+
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
+    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first."""
+    _check_path(call, path, settings.target)
+    check_free(call, path)
+    refuse(call, _planned(call, checkpoint, settings)[1], settings)
+
+
+def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
+    """The checkpoint under the target's names, and what becomes of its tensors."""
+    if isinstance(settings.target, GgufTarget):
+        checkpoint = _for_gguf(call, checkpoint, settings)
+    else:
+        checkpoint = settings.target.arranged(for_folders(checkpoint))
+    return checkpoint, plan(checkpoint, settings)
+
+
+def _check_path(call: str, path: Path, target: Target) -> None:
+    suffix = path.suffix if path.suffix in FILES else ""
+    if suffix not in target.suffixes:
+        kinds = {"": "a folder"} | {suffix: f"a name that ends in {suffix}" for suffix in FILES}
+        takes = f"{' or '.join(kinds[known] for known in target.suffixes)} for {target.name}"
+        raise CheckpointError(complaint(call, "output", path.name, takes))
+
+
+def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
+    """As llama.cpp names it; raises if it has no names for it, unless the names may stay."""
+    view = for_gguf(checkpoint)
+    translated = view is not checkpoint or is_gguf(checkpoint)
+    if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
+        got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
+        takes = (
+            f"{', '.join(ARCHITECTURE_OF)} with all sizes in config.json;"
+            " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
+        )
+        raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
+    return view
+
+
+def _report(checkpoint: Checkpoint, path: Path, planned: Plan, target: Target, output: Output) -> ConversionReport:
+    tensors = []
+    for item in planned.items:
+        about = checkpoint.describe(item.name)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in target.all_specs(item).values())
+        done: Done = "quantized" if item.name in planned.quantized else _move(about, item)
+        tensors.append(Written(item.name, about.kind, item.kind, math.prod(item.shape), about.nbytes, nbytes, done))
+    return ConversionReport(path, target.name, tuple(tensors), planned.left, tuple(planned.notes), output.nbytes)
+
+
+def _move(about: Description, item: Item) -> Done:
+    """What became of a tensor that was not quantized."""
+    if about.kind == item.kind:
+        return "copied"
+    if item.format is not None:
+        return "moved"
+    return "cast" if about.format is None else "decoded"
+
+
+def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan, settings: Settings) -> Output:
+    """What is to be written; the plan's notes get what is left out."""
+    target, items, notes = settings.target, planned.items, planned.notes
+    statistics = settings.quantization.statistics if settings.quantization else None
+    on_disk = bool(checkpoint.files)  # what is in memory is never the same again
+    inputs = {
+        "billfish": __version__,
+        "sources": sources if on_disk else secrets.token_hex(),
+        "method": settings.quantization.method if settings.quantization else "",
+        "requantize": settings.requantize,
+        "statistics": statistics.digest if statistics else "",
+    }
+    unchanged = functools.partial(is_current, checkpoint.files, sources)
+    config = _config(checkpoint, notes)
+    if isinstance(target, GgufTarget):
+        mix = settings.quantization.mix if settings.quantization else None
+        described = file_type_fields(checkpoint, items, mix)
+        tokenizer = _tokenizer_fields(checkpoint, settings.raw_names, notes)
+        fields = {**_gguf_metadata(checkpoint, config), **tokenizer, **described}
+        file = gguf_file(target, path.name, items, fields, checkpoint.release)
+        return Output([file], {}, False, inputs, unchanged, on_disk)
+    quantization = ("quantization", "quantization_config", "compression_config")
+    config = {k: v for k, v in config.items() if k not in quantization}
+    metadata = target.metadata(items)
+    if path.suffix in FILES:
+        file = safetensors_file(target, path.name, items, metadata, checkpoint.release)
+        notes += [Remark(name, "left out: the output is one file") for name in _companions(checkpoint, [])]
+        return Output([file], {}, False, inputs, unchanged, on_disk)
+    if settings.dtype is not None:
+        config |= dict.fromkeys({"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}, settings.dtype.name)
+    files, index = safetensors_files(target, items, metadata, checkpoint.release)
+    small = {**_tokenizer(checkpoint, notes), **_companions(checkpoint, notes), **index, **target.further_files(items)}
+    small["config.json"] = json_bytes(config | target.config(items))
+    return Output(files, small, True, inputs, unchanged, on_disk)
+
+
+def _config(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, Any]:
+    """The configuration, unless a part of it lies elsewhere; the notes get what is left out."""
+    if checkpoint.folder is None or is_gguf(checkpoint):
+        return checkpoint.config
+    foreign = _foreign(CONFIGURATION, checkpoint.folder)
+    notes += [Remark(name, f"left out: {LINK}") for name in foreign]
+    return {} if foreign else checkpoint.config
+
+
+def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
+    """The tokenizer that a GGUF file holds, in files of its own."""
+    if not is_gguf(checkpoint) or "tokenizer.ggml.model" not in checkpoint.metadata:
+        return {}
+    try:
+        return tokenizer_files(checkpoint.metadata)
+    except (ModelError, BackendUnavailable) as error:
+        notes.append(Remark("tokenizer", f"left out: {error}"))
+        return {}
+
+
+def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> GgufFields:
+    """The tokenizer that lies beside a folder's weights, as GGUF has it. No program runs a file that lacks it, so a
+    tokenizer that cannot be translated is an error, unless `raw_names` asks for a file that no program runs."""
+    folder = checkpoint.folder
+    if folder is None or EMBEDDING not in checkpoint or is_gguf(checkpoint):
+        return {}
+    files = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
+    if not files:
+        return {}
+    try:
+        for name in _foreign(TOKENIZER, folder):
+            raise ModelError(complaint("convert", name, LINK, "a file of the model's own"))
+        return typed(tokenizer_fields(folder, checkpoint.describe(EMBEDDING).shape[0]))
+    except (ModelError, BackendUnavailable) as error:
+        if not raw_names:
+            without = "--raw-names (raw_names=True) for a file without a tokenizer, which no program runs"
+            raise CheckpointError(f"{error}; or {without}") from error
+        notes.append(Remark(files[0], f"left out: {error}"))
+        return {}
+
+
+def _companions(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
+    folder = checkpoint.folder
+    if folder is None or not (folder / "config.json").is_file():  # in memory, or a file in some folder, not a model's
+        return {}
+    found = {path for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    copied = {}
+    for path in sorted(found):
+        if path.name in REPLACED or path.name.endswith(".safetensors.index.json"):
+            continue
+        if not _belongs_to(path, folder):
+            notes.append(Remark(path.name, f"left out: {LINK}"))
+        elif path.stat().st_size > MAX_COMPANION_BYTES:
+            notes.append(Remark(path.name, f"left out: larger than {MAX_COMPANION_BYTES / 1e6:.0f} MB"))
+        else:
+            copied[path.name] = read_whole(path, MAX_COMPANION_BYTES)
+    return copied
+
+
+def _foreign(names: Iterable[str], folder: Path) -> list[str]:
+    """Those files of a folder that are not the model's own."""
+    return [name for name in names if (folder / name).is_file() and not _belongs_to(folder / name, folder)]
+
+
+def _belongs_to(path: Path, folder: Path) -> bool:
+    """Whether a file is the model's own. A downloaded folder may have a README that is a link to somebody's keys, and
+    outputs are published.
+
+    Hugging Face's cache is an exception: `models--NAME/snapshots/REVISION` has nothing but links to
+    `models--NAME/blobs`. That folder belongs to the same model, and only the cache writes to it.
+    """
+    target, home = path.resolve(), folder.resolve()
+    if target.is_relative_to(home):
+        return True
+    for above in home.parents:
+        if above.name == "snapshots" and above.parent.name.startswith("models--"):
+            return target.parent == above.parent / "blobs"
+    return False
+
+
+def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFields:
+    """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
+    not, the architecture and the whole configuration."""
+    if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
+        return dict(checkpoint.metadata)
+    if isinstance(checkpoint.metadata, Metadata):
+        dropped = ("general.file_type", "general.quantization_version", "general.alignment")
+        return {
+            name: (checkpoint.metadata[name], *checkpoint.metadata.types(name))
+            for name in checkpoint.metadata
+            if name not in dropped and not name.startswith("split.")
+        }
+    architecture = str(config.get("model_type", "unknown"))
+    return {
+        "general.architecture": (architecture, STRING_TYPE, None),
+        "billfish.config": (json.dumps(config, sort_keys=True), STRING_TYPE, None),
+    }

@@ -1,0 +1,111 @@
+"""Which tensors of a checkpoint are quantized, and to which format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.mixes import Mix
+from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.core.errors import CheckpointError, complaint
+from billfish.core.format import Format
+
+if TYPE_CHECKING:
+    from billfish.statistics import Statistics
+
+# What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
+SENSITIVE = re.compile(
+    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
+)
+# Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
+EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
+
+
+class Rule(NamedTuple):
+    """A format for the tensors that a pattern finds; None leaves them as they are."""
+
+    pattern: re.Pattern[str]
+    format: Format | None
+    group_size: int | None
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How to quantize: the format for ordinary weights, rules that come first, and patterns for the only ones."""
+
+    format: Format
+    group_size: int | None
+    method: str
+    rules: tuple[Rule, ...] = ()
+    only: tuple[re.Pattern[str], ...] = ()
+    mix: Mix | None = None  # whose rules come after these
+    statistics: Statistics | None = None  # of the inputs that weights are multiplied with
+
+    def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
+        """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
+        if self.reason_to_leave(name, origin, shape):
+            return None
+        rule = self._rule(name, origin)
+        return (self.format, self.group_size) if rule is None or rule.format is None else (rule.format, rule.group_size)
+
+    def reason_to_leave(self, name: str, origin: str, shape: tuple[int, ...]) -> str:
+        """Why a tensor is left as it is; "" for one that is to be quantized."""
+        rule = self._rule(name, origin)
+        if rule is not None:
+            return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
+        if not self.is_wanted(name, origin):
+            return "not found by `only`"
+        if SENSITIVE.search(name):
+            return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
+        if len(shape) == 3 and EXPERTS.search(name):
+            return ""
+        if len(shape) > 2:
+            return "more than two axes, and no experts; `keep` chooses a format"
+        if len(shape) < 2:
+            return "no matrix"
+        return "" if name.endswith("weight") else "not called `weight`; `keep` chooses a format"
+
+    def check_statistics(self, checkpoint: Checkpoint) -> None:
+        """Raises if there are statistics of another model."""
+        if self.statistics is not None:
+            kind = checkpoint.config.get("model_type")
+            architecture = checkpoint.metadata.get("general.architecture") or ARCHITECTURE_OF.get(str(kind), "")
+            self.statistics.check_model("quantize", str(architecture), checkpoint)
+
+    def settings(self, name: str, shape: tuple[int, ...], expert: int | None = None) -> tuple[str, dict[str, Any]]:
+        """The method for a tensor, and what is known of its inputs; raises if that is of another model."""
+        if self.statistics is None:
+            return self.method, {}
+        return self.statistics.settings("quantize", name, shape, self.method, expert)
+
+    def is_wanted(self, name: str, origin: str) -> bool:
+        """Whether `only` finds a tensor, or there is none."""
+        return not self.only or any(finds(pattern, name, origin) for pattern in self.only)
+
+    def _rule(self, name: str, origin: str) -> Rule | None:
+        return next((rule for rule in self.rules if finds(rule.pattern, name, origin)), None)
+
+    def check_patterns(self, checkpoint: Checkpoint) -> None:
+        """Raises if a pattern finds no tensor: a misspelt rule must not be silently without effect."""
+        origins = {name: checkpoint.origins.get(name, name) for name in checkpoint}
+        patterns = [("keep", rule.pattern) for rule in self.rules] + [("only", pattern) for pattern in self.only]
+        for argument, pattern in patterns:
+            if not any(finds(pattern, *names) for names in origins.items()):
+                got = f"'{pattern.pattern}', which finds no tensor"
+                raise CheckpointError(complaint("quantize", argument, got, _examples(pattern.pattern, origins)))
+
+
+def finds(pattern: re.Pattern[str], name: str, origin: str) -> bool:
+    """Whether a pattern is for a tensor, under its name or the one it had."""
+    return bool(pattern.search(name) or pattern.search(origin))
+
+
+def _examples(pattern: str, names: Iterable[str], count: int = 3) -> str:
+    """The names that look most like a pattern."""
+    alike = sorted(names, key=lambda name: -SequenceMatcher(None, pattern, name).ratio())
+    return f"a pattern for names such as {', '.join(alike[:count])}"

@@ -1,0 +1,1 @@
+"""The command `billfish`: one file for each subcommand."""

@@ -1,0 +1,69 @@
+"""`billfish serve`."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import sys
+
+from billfish.cli.run import load_quickly, set_threads
+from billfish.core.extras import require
+from billfish.core.terminal import Style
+from billfish.llm.chat_template import start_process
+
+PACKAGES = ("starlette", "uvicorn", "llguidance")
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Answer requests until a signal comes."""
+    for package in PACKAGES:
+        require(package, "serve")
+    from billfish.serving.engine import Engine  # here: they need these packages
+    from billfish.serving.keys import Keys, read_keys
+    from billfish.serving.server import Server, address, listen
+    from billfish.serving.service import Service
+
+    keys = Keys([]) if arguments.api_key_file is None else read_keys(arguments.api_key_file)
+    with listen(arguments.host, arguments.port) as listening:
+        set_threads(arguments)
+        start_process()
+        model = load_quickly(arguments.model, arguments.device, arguments.quantize)
+        engine = Engine(
+            model,
+            streams=arguments.streams,
+            context=arguments.context,
+            queue=arguments.queue,
+            activations=arguments.activations,
+        )
+        service = Service(engine, model, model.path.stem if model.path.is_file() else model.path.name)
+        bound = engine.counts().cache_bytes_bound / 1e6
+        facts = f"{engine.streams} streams of {engine.context} tokens, caches of at most {bound:.0f} MB"
+
+        def announce() -> None:
+            print(f"{service.name} on {address(listening)}: {facts}, {model.decoder.about}")
+            print(_who(arguments.host, bool(keys)), flush=True)
+
+        try:
+            Server(service, keys, announce).run([listening])
+        finally:
+            engine.close(finish=False)
+            service.close()
+
+
+def _who(host: str, has_keys: bool) -> str:
+    """Who can use the server."""
+    whom = "those who have a key" if has_keys else "everybody"
+    if is_loopback(host):
+        return f"It listens on {host}, for {whom} on this machine alone; --host 0.0.0.0 opens it to others."
+    if not has_keys:
+        warning = "Whoever reaches this machine can use it: --api-key-file FILE keeps others out."
+        print(Style(sys.stderr)(f"billfish: warning: {warning}", "yellow"), file=sys.stderr)
+    return f"It listens on {host}, for {whom} who can reach this machine."
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is of this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

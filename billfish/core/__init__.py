@@ -1,0 +1,1 @@
+"""What all rooms above share: errors, arrays, number formats, and quantized tensors."""

@@ -1,0 +1,228 @@
+"""What the layers of every framework share: how a layer is found, checked and described."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.format import Format, get_format
+from billfish.core.storage import ArraySpec
+from billfish.core.tensor import QuantizedTensor, check_permutation
+from billfish.core.typing import Activations, ArrayT, FormatLike
+
+if TYPE_CHECKING:
+    import torch
+    from mlx.nn.layers.linear import Linear as MlxLinear
+    from typing_extensions import Self
+
+    from billfish.nn.mlx.linear import MarlinLinear as MlxLayer
+    from billfish.nn.torch.linear import MarlinLinear as TorchLayer
+
+
+class MarlinLinear:
+    """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N].
+
+    ``bf.MarlinLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
+    ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
+    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+
+    arguments, settings: sizes and options, which the layer of the framework takes.
+    framework: "torch" or "mlx", where it cannot be told.
+    """
+
+    kind: str  # as in billfish.core.arrays
+    in_features: int
+    out_features: int
+    format: str
+    group_size: int
+    activations: Activations
+
+    if TYPE_CHECKING:  # what both frameworks' layers have
+
+        def __call__(self, x: ArrayT) -> ArrayT: ...
+        def quantized(self) -> QuantizedTensor: ...
+        def repack(self) -> None: ...
+
+    @overload
+    def __new__(cls, *arguments: Any, framework: Literal["torch"], **settings: Any) -> TorchLayer: ...
+    @overload
+    def __new__(cls, *arguments: Any, framework: Literal["mlx"], **settings: Any) -> MlxLayer: ...
+    @overload
+    def __new__(cls, *arguments: Any, framework: None = None, **settings: Any) -> Self: ...
+
+    def __new__(cls, *arguments: Any, framework: str | None = None, **settings: Any) -> Any:
+        """Of a framework's class, whose `__init__` comes next and gets all arguments.
+
+        framework: "torch" or "mlx"; needed where both are imported, or none of them and both are installed.
+        """
+        if cls is MarlinLinear:
+            chosen = layer_of(framework)
+            return chosen.__new__(chosen)
+        return super().__new__(cls)
+
+    @overload
+    @classmethod
+    def from_linear(cls, linear: torch.nn.Linear, format: FormatLike = "fp4", **settings: Any) -> TorchLayer: ...
+    @overload
+    @classmethod
+    def from_linear(cls, linear: MlxLinear, format: FormatLike = "fp4", **settings: Any) -> MlxLayer: ...
+
+    @classmethod
+    def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
+        """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
+        return layer_class("from_linear", linear).from_linear(linear, format, **settings)
+
+    def describe(self, bias: bool, act_order: bool) -> str:
+        """What a repr says: sizes, format, group and bits."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+        bits = get_format(self.format).bits_per_weight(self.group_size)
+        activations = "" if self.activations == "exact" else f", activations={self.activations}"
+        order = ", act_order=True" if act_order else ""
+        return f"{sizes}, format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}{order}"
+
+
+# ---- which framework -------------------------------------------------------------------------------------------------
+
+
+class Framework(NamedTuple):
+    """A framework that we have a layer for, before anybody needs it."""
+
+    modules: str  # the module whose `Module` all its layers are; whoever has a layer has imported it
+    ours: str  # the module that registers our layer
+    experts: str  # the module for layers of stacks of experts, see `experts_of`
+
+
+FRAMEWORKS = {  # by the name of the package
+    "torch": Framework("torch.nn", "billfish.nn.torch.linear", "billfish.nn.torch.expert_layers"),
+    "mlx": Framework("mlx.nn", "billfish.nn.mlx.linear", "billfish.nn.mlx.expert_layers"),
+}
+_layers: dict[str, Any] = {}
+
+LayerClass = TypeVar("LayerClass", bound=type[MarlinLinear])
+
+
+def register_layer(cls: LayerClass) -> LayerClass:
+    """Class decorator: this is the layer of the framework that `kind` names."""
+    _layers[cls.kind] = cls
+    return cls
+
+
+def layer_of(framework: str | None) -> Any:
+    """Our layer for a framework by its name; without one, for the only one that is imported or, else, installed."""
+    call, takes = "MarlinLinear", " or ".join(f"framework={kind!r}" for kind in FRAMEWORKS)
+    if framework is None:
+        imported = [kind for kind in FRAMEWORKS if sys.modules.get(kind) is not None]
+        present = imported or [kind for kind in FRAMEWORKS if importlib.util.find_spec(kind)]
+        if len(present) != 1:
+            got = (
+                f"{' and '.join(present)}, all {'imported' if imported else 'installed'}" if present else "none of them"
+            )
+            raise BackendUnavailable(complaint(call, "framework", got, takes))
+        (framework,) = present
+    if framework not in FRAMEWORKS:
+        raise FormatError(complaint(call, "framework", repr(framework), takes))
+    try:
+        importlib.import_module(FRAMEWORKS[framework].ours)
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(f"[{call}] {error}: framework={framework!r} needs it") from None
+    return _layers[framework]
+
+
+def check_framework(framework: str, kind: str) -> None:
+    """Raises unless a layer was asked for that is of the framework of its class."""
+    if framework != kind:
+        takes = f"{kind!r}; billfish.MarlinLinear takes both"
+        raise FormatError(complaint("MarlinLinear", "framework", repr(framework), takes))
+
+
+def layer_class(call: str, module: object) -> Any:
+    """Our layer for the framework that a module belongs to."""
+    for kind, framework in FRAMEWORKS.items():
+        theirs = sys.modules.get(framework.modules)
+        if theirs is not None and isinstance(module, theirs.Module):
+            return layer_of(kind)
+    raise DTypeError(complaint(call, "module", f"a {type(module).__name__}", "a torch.nn.Module or an mlx.nn.Module"))
+
+
+def experts_of(layer_type: Any) -> Any:
+    """What is to be known about modules with experts, for the framework of a layer: a Python module with
+
+    why_not(module)                             why such a module must stay as it is; empty if it need not
+    stack_shapes(path, module)                  [E, N, K] of its stacks, by the paths that they have as layers
+    stack_biases(path, module)                  [E, N] of the stacks that have biases, by the same paths
+    stack_bytes(module)                         of its stacks
+    quantize_experts(module, known, **settings)     a layer in its place; known: further arguments for each stack
+    layer_of_stacks(module, stacks, biases, activations)    a layer of QuantizedExperts in its place
+    stacked(checkpoint)                         a checkpoint with all experts as stacks, under the names of stack_shapes
+    """
+    return importlib.import_module(FRAMEWORKS[layer_type.kind].experts)
+
+
+class Place(NamedTuple):
+    """A Linear layer in a model, and how to put another module in its place."""
+
+    path: str
+    linear: Any
+    put: Callable[[Any], None]
+
+
+class Walk(NamedTuple):
+    """What quantize_model needs to know about a model, whatever its framework."""
+
+    linear_type: Any
+    linears: list[Place]
+    others: dict[int, str]  # id of a weight that something else than a Linear holds -> the path of that
+    experts: list[Place] = []  # modules with stacks of experts; `experts_of` knows about them
+
+
+# ---- what a layer is made of -----------------------------------------------------------------------------------------
+
+
+def check_weights(call: str, tensor: Any, bias: Any) -> None:
+    """Raises unless a layer can be made of these."""
+    if not isinstance(tensor, QuantizedTensor):
+        raise DTypeError(complaint(call, "tensor", f"a {type(tensor).__name__}", "a QuantizedTensor"))
+    n = tensor.shape[0]
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+
+
+def order_of(
+    call: str, tensor: QuantizedTensor, permutation: Any, features: int | None = None
+) -> NDArray[np.int32] | None:
+    """The order of a layer's columns: the tensor's own, or the one given for a tensor that has none."""
+    if permutation is None:
+        return tensor.permutation
+    if tensor.permutation is not None:
+        raise FormatError(complaint(call, "permutation", "a value", "none beside a tensor that has its own"))
+    return check_order(call, permutation, tensor.shape[1], features)
+
+
+def check_order(call: str, order: Any, k: int, features: int | None = None) -> NDArray[np.int32]:
+    """The features of x [..., features] that k stored columns multiply: each once, or k different ones of more."""
+    if features is None or features == k:
+        return check_permutation(call, order, k)
+    order = np.asarray(order)
+    fits = order.shape == (k,) and order.dtype.kind in "iu" and len(np.unique(order)) == k
+    if not fits or order.min() < 0 or order.max() >= features:
+        got = f"{order.dtype} of shape {order.shape}" + (f", up to {order.max()}" if order.size else "")
+        raise ShapeError(complaint(call, "permutation", got, f"{k} different ones of 0..{features - 1}"))
+    return order.astype(np.int32)
+
+
+def empty_weights(
+    format: FormatLike, n: int, k: int, group_size: int | None, options: dict[str, str]
+) -> tuple[Format, int, dict[str, ArraySpec]]:
+    """The format, its group size, and the arrays of its storage, from what a layer is told."""
+    call = "MarlinLinear"
+    format = get_format(format, call)
+    format.check_k(call, k)
+    group_size = format.check_group_size(call, group_size, k)
+    return format, group_size, format.storage_spec(n, k, group_size, format.check_options(call, options))

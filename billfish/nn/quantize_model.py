@@ -1,0 +1,307 @@
+"""quantize_model: every linear layer of a model, in place, with a report of what was done."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from billfish.core.activations import check_activations
+from billfish.core.errors import DataError, DTypeError, ShapeError, complaint
+from billfish.core.format import get_format
+from billfish.core.progress import Progress
+from billfish.core.typing import Activations, FormatLike, Method
+from billfish.nn.layer_base import Walk, experts_of, layer_class
+from billfish.ops.quantization import check_method
+
+if TYPE_CHECKING:
+    from billfish.statistics import Statistics
+
+Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
+
+
+class Replaced(NamedTuple):
+    """One layer that was quantized. Of layers that share a weight, the first counts its bytes."""
+
+    path: str
+    format: str
+    group_size: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass
+class ModelReport:
+    """What quantize_model did; printed, it is a short table."""
+
+    replaced: list[Replaced] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # path -> why it stayed as it was
+    apart: dict[str, str] = field(default_factory=dict)  # path of a joint layer that was not made -> why
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(layer.bytes_before for layer in self.replaced)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(layer.bytes_after for layer in self.replaced)
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.bytes_before - self.bytes_after
+
+    def __str__(self) -> str:
+        kinds: dict[tuple[str, int], ModelReport] = {}
+        for layer in self.replaced:
+            kinds.setdefault((layer.format, layer.group_size), ModelReport()).replaced.append(layer)
+        lines = [
+            f"{format}, group_size={group_size}: {len(part.replaced)} layers,"
+            f" {part.bytes_before / 1e6:.1f} MB -> {part.bytes_after / 1e6:.1f} MB"
+            for (format, group_size), part in kinds.items()
+        ]
+        lines += [f"left {path}: {reason}" for path, reason in self.left.items()]
+        lines += [f"no {path}: {reason}" for path, reason in self.apart.items()]
+        return "\n".join([*lines, f"saved {self.bytes_saved / 1e6:.1f} MB"])
+
+
+def quantize_model(
+    model: Any,
+    format: FormatLike = "fp4",
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    activations: Activations = "exact",
+    predicate: Predicate | None = None,
+    merge: bool = False,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
+    calibrate: Iterable[Any] | None = None,
+    progress: bool = True,
+    **options: str,
+) -> ModelReport:
+    """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
+
+    Stacks of experts become layers of ours too: transformers' modules with stacked parameters MarlinExperts, mlx-lm's
+    SwitchLinear MarlinSwitchLinear.
+
+    predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
+    format that they are given with: a dict that names another one has its own, or the defaults.
+
+    merge: whether q_proj, k_proj and v_proj of a torch module become one layer, `qkv_proj`, and gate_proj and up_proj
+    `gate_up_proj`: fewer products, of the same weights. So do such layers that are quantized already. State dicts keep
+    the ordinary names. Layers that cannot be joined stay apart, and the report says why.
+
+    statistics: of the inputs of the layers, from bf.calibrate or a file, by the names of their weights. Errors then
+    count where the inputs are large. calibrate: batches to compute them from, as in bf.calibrate, for torch.
+    method="gptq" needs one of the two, with X^T X.
+
+    A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
+    own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
+    that share a weight share the quantized one. All of that is in the report. An error leaves the model as it was.
+    """
+    layer_type = layer_class("quantize_model", model)
+    walk: Walk = layer_type.walk(model)
+    if isinstance(model, walk.linear_type):
+        takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
+        raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
+    settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
+    get_format(format, "quantize_model").check_options("quantize_model", options)
+    chosen, left = _choose(walk, settings, predicate)
+    experts = experts_of(layer_type)
+    _choose_experts(experts, walk, settings, predicate, chosen, left)
+    inputs = _Inputs(model, statistics, calibrate, method == "gptq", progress)
+    for path, linear, _ in walk.linears:
+        if path in chosen:
+            inputs.check(path, linear.weight.shape, chosen[path])
+    stacks = {path: experts.stack_shapes(path, module) for path, module, _ in walk.experts if path in chosen}
+    for path, shapes in stacks.items():
+        for stack, shape in shapes.items():
+            inputs.check(stack, shape, chosen[path])
+    report = ModelReport(left=left)
+    joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
+    joint_layers: list[Any] = []
+    joined = {path for joint in joints for path in joint.paths}
+    layers: dict[int, Any] = {}  # what becomes of a Linear, which may be in several places
+    twins: dict[int, Any] = {}  # the first layer that was made of a weight
+    with Progress(len(joints) + len(chosen.keys() - joined), "layers", enabled=progress) as bar:
+        for joint in joints:
+            bar.advance(1, joint.path)
+            own = chosen.get(joint.paths[0])
+            layer = joint.make(own and inputs.settings(joint.paths[0], joint.layers[0].weight.shape, own))
+            joint_layers.append(layer)
+            about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
+            report.replaced.append(Replaced(joint.path, *about))
+        for path, module, _ in walk.experts:
+            if id(module) not in layers and path in chosen:
+                bar.advance(1, path)
+                before = experts.stack_bytes(module)
+                known = [inputs.known(stack, shape, chosen[path]) for stack, shape in stacks[path].items()]
+                layer = layers[id(module)] = experts.quantize_experts(module, **chosen[path], known=known)
+                report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
+        for path, linear, _ in walk.linears:
+            if id(linear) not in layers and path in chosen and path not in joined:
+                bar.advance(1, path)
+                twin = twins.get(id(linear.weight))
+                before = after = 0
+                if twin is None:
+                    layer = layer_type.from_linear(linear, **inputs.settings(path, linear.weight.shape, chosen[path]))
+                    before, after = linear.weight.nbytes, layer.storage_bytes
+                else:
+                    layer = twin.with_bias(getattr(linear, "bias", None))
+                layers[id(linear)] = twins[id(linear.weight)] = layer
+                report.replaced.append(Replaced(path, layer.format, layer.group_size, before, after))
+    for _, module, put in (*walk.linears, *walk.experts):
+        if id(module) in layers:
+            put(layers[id(module)])
+    for joint, layer in zip(joints, joint_layers, strict=True):
+        joint.put(layer)
+    layer_type.note_layers(model)
+    return report
+
+
+class _Inputs:
+    """What is known of the inputs of layers: given, or computed from batches."""
+
+    def __init__(
+        self,
+        model: Any,
+        statistics: Statistics | str | os.PathLike[str] | None,
+        batches: Iterable[Any] | None,
+        outer: bool,
+        progress: bool,
+    ) -> None:
+        call = "quantize_model"
+        if statistics is not None and batches is not None:
+            raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
+        if batches is not None:
+            from billfish.nn.torch.calibration import calibrate  # here: few calibrate
+
+            statistics = calibrate(model, batches, hessian=outer, progress=progress)
+        elif isinstance(statistics, (str, os.PathLike)):
+            from billfish.statistics import Statistics
+
+            statistics = Statistics.load(statistics)
+        self._statistics = statistics
+
+    def check(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> None:
+        """Raises if they are of another model, or not enough for the method, before anything is changed."""
+        if self._statistics is not None:
+            self._statistics.check_matrix("quantize_model", f"{path}.weight", tuple(shape), settings["method"])
+        elif settings["method"] == "gptq":
+            got, takes = "None for 'gptq'", "statistics with X^T X, or batches to calibrate with"
+            raise DataError(complaint("quantize_model", "statistics", got, takes))
+
+    def settings(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a layer, with what is known of its inputs. Joint layers have the same inputs."""
+        return {**settings, **self.known(path, shape, settings)}
+
+    def known(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
+        """What is known of the inputs of a matrix or stack, and the method that it is enough for."""
+        if self._statistics is None:
+            return {}
+        name, method = f"{path}.weight", settings["method"]
+        method, known = self._statistics.settings("quantize_model", name, tuple(shape), method)
+        return {"method": method, **known}
+
+
+def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:
+    """The joint layers that are made; `apart` says why others are not."""
+    holders = Counter(id(linear.weight) for _, linear, _ in walk.linears)
+    joints = []
+    for joint in found:
+        reason = joint.why_not()
+        if not joint.is_quantized:
+            if any(path not in chosen for path in joint.paths):
+                reason = "a part of it is left"
+            elif any(chosen[path] != chosen[joint.paths[0]] for path in joint.paths):
+                reason = "its parts have different settings"
+            elif any(holders[id(layer.weight)] > 1 for layer in joint.layers):
+                reason = "a part of it shares its weight"
+        if reason:
+            apart[joint.path] = reason
+        else:
+            joints.append(joint)
+    return joints
+
+
+def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[str, Any]:
+    """A layer's settings, where it has some of its own; raises unless from_linear will take them for rows of k."""
+    call = "quantize_model"
+    format = get_format(own.get("format", settings["format"]), call)
+    if format is not get_format(settings["format"]):
+        settings = {"group_size": None, **{name: settings[name] for name in ("method", "activations")}}
+    chosen = {**settings, **own, "format": format}
+    check_method(call, chosen["method"])
+    check_activations(call, chosen["activations"])
+    format.check_group_size(call, chosen["group_size"], k)
+    named = ("format", "group_size", "method", "activations")
+    format.check_options(call, {name: value for name, value in chosen.items() if name not in named})
+    return chosen
+
+
+def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
+    verdict = predicate(path, layer) if predicate else True
+    if not isinstance(verdict, (bool, dict)):
+        got = f"a {type(verdict).__name__} for {path}"
+        takes = "one that returns a bool or a dict of settings"
+        raise DTypeError(complaint("quantize_model", "predicate", got, takes))
+    return verdict
+
+
+def _choose_experts(
+    experts: Any,
+    walk: Walk,
+    settings: dict[str, Any],
+    predicate: Predicate | None,
+    chosen: dict[str, dict[str, Any]],
+    left: dict[str, str],
+) -> None:
+    """As `_choose`, for the modules with experts."""
+    for path, module, _ in walk.experts:
+        verdict, reason = _verdict(predicate, path, module), experts.why_not(module)
+        if reason:
+            left[path] = reason
+        elif verdict is False:
+            left[path] = "the predicate says so"
+        else:
+            own = verdict if isinstance(verdict, dict) else {}
+            try:
+                for *_, k in experts.stack_shapes(path, module).values():
+                    given = _settings_of(settings, own, k)
+                    get_format(given["format"]).check_k("quantize_model", k)
+                chosen[path] = given
+            except ShapeError as error:
+                left[path] = str(error)
+
+
+def _choose(
+    walk: Walk, settings: dict[str, Any], predicate: Predicate | None
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Settings for each layer to quantize, and a reason for each one to leave. Nothing is changed yet."""
+    call = "quantize_model"
+    chosen: dict[str, dict[str, Any]] = {}
+    left: dict[str, str] = {}
+    stays = dict(walk.others)  # the weights that must not be quantized, and who holds them
+    for path, linear, _ in walk.linears:
+        verdict = _verdict(predicate, path, linear)
+        if type(linear) is not walk.linear_type:
+            left[path] = f"it is a {type(linear).__name__}, which may do more than a Linear"
+        elif verdict is False:
+            left[path] = "the predicate says so"
+        else:
+            k = linear.weight.shape[1]
+            chosen[path] = _settings_of(settings, verdict if isinstance(verdict, dict) else {}, k)
+            try:
+                get_format(chosen[path]["format"]).check_k(call, k)
+            except ShapeError as error:
+                left[path] = str(error)
+                del chosen[path]
+        if path in left:
+            stays.setdefault(id(linear.weight), path)
+    for path, linear, _ in walk.linears:
+        if path in chosen and id(linear.weight) in stays:
+            del chosen[path]
+            left[path] = f"its weight is also that of {stays[id(linear.weight)]}, which stays"
+    return chosen, left

@@ -1,0 +1,183 @@
+"""Statistics of any model of torch: batches run through it, and hooks see what its Linear layers multiply.
+
+Stacks of experts, as transformers has them (`gate_up_proj` [E, 2 I, H], `down_proj` [E, H, I]), are seen as well: by
+the tokens that were routed to each expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.core.errors import DataError, DTypeError, complaint
+from billfish.core.progress import Progress
+from billfish.statistics.inputs import CALL, InputStatistics
+from billfish.statistics.statistics import Statistics
+from billfish.statistics.sums import Sums
+
+
+def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, progress: bool = True) -> Statistics:
+    """Statistics of the inputs of every Linear layer of a torch.nn.Module, by the names of their weights.
+
+    batches: what the model is called with: a mapping by keywords, a tuple or a list one after the other, all else as
+    the one argument. Where a batch has an `attention_mask` [batch, tokens], tokens that it hides do not count.
+    hessian: whether to keep X^T X [K, K] of each layer, too. All of them are in memory, where the inputs are.
+    progress: whether to draw a bar on terminals, where `batches` has a length.
+
+    `bf.quantize_model(model, ..., statistics=...)` takes them, and so does `bf.quantize_checkpoint` for its files.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        takes = "a torch.nn.Module; bf.calibrate_checkpoint is for files of language models"
+        raise DTypeError(complaint(CALL, "model", f"a {type(model).__name__}", takes))
+    watch = Watch(model, hessian)
+    total = len(batches) if isinstance(batches, Sized) else 0
+    with Progress(total, "batches", enabled=progress and total > 0) as bar, watch, torch.no_grad():
+        for batch in batches:
+            watch.mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, (tuple, list)):
+                model(*batch)
+            else:
+                model(batch)
+            bar.advance(1)
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    return Statistics(
+        watch.found(), architecture=ARCHITECTURE_OF.get(kind, kind), shapes=watch.shapes, texts=("batches",)
+    )
+
+
+class DeviceSums:
+    """As Sums, of rows on a GPU, where they stay."""
+
+    def __init__(self, shape: Sequence[int], outer: bool, device: Any) -> None:
+        torch = sys.modules["torch"]
+        self.counts = np.zeros(tuple(shape[:-1]), np.int64)
+        self.squares = torch.zeros(*shape, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(*shape, shape[-1], dtype=torch.float32, device=device) if outer else None
+
+    def add(self, rows: Any, expert: int | None = None) -> None:
+        at = () if expert is None else expert
+        self.counts[at] += len(rows)
+        self.squares[at] += rows.double().square().sum(dim=0)
+        if self.outer is not None:
+            self.outer[at].addmm_(rows.T, rows)
+
+    def finish(self, name: str) -> InputStatistics:
+        outer = None if self.outer is None else self.outer.cpu().numpy()
+        known = InputStatistics(self.squares.cpu().numpy(), self.counts, outer)
+        known.check(name)
+        return known
+
+
+class Watch:
+    """Hooks on a model while it lives as a context; `found` has what they saw."""
+
+    def __init__(self, model: Any, outer: bool) -> None:
+        self.mask: Any = None  # of the batch that runs: which tokens count
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._outer, self._model = outer, model
+        self._sums: dict[str, Sums | DeviceSums] = {}  # of matrices and stacks that rows came to
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        for module in self._model.modules():
+            self._hooks.callback(setattr, module, "training", module.training)
+        self._model.eval()
+        for path, module in self._model.named_modules():
+            if _is_linear(module):
+                self.shapes[_join(path, "weight")] = (module.out_features, module.in_features)
+                self._hook(module, self._see_linear(_join(path, "weight")))
+            elif _is_stack(module):
+                for part in ("gate_up_proj", "down_proj"):
+                    experts, n, k = getattr(module, part).shape
+                    swapped = getattr(module, "is_transposed", False)
+                    self.shapes[_join(path, part)] = (experts, k, n) if swapped else (experts, n, k)
+                self._hook(module, self._see_experts(path))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _hook(self, module: Any, see: Callable[[Any, Any, Any], None]) -> None:
+        self._hooks.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+
+    def found(self) -> dict[str, InputStatistics]:
+        """The statistics of all matrices; raises for one that no batch came to."""
+        if not self.shapes:
+            raise DataError(complaint(CALL, "model", f"a {type(self._model).__name__}", "a model with Linear layers"))
+        missing = next((name for name in self.shapes if name not in self._sums), None)
+        if missing is not None:
+            raise DataError(complaint(CALL, missing, "no input in any batch", "batches that reach every layer"))
+        return {name: self._sums[name].finish(name) for name in self.shapes}
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def _see_linear(self, name: str) -> Callable[[Any, Any, Any], None]:
+        def see(module: Any, arguments: Any, keywords: Any) -> None:
+            x = arguments[0] if arguments else next(iter(keywords.values()))
+            self._add(name, None, self._counted(x))
+
+        return see
+
+    def _see_experts(self, path: str) -> Callable[[Any, Any, Any], None]:
+        def see(module: Any, arguments: Any, keywords: Any) -> None:
+            x, chosen = [*arguments, *keywords.values()][:2]
+            if chosen.shape[0] != x.shape[0]:
+                raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+            x, chosen = self._counted(x), self._counted(chosen)
+            for expert in range(module.gate_up_proj.shape[0]):
+                rows = x[(chosen == expert).any(dim=-1)]
+                if len(rows):
+                    self._add(_join(path, "gate_up_proj"), expert, rows)
+                    self._add(_join(path, "down_proj"), expert, _opened(module, expert, rows))
+
+        return see
+
+    def _counted(self, x: Any) -> Any:
+        """The rows [tokens, K] of x [batch, tokens, K] or [batch * tokens, K] that the batch's mask does not hide."""
+        mask, rows = self.mask, x.reshape(-1, x.shape[-1])
+        if mask is not None and mask.ndim == 2 and mask.numel() == len(rows):
+            return rows[mask.to(x.device).bool().reshape(-1)]
+        return rows
+
+    def _add(self, name: str, expert: int | None, rows: Any) -> None:
+        if not len(rows):
+            return
+        rows = rows.detach().float().contiguous()
+        on_cpu = rows.device.type == "cpu"
+        if name not in self._sums:
+            *experts, _, k = self.shapes[name]
+            shape = (*experts, k)
+            self._sums[name] = Sums(shape, self._outer) if on_cpu else DeviceSums(shape, self._outer, rows.device)
+        self._sums[name].add(rows.numpy() if on_cpu else rows, expert)
+
+
+def _opened(module: Any, expert: int, rows: Any) -> Any:
+    """What an expert's `down_proj` multiplies."""
+    weight = module.gate_up_proj[expert]
+    both = rows @ (weight if getattr(module, "is_transposed", False) else weight.T)
+    if getattr(module, "has_bias", False):
+        both = both + module.gate_up_proj_bias[expert]
+    return module._apply_gate(both)
+
+
+def _is_linear(module: Any) -> bool:
+    torch, ours = sys.modules["torch"], sys.modules.get("billfish.nn.torch.linear")
+    return isinstance(module, torch.nn.Linear) or (ours is not None and isinstance(module, ours.MarlinLinear))
+
+
+def _is_stack(module: Any) -> bool:
+    """Whether a module is a stack of gated experts, as transformers has them."""
+    stacks = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
+    return all(getattr(stack, "ndim", 0) == 3 for stack in stacks) and hasattr(module, "_apply_gate")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,1 @@
+"""The verbs: quantize, dequantize, linear products and mixtures of experts."""

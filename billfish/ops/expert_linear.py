@@ -1,0 +1,226 @@
+"""The verbs for experts, a mixture's matrices W [E, N, K] of which each row of x is multiplied with a few."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from billfish.backends import BACKENDS, Backend, Problem, choose
+from billfish.backends.base import ExpertBlock, ExpertProduct
+from billfish.backends.cpu.experts import PackedExperts
+from billfish.core.activations import check_activations
+from billfish.core.arrays import FLOATS, Input, float_input
+from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.core.gated_activation import check_gate
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.routing import checked_ids, checked_routing, ids_input, routing_input
+from billfish.core.typing import Activations, AnyArray, ArrayT, Gate
+
+Stack = QuantizedExperts | PackedExperts  # what a product with experts takes
+
+
+def expert_linear(
+    x: ArrayT,
+    w: Stack,
+    ids: AnyArray,
+    *,
+    biases: AnyArray | None = None,
+    activations: Activations = "exact",
+    check: bool = False,
+    backend: str | None = None,
+) -> ArrayT:
+    """y [T, k, N]: y[t, j] = W[ids[t, j]] @ x[t] + biases[ids[t, j]], of x's type and kind (NumPy, torch or MLX).
+
+    x: [T, K], or [T, k, K] where each chosen expert has a row of its own: y[t, j] is then of x[t, j].
+    w: W [E, N, K], or what `prepack` made of it. Experts that nobody chose are not read.
+    ids: int32, int64 or uint32 [T, k], the experts of each row of x, where one may come twice. T may be 0, k may not.
+    biases: [E, N].
+    activations, backend: as in :func:`quantized_linear`.
+    check: ids in CPU memory are always checked. On a GPU nobody waits for them, and an id out of range gives rows of
+    NaN; True reads them and raises.
+    """
+    call = "expert_linear"
+    rows = float_input(call, "x", x)
+    stack = _stack(call, "w", w)
+    if len(rows.shape) not in (2, 3) or rows.shape[-1] != stack.shape[2]:
+        takes = f"[T, {stack.shape[2]}] or [T, k, {stack.shape[2]}] for w {list(stack.shape)}"
+        raise ShapeError(complaint(call, "x", f"shape {rows.shape}", takes))
+    taken = ids_input(call, ids, rows.shape[0])
+    if len(rows.shape) == 3 and rows.shape[:2] != taken.shape:
+        raise ShapeError(complaint(call, "ids", f"shape {taken.shape}", f"{rows.shape[:2]}, as x {list(rows.shape)}"))
+    _check_place(call, rows, taken)
+    added = _biases(call, "biases", biases, stack, rows)
+    chosen = _choose(call, [stack], rows, taken, activations, backend)
+    if check:
+        checked_ids(_here(taken), len(stack))
+    weights = _packed(stack, chosen, rows)
+    y: ArrayT = chosen.expert_linear(
+        ExpertProduct(rows, taken, weights, len(stack), stack.shape[1], added), activations
+    )
+    return y
+
+
+def experts(
+    x: ArrayT,
+    gate_up: Stack | Sequence[Stack],
+    down: Stack,
+    ids: AnyArray,
+    weights: AnyArray,
+    *,
+    activation: Gate = "silu",
+    gate_up_biases: AnyArray | Sequence[AnyArray | None] | None = None,
+    down_biases: AnyArray | None = None,
+    activations: Activations = "exact",
+    check: bool = False,
+    backend: str | None = None,
+) -> ArrayT:
+    """The feed-forward part of a mixture of experts: x [T, H] -> y [T, H], of x's type and kind.
+
+    y[t] = sum over j of weights[t, j] * (down[e] @ h[t, j] + down_biases[e]) with e = ids[t, j], and h[t, j] [I] made
+    of the gate and up rows of expert e times x[t]. The sum goes in the order of j, in float32, and is rounded once.
+
+    gate_up: [E, 2 I, H], all gate rows first, then all up rows; or a pair (gate [E, I, H], up [E, I, H]).
+    down: [E, H, I]. Stacks may be what `prepack` made of them.
+    ids: [T, k], as in :func:`expert_linear`. weights: the routing weights [T, k], finite numbers.
+    activation: "silu" for silu(gate) * up; "gelu" for gelu(gate) * up, by the tanh formula; "clamped_silu", gpt-oss's:
+    with g = min(gate, 7) and u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1).
+    gate_up_biases: [E, 2 I], or a pair beside a pair. down_biases: [E, H].
+    activations, backend: as in :func:`quantized_linear`; x and h are rounded to integers.
+    check: as in :func:`expert_linear`, for ids and weights. A weight on a GPU that is not finite gives NaN.
+    """
+    call = "experts"
+    rows = float_input(call, "x", x)
+    pair = isinstance(gate_up, (list, tuple))
+    given: Sequence[object] = gate_up if isinstance(gate_up, (list, tuple)) else [gate_up]
+    stacks = [_stack(call, "gate_up", stack) for stack in given]
+    last = _stack(call, "down", down)
+    inner = _check_sizes(call, rows, stacks, last)
+    taken = ids_input(call, ids, rows.shape[0])
+    routing = routing_input(call, weights, taken.shape)
+    for numbers in (taken, routing):
+        _check_place(call, rows, numbers)
+    check_gate(call, activation)
+    given_biases = _paired(call, gate_up_biases, len(stacks), pair)
+    added = [_biases(call, "gate_up_biases", b, stack, rows) for b, stack in zip(given_biases, stacks, strict=True)]
+    last_added = _biases(call, "down_biases", down_biases, last, rows)
+    chosen = _choose(call, [*stacks, last], rows, taken, activations, backend)
+    if check:
+        checked_ids(_here(taken), len(last))
+        checked_routing(_here(routing))
+    opening, closing = _packed_gate_up(stacks, chosen, rows), _packed(last, chosen, rows)
+    y: ArrayT = chosen.experts(
+        ExpertBlock(rows, taken, routing, opening, closing, len(last), inner, added, last_added, activation),
+        activations,
+    )
+    return y
+
+
+def _stack(call: str, argument: str, stack: object) -> Stack:
+    if not isinstance(stack, (QuantizedExperts, PackedExperts)):
+        takes = "QuantizedExperts [E, N, K], or what `prepack` made of them"
+        raise DTypeError(complaint(call, argument, f"a {type(stack).__name__}", takes))
+    return stack
+
+
+def _check_sizes(call: str, x: Input, gate_up: list[Stack], down: Stack) -> int:
+    """I, the rows of a gate; raises unless the stacks belong together and to x."""
+    count, hidden, inner = down.shape
+    if len(gate_up) not in (1, 2):
+        raise ShapeError(complaint(call, "gate_up", f"{len(gate_up)} stacks", "one stack [E, 2 I, H], or gate and up"))
+    wanted = (count, 2 * inner // len(gate_up), hidden)
+    for stack in gate_up:
+        if stack.shape != wanted:
+            takes = f"{list(wanted)} for down {list(down.shape)}"
+            raise ShapeError(complaint(call, "gate_up", list(stack.shape), takes))
+    if len(x.shape) != 2 or x.shape[1] != hidden:
+        raise ShapeError(complaint(call, "x", f"shape {x.shape}", f"[T, {hidden}] for down {list(down.shape)}"))
+    return inner
+
+
+def _check_place(call: str, x: Input, other: Input) -> None:
+    if other.place != x.place:
+        raise DTypeError(complaint(call, other.argument, f"an array on {other.place}", f"one on {x.place}, as x"))
+
+
+def _biases(call: str, argument: str, biases: Any, stack: Stack, x: Input) -> Input | None:
+    if biases is None:
+        return None
+    taken = float_input(call, argument, biases)
+    if taken.shape != stack.shape[:2]:
+        takes = f"{stack.shape[:2]}, one for each row of each expert"
+        raise ShapeError(complaint(call, argument, f"shape {taken.shape}", takes))
+    _check_place(call, x, taken)
+    return taken
+
+
+def _paired(call: str, biases: Any, stacks: int, pair: bool) -> Sequence[Any]:
+    """The biases of gate_up, one for each stack."""
+    if biases is None:
+        return [None] * stacks
+    if pair != isinstance(biases, (list, tuple)) or (pair and len(biases) != stacks):
+        takes = "a pair, as gate_up is" if pair else "one array [E, 2 I], as gate_up is one stack"
+        raise ShapeError(complaint(call, "gate_up_biases", f"a {type(biases).__name__}", takes))
+    return biases if pair else [biases]
+
+
+def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activations: str, backend: str | None) -> Backend:
+    """The best backend that can run the products with all stacks, for these rows."""
+    check_activations(call, activations)
+    packed = [isinstance(stack, PackedExperts) for stack in stacks]
+    if any(packed):
+        if backend not in (None, "cpu") or x.device != "cpu":
+            got = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
+            raise BackendUnavailable(complaint(call, "backend", got, "'cpu', for which the weights are packed"))
+        backend = "cpu"
+    if all(packed):
+        return BACKENDS["cpu"]
+    (tokens, k), dtype = ids.shape, FLOATS[x.dtype_name]
+    problems = [
+        Problem(
+            "matmul", w.format, w.group_size, tokens * k, *w.shape[1:], dtype, x.kind, x.device, activations, len(w), k
+        )
+        for w in stacks
+        if isinstance(w, QuantizedExperts)
+    ]
+    # Stacks of several formats may have several best backends: the last of them in their order runs all.
+    order = list(BACKENDS)
+    found = [choose(call, problem, backend) for problem in problems]
+    last = max(found, key=lambda one: order.index(one.name))
+    if any(one is not last for one in found):
+        for problem in problems:
+            choose(call, problem, last.name)
+    return last
+
+
+def _packed(stack: Stack, backend: Backend, x: Input) -> Any:
+    if isinstance(stack, PackedExperts):
+        return stack
+    place = x.place
+    return stack.made((backend.name, place), lambda: backend.pack_experts(stack, place))
+
+
+def _packed_gate_up(stacks: Sequence[Stack], backend: Backend, x: Input) -> Sequence[Any]:
+    own = [stack for stack in stacks if isinstance(stack, QuantizedExperts)]
+    if len(own) == len(stacks):
+        first, *rest = own  # a pair is kept with its first stack, until that comes with another second one
+        key = backend.name, x.place, "gate_up"
+
+        def pack() -> tuple[list[weakref.ref[QuantizedExperts]], Sequence[Any] | None]:
+            return list(map(weakref.ref, rest)), backend.pack_gate_up(own, x.place)
+
+        beside, together = first.made(key, pack)
+        if [stack() for stack in beside] != rest:
+            first._made.pop(key, None)
+            _, together = first.made(key, pack)
+        if together is not None:
+            return together
+    return [_packed(stack, backend, x) for stack in stacks]
+
+
+def _here(numbers: Input) -> Input:
+    """The argument in CPU memory."""
+    if numbers.device == "cpu":
+        return numbers
+    moved = numbers.source.cpu() if numbers.kind == "torch" else numbers.source.get()
+    return numbers.with_source(moved)

@@ -1,0 +1,186 @@
+"""Numbers to quantized weights, where the numbers are: in CPU memory, or on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.backends import BACKENDS, Problem
+from billfish.core.arrays import FLOATS, Input, float_input
+from billfish.core.device_array import DeviceArray
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.format import METHODS, Format, Planes, get_format
+from billfish.core.gptq_solver import quantize_gptq
+from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.tensor import LaterStorage, QuantizedTensor
+from billfish.core.typing import AnyArray, FormatLike, Method
+
+ASYMMETRY = 1e-3  # of the largest number of the diagonal: sums in float32 may differ by their order
+ASYMMETRY_ROWS = 256
+
+
+def quantize(
+    w: AnyArray,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedTensor:
+    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+
+    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
+    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
+
+    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
+    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
+
+    group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
+    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
+    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
+    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
+    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
+    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
+    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
+    also [E, K, K].
+    options: zero_point="integer" | "fractional" for u4.
+    """
+    taken = float_input("quantize", "w", w)
+    weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
+    if weights.ndim not in (2, 3) or 0 in weights.shape[:-1]:
+        takes = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
+        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", takes))
+    if weights.ndim == 2:
+        return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
+    known = [_of_each(importance, 1, weights.shape[0]), _of_each(hessian, 2, weights.shape[0])]
+    matrices = [
+        quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
+        for e, own in enumerate(zip(*known, strict=True))
+    ]
+    return cast("QuantizedTensor", QuantizedExperts.from_tensors(matrices))
+
+
+def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
+    """What is known of the inputs of each expert: its own, or the same for all."""
+    if known is None or len(getattr(known, "shape", ())) <= axes:  # what is no array is refused with each matrix
+        return [known] * experts
+    if known.shape[0] != experts:
+        raise ShapeError(complaint("quantize", "w", f"{known.shape[0]} experts' inputs for {experts}", "one for each"))
+    return [known[e] for e in range(experts)]
+
+
+def quantize_matrix(
+    call: str,
+    argument: str,
+    w: Any,
+    format: str | Format,
+    group_size: int | None,
+    method: str,
+    options: dict[str, str],
+    importance: Any = None,
+    hessian: Any = None,
+) -> QuantizedTensor:
+    """The checks and the work of :func:`quantize`, for all the calls that quantize a matrix [N, K].
+
+    w: a NumPy array, or a DeviceArray. GPTQ runs in CPU memory, wherever w is.
+    importance, hessian: arrays of any library, or None.
+    """
+    format = get_format(format, call)
+    check_method(call, method)
+    n, k = w.shape
+    format.check_k(call, k)
+    group_size = format.check_group_size(call, group_size, k)
+    options = format.check_options(call, options)
+    _check_finite(call, argument, w)
+    weights = None if importance is None else _importance(call, importance, k)
+    if (method == "gptq") != (hessian is not None):
+        got, takes = ("None", f"[{k}, {k}]") if hessian is None else ("a value", "none")
+        raise FormatError(complaint(call, "hessian", got, f"{takes} for method {method!r}"))
+    if hessian is not None:
+        w = w.numpy() if isinstance(w, DeviceArray) else w
+        planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options)
+    else:
+        planes = format.quantize(w, group_size, method, weights, **options)
+    for name, plane in planes.items():
+        if plane.dtype.kind == "f" and not np.isfinite(plane).all():
+            got = f"weights whose {name} overflows {plane.dtype}"
+            raise DataError(complaint(call, argument, got, "smaller weights"))
+    if isinstance(planes["codes"], DeviceArray):
+        return _packed_there(format, planes, group_size, options)
+    return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
+
+
+def _check_finite(call: str, argument: str, w: Any) -> None:
+    finite = np.isfinite(w)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        got = f"{float(w[where])} at row {where[0]}, k {where[1]}"
+        raise DataError(complaint(call, argument, got, "finite numbers"))
+
+
+def _importance(call: str, given: Any, k: int) -> NDArray[Any]:
+    importance = _statistics(call, "importance", given, (k,))
+    if (importance < 0).any():
+        at = int(np.argmax(importance < 0))
+        raise DataError(complaint(call, "importance", f"{importance[at]} at k {at}", "numbers of at least 0"))
+    return importance
+
+
+def _hessian(call: str, given: Any, k: int) -> NDArray[Any]:
+    hessian = _statistics(call, "hessian", given, (k, k))
+    takes = "X^T X of the inputs X [tokens, K]"
+    diagonal = np.diagonal(hessian)
+    if (diagonal < 0).any():
+        at = int(np.argmax(diagonal < 0))
+        raise DataError(complaint(call, "hessian", f"{diagonal[at]} at [{at}, {at}]", takes))
+    largest = float(np.abs(diagonal).max())
+    for start in range(0, k, ASYMMETRY_ROWS):  # the whole difference would be another matrix of this size
+        rows = slice(start, start + ASYMMETRY_ROWS)
+        if (np.abs(hessian[rows] - hessian[:, rows].T) > ASYMMETRY * largest).any():
+            raise DataError(complaint(call, "hessian", "a matrix that is not symmetric", takes))
+    return hessian
+
+
+def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Float32 or float64 of a shape, finite."""
+    taken = Input(call, argument, given)
+    if taken.kind == "torch":
+        taken = taken.with_source(given.detach().cpu())
+    array = taken.numpy()
+    if array.dtype not in (np.float32, np.float64):
+        raise DTypeError(complaint(call, argument, f"dtype {taken.dtype_name}", "float32 or float64"))
+    if array.shape != shape:
+        raise ShapeError(complaint(call, argument, f"shape {array.shape}", f"{shape} for weights [N, {shape[0]}]"))
+    finite = np.isfinite(array)
+    if not finite.all():
+        where = tuple(int(i) for i in np.argwhere(~finite)[0])
+        raise DataError(complaint(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
+    return array
+
+
+def _packed_there(format: Format, planes: Planes, group_size: int, options: dict[str, str]) -> QuantizedTensor:
+    """Of planes on a GPU. Where no kernel there reads the format, of storage in CPU memory."""
+    codes: Any = planes["codes"]
+    (n, k), device = codes.shape, codes.tensor.device
+    backend, place = BACKENDS["cuda"], f"{device.type}:{device.index or 0}"
+    problem = Problem("matmul", format, group_size, 1, n, k, FLOATS["float16"], "torch", device.type)
+    if not backend.can_run(problem)[0]:
+        here = {name: plane.numpy() if isinstance(plane, DeviceArray) else plane for name, plane in planes.items()}
+        return QuantizedTensor.owning(format, (n, k), group_size, format.pack(here))
+    packed = backend.pack_planes(format, planes, group_size, place)
+    specs = format.storage_spec(n, k, group_size, options)
+    storage = LaterStorage(specs, lambda: backend.unpack(packed, format, (n, k), group_size))
+    return QuantizedTensor.packed_only(format, (n, k), group_size, {(backend.name, place): packed}, storage)
+
+
+def check_method(call: str, method: str, *, takes_hessian: bool = True) -> None:
+    """Raises unless there is such a method. GPTQ is only for calls that take a Hessian."""
+    known = [repr(name) for name in METHODS if takes_hessian or name != "gptq"]
+    if repr(method) not in known:
+        elsewhere = "; bf.quantize takes 'gptq', with hessian=" if method == "gptq" else ""
+        raise FormatError(complaint(call, "method", repr(method), " or ".join(known) + elsewhere))

@@ -1,0 +1,1 @@
+"""Whole checkpoints: calibration, GPTQ, and formats chosen for a number of bits."""

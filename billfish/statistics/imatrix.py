@@ -1,0 +1,190 @@
+"""llama.cpp's files of mean squares, "imatrix": GGUF, and the older .dat.
+
+GGUF: general.type = "imatrix", imatrix.datasets, imatrix.chunk_count, imatrix.chunk_size; for each matrix, by GGUF's
+name, NAME.in_sum2 F32 [E, K] (sums of x^2) and NAME.counts F32 [E, 1]; E is 1 for all that are no experts.
+.dat: entries i32; for each a name (length i32, bytes), calls i32, numbers i32, F32 numbers: mean squares times calls;
+then, perhaps, chunks i32 and the name of the text. Experts' numbers follow one another, and their count is not told.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32
+from billfish.checkpoints.layouts.gguf import Metadata, open_gguf
+from billfish.checkpoints.names.expert_stacks import stacks_in
+from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
+from billfish.checkpoints.safetensors_files import MappedFile, check_count
+from billfish.core.errors import DataError, complaint
+from billfish.core.storage import Array
+from billfish.statistics.inputs import CALL, InputStatistics
+from billfish.statistics.statistics import Statistics
+
+ALIGNMENT = 32
+F32 = 0  # ggml's number
+SUMS, COUNTS = ".in_sum2", ".counts"
+TYPE, TEXTS, CHUNKS, CHUNK = "general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
+
+
+def matrix_names(name: str) -> list[str]:
+    """GGUF's names of a matrix: one, or two for a stack of gate and up; raises if it has none."""
+    if is_gguf_name(name):
+        return [name]
+    stacks, expert = stacks_in(name)
+    found = [gguf_name(own) for own in (stacks if expert is None and stacks else (name,))]
+    known = [own for own in found if own is not None]
+    if len(known) != len(found):
+        raise DataError(complaint(CALL, name, "a matrix that llama.cpp has no name for", "a .safetensors file for it"))
+    return known
+
+
+# ---- GGUF ---------------------------------------------------------------------------------------------------------
+
+
+def tensor_shapes(matrix: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors for a matrix whose squares are [K] or [E, K]."""
+    experts = shape[0] if len(shape) > 1 else 1
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in matrix_names(matrix):
+        shapes |= {f"{name}{SUMS}": (experts, shape[-1]), f"{name}{COUNTS}": (experts, 1)}
+    return shapes
+
+
+def tensors_of(matrix: str, known: InputStatistics) -> list[Array]:
+    """The tensors for a matrix, in that order."""
+    k = known.squares.shape[-1]
+    tensors = [known.squares.reshape(-1, k).astype(np.float32), known.counts.reshape(-1, 1).astype(np.float32)]
+    return tensors * len(matrix_names(matrix))
+
+
+def gguf_header(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str], chunks: int, chunk: int) -> bytes:
+    """All before the data of an imatrix file with these tensors."""
+    fields = [
+        _text(TYPE) + struct.pack("<I", STRING) + _text("imatrix"),
+        _text(TEXTS) + struct.pack("<IIQ", ARRAY, STRING, len(texts)) + b"".join(map(_text, texts)),
+        _text(CHUNKS) + struct.pack("<II", UINT32, chunks),
+        _text(CHUNK) + struct.pack("<II", UINT32, chunk),
+    ]
+    infos, offset = [], 0
+    for name, shape in shapes.items():
+        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        infos.append(_text(name) + axes + struct.pack("<IQ", F32, offset))
+        offset += -(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(shapes), len(fields)) + b"".join([*fields, *infos])
+    return header + b"\0" * (-len(header) % ALIGNMENT)
+
+
+def _text(text: str) -> bytes:
+    content = text.encode(errors="replace")
+    return struct.pack("<Q", len(content)) + content
+
+
+def read_gguf(path: Path) -> Statistics:
+    """Statistics from an imatrix file."""
+    files, entries, fields = open_gguf(path)
+    if fields.get(TYPE) != "imatrix":
+        got = f"{TYPE} = {fields.get(TYPE)!r}"
+        raise DataError(complaint(CALL, str(path), got, "an imatrix file, or what `billfish calibrate` writes"))
+    inputs = {}
+    for tensor in entries:
+        name, found, _ = tensor.rpartition(SUMS)
+        if not found:
+            continue
+        if f"{name}{COUNTS}" not in entries:
+            raise DataError(complaint(CALL, name, "sums without counts", "a whole imatrix file"))
+        sums, counts = (_numbers(entries[f"{name}{part}"].read(None, None), name) for part in (SUMS, COUNTS))
+        experts = counts.size
+        if sums.size == 0 or experts == 0 or sums.size % experts:
+            raise DataError(complaint(CALL, name, f"{sums.size} sums for {experts} counts", "K for each"))
+        shape = (experts,) if experts > 1 else ()
+        if not np.isfinite(counts).all() or (counts < 0).any():
+            raise DataError(complaint(CALL, name, "counts that are negative or not finite", "numbers of tokens"))
+        known = InputStatistics(
+            sums.reshape(*shape, -1).astype(np.float64), np.rint(counts).astype(np.int64).reshape(shape)
+        )
+        known.check(name)
+        inputs[name] = known
+    if not inputs:
+        raise DataError(complaint(CALL, str(path), "no sums", "an imatrix file with entries"))
+    statistics = Statistics(inputs, window=_chunk(fields), texts=_texts(fields))
+    statistics.file = files[0]
+    return statistics
+
+
+def _numbers(array: object, name: str) -> Array:
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+        raise DataError(complaint(CALL, name, "sums or counts of another type", "F32"))
+    return array
+
+
+def _chunk(fields: Metadata) -> int:
+    size = fields.get(CHUNK)
+    return size if isinstance(size, int) and size > 0 else 512
+
+
+def _texts(fields: Metadata) -> list[str]:
+    texts = fields.get(TEXTS)
+    return [str(text) for text in texts] if isinstance(texts, list) else []
+
+
+# ---- .dat ---------------------------------------------------------------------------------------------------------
+
+
+def dat_content(statistics: Statistics) -> Iterator[bytes]:
+    """The pieces of a .dat file, matrices by name. Of experts that saw no token, numbers are the mean of the others':
+    the file has no place for their counts."""
+    pairs = [(own, known) for name, known in statistics.items() for own in matrix_names(name)]
+    names = sorted(pairs, key=lambda pair: pair[0])
+    yield struct.pack("<i", len(names))
+    for name, known in names:
+        calls = -(-int(known.counts.max()) // statistics.window)
+        numbers = (known.importance() * np.float32(calls)).ravel()
+        text = name.encode()
+        yield struct.pack(f"<i{len(text)}sii", len(text), text, calls, numbers.size) + numbers.tobytes()
+    text = (statistics.texts[-1] if statistics.texts else "").encode(errors="replace")
+    yield struct.pack(f"<ii{len(text)}s", statistics.tokens // statistics.window, len(text), text)
+
+
+def read_dat(file: MappedFile) -> Statistics:
+    """Statistics from a .dat file. Counts are those of its calls: how many tokens a call has, the file does not say."""
+    data = memoryview(file.view(0, file.size, np.uint8, (file.size,)).data)
+    inputs, at = {}, 0
+
+    def take(size: int) -> memoryview:
+        nonlocal at
+        if size < 0 or at + size > len(data):
+            raise ValueError(f"it ends inside of what it promises, at byte {at} of {len(data)}")
+        at += size
+        return data[at - size : at]
+
+    def number() -> int:
+        return int(struct.unpack("<i", take(4))[0])
+
+    try:
+        count = number()
+        if count < 1:
+            raise ValueError(f"{count} entries")
+        check_count(min(count, len(data) // 12), len(data))
+        for _ in range(count):
+            name = str(take(number()), "utf-8")
+            calls, size = number(), number()
+            if name in inputs or size < 1:
+                raise ValueError(f"{size} numbers for {name!r}" if size < 1 else f"{name!r} a second time")
+            sums = np.frombuffer(take(4 * size), "<f4").astype(np.float64)
+            inputs[name] = InputStatistics(sums, np.array(calls, np.int64))
+        texts = []
+        if at < len(data):
+            number()
+            texts.append(str(take(number()), "utf-8", "replace"))
+    except ValueError as error:  # also of names that are no UTF-8
+        got, takes = f"what is no imatrix file ({error})", "statistics: .safetensors, or llama.cpp's .gguf or .dat"
+        raise DataError(complaint(CALL, str(file.path), got, takes)) from None
+    for name, known in inputs.items():
+        known.check(name)
+    statistics = Statistics(inputs, texts=texts)
+    statistics.file = file
+    return statistics

@@ -1,0 +1,186 @@
+"""Results do not depend on a thread's floating-point mode: `torch.set_flush_denormal(True)` makes subnormals zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from common import assert_same_bits, gaussian, multiply
+
+import billfish as bf
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.core.gated_activation import GATES
+from billfish.core.machine import with_known_floats
+
+if not torch.set_flush_denormal(False):
+    pytest.skip("torch cannot flush subnormals on this machine", allow_module_level=True)
+
+NAMES = ("fp4", "u4", "mxfp4", "nvfp4", "nvfp4_gguf", "q4_0", "q4_1", "q8_0", "q4_k", "q6_k")
+FORMATS = pytest.mark.parametrize("format", NAMES)
+LEVELS = pytest.mark.parametrize("level", _cpu.levels())
+# Weights and x whose scales, products or sums are subnormal: as float16, as float32, or both.
+SMALL = pytest.mark.parametrize("size", [2.0**-20, 2.0**-126])
+
+
+def flushes() -> bool:
+    """Whether this thread does."""
+    return bool(np.float32(2.0**-140) * np.float32(1) == 0)
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """A thread that flushes subnormals, inside and afterwards as before, whatever was called meanwhile."""
+    torch.set_flush_denormal(True)
+    try:
+        assert flushes()
+        yield
+        assert flushes()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not flushes()
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    threads = _cpu.threads()
+    yield
+    _cpu.set_threads(threads)
+    assert not flushes()
+
+
+@FORMATS
+@SMALL
+def test_quantize(format, size):
+    w = gaussian((9, 512)) * np.float32(size)
+    expected = bf.quantize(w, format)
+    with flushing():
+        q = bf.quantize(w, format)
+    for name, values in expected.storage.items():
+        assert_same_bits(np.asarray(q.storage[name]), np.asarray(values))
+
+
+@FORMATS
+@SMALL
+@LEVELS
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dequantize(format, size, level, dtype, monkeypatch):
+    monkeypatch.setattr(BACKENDS["cpu"], "level", level)
+    q = bf.quantize(gaussian((9, 512)) * np.float32(size), format)
+    expected = bf.dequantize(q, dtype, backend="reference")
+    for threads in (1, 3):
+        with flushing():
+            _cpu.set_threads(threads)
+            got = bf.dequantize(q, dtype)
+            reference = bf.dequantize(q, dtype, backend="reference")
+        assert_same_bits(got, expected)
+        assert_same_bits(reference, expected)
+
+
+@FORMATS
+@SMALL
+@LEVELS
+@pytest.mark.parametrize("activations", ["exact", "q8", "q16"])
+def test_products(format, size, level, activations):
+    backend = CpuBackend()
+    backend.level = level
+    q = bf.quantize(gaussian((33, 512)) * np.float32(size), format)
+    packed = backend.pack(q)
+    _cpu.set_threads(1)
+    for m in (1, 9):
+        x = gaussian((m, 512), m)
+        for values in (x, x * np.float32(2.0**100), x * np.float32(2.0**-130)):
+            expected = multiply(backend, values, packed, None, activations)
+            for threads in (1, 3):
+                with flushing():
+                    _cpu.set_threads(threads)  # threads that are born flushing
+                    repacked = backend.pack(bf.QuantizedTensor.from_storage(q.format, dict(q.storage), q.group_size))
+                    got = multiply(backend, values, repacked, None, activations)
+                assert_same_bits(got, expected)
+                assert_same_bits(multiply(backend, values, packed, None, activations), expected)
+            _cpu.set_threads(1)
+
+
+@LEVELS
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(np.float32, 2.0**-130), (np.float16, 2.0**-18), (ml_dtypes.bfloat16, 2.0**-130)]
+)
+def test_products_with_plain_weights(level, dtype, size):
+    """Weights that are subnormal in their own type."""
+    backend = CpuBackend()
+    backend.level = level
+    packed = backend.pack_all([(gaussian((33, 300)) * np.float32(size)).astype(dtype)])[0]
+    for m in (1, 9):
+        x = gaussian((m, 300), m)
+        _cpu.set_threads(1)
+        expected = multiply(backend, x, packed)
+        assert np.abs(expected).min() > 0
+        for threads in (1, 3):
+            with flushing():
+                _cpu.set_threads(threads)  # threads that are born flushing
+                got = multiply(backend, x, packed)
+            assert_same_bits(got, expected)
+
+
+@LEVELS
+@pytest.mark.parametrize("threads", [1, 3])
+def test_decoder(level, threads):
+    hidden, head_size, rows = 64, 32, 5
+    backend = CpuBackend()
+    backend.level = level
+    ones = np.ones(hidden, np.float32)
+
+    def matrix(n: int, k: int) -> tuple[object, np.ndarray, None, None]:
+        packed = backend.pack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
+        return packed.description, packed.data, None, None
+
+    decoder = _cpu.Decoder(
+        level=level,
+        hidden=hidden,
+        heads=2,
+        kv_heads=1,
+        head_size=head_size,
+        feed_forward=hidden,
+        epsilon=1e-6,
+        query_scale=head_size**-0.5,
+        residual_scale=1.0,
+        attention_cap=0.0,
+        logit_cap=0.0,
+        adjacent=False,
+        gate=GATES.index("silu"),
+        joint_norms=False,
+        rotations=[([0.1] * (head_size // 2), 1.0)],
+    )
+    sizes = (hidden, head_size, head_size, hidden, hidden, hidden, hidden)
+    decoder.add_layer([ones, ones, *[None] * 5], 0, 0, [matrix(n, hidden) for n in sizes], None)
+    decoder.set_head(ones, matrix(100, hidden))
+    x = gaussian((rows, hidden)) * np.float32(2.0**-130)
+
+    def results() -> list[np.ndarray]:
+        keys, values = (np.zeros((1, 1, 1, _cpu.CACHE_BLOCK * head_size), np.float32) for _ in range(2))
+        logits, through = np.empty((rows, 100), np.float32), x.copy()
+        decoder.finish(x, 0, logits)
+        decoder.run(through, [(keys, values, 0, rows)], 0)
+        return [logits, through, keys, values]
+
+    _cpu.set_threads(1)
+    expected = results()
+    assert all(np.abs(values).max() > 0 for values in expected)
+    with flushing():
+        _cpu.set_threads(threads)
+        got = results()
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_the_mode_is_restored_after_an_error():
+    def fail() -> None:
+        assert not flushes()
+        raise RuntimeError
+
+    with flushing(), pytest.raises(RuntimeError):
+        with_known_floats(fail)()

@@ -1,0 +1,123 @@
+"""ISA levels: no two share a function, and those of x86 run on any machine, compiled against emulated instructions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from build_cache import kept
+
+import billfish.backends.cpu
+from billfish.backends.cpu import _cpu
+
+SOURCES = Path(billfish.backends.cpu.__file__).parent
+BUILD = Path(__file__).parents[3] / "build"
+EMULATED = Path(__file__).parents[2] / "support" / "emulated"
+FLAGS = ["-std=c++17", "-O0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", f"-I{SOURCES}"]
+
+
+def sources() -> list[tuple[str, str]]:
+    """All that the program is made of, and more."""
+    files = [path for folder in (SOURCES, EMULATED) for path in folder.rglob("*") if path.suffix in (".h", ".cpp")]
+    return sorted((str(path), path.read_text()) for path in files)
+
+
+@pytest.fixture
+def compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if found is None:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+def of_level(name: str, header: str) -> list[str]:
+    return [f"-DBILLFISH_ISA={name}", f'-DBILLFISH_SIMD="{header}"']
+
+
+@pytest.mark.parametrize("level", ["avx2", "avx_vnni"])
+def test_sums_of_blocks_are_exact(compiler, level):
+    """Sums of 16 bits do not overflow, whatever codes and x are."""
+    flags = [*FLAGS, f"-I{EMULATED}", *of_level(level, f"simd/{level}.h")]
+    command = [compiler, *flags, str(EMULATED / "compare_sums.cpp")]
+
+    def build(program: Path) -> None:
+        subprocess.run([*command, "-o", str(program)], check=True)
+
+    program = kept(f"compare-sums-{level}", (command, sources()), build)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("sums, 0 wrong\n")
+
+
+def test_emulated_instructions_are_all_that_avx512_needs(compiler):
+    """Quick, so that a machine with AVX-512 finds out, too."""
+    flags = [*FLAGS, f"-I{EMULATED}", *of_level("avx512_vnni", "simd/avx512.h"), "-fsyntax-only"]
+    result = subprocess.run([compiler, *flags, str(SOURCES / "level/level.cpp")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
+def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
+    def compile_to(name: str, source: Path, *more: str) -> str:
+        out = str(tmp_path / name)
+        result = subprocess.run([compiler, *FLAGS, *more, "-c", str(source), "-o", out], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return out
+
+    def level(name: str, header: str, *more: str) -> str:
+        return compile_to(f"{name}.o", SOURCES / "level/level.cpp", *of_level(name, header), *more)
+
+    def build(program: Path) -> None:
+        jobs = [
+            lambda: level("portable", "simd/portable.h"),
+            lambda: level("avx512_vnni", "simd/avx512.h", f"-I{EMULATED}"),
+            lambda: compile_to("compare.o", EMULATED / "compare_levels.cpp"),
+            lambda: compile_to("threads.o", SOURCES / "threads/threads.cpp"),
+            lambda: compile_to("cores.o", SOURCES / "threads/cores.cpp"),
+            lambda: compile_to("openmp.o", SOURCES / "threads/openmp.cpp"),
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda job: job(), jobs))
+        subprocess.run([compiler, *objects, "-pthread", "-ldl", "-o", str(program)], check=True)
+
+    program = kept("compare-levels", (compiler, FLAGS, sources()), build)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("products, 0 differ\n")
+
+
+def when_linked(objects: Path) -> float:
+    return max((module.stat().st_mtime for module in objects.parent.glob("_cpu*")), default=0)
+
+
+def exported(program: str, objects: list[str]) -> list[str]:
+    """The weak symbols of object files. Functions, templates and variables that are `inline` become such."""
+    listing = subprocess.run(
+        [program, "--demangle", "--defined-only", *objects], capture_output=True, text=True, check=True
+    )
+    symbols = (line.split(maxsplit=2) for line in listing.stdout.splitlines())
+    return [symbol[2] for symbol in symbols if len(symbol) == 3 and symbol[1] in "uVvWw"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="weak symbols as ELF has them")
+def test_levels_share_no_weak_symbols():
+    """The linker keeps one of all weak symbols of a name. Were it that of avx512_vnni, other levels would run it on
+    machines that cannot. So what a level exports is in its namespace; see simd/room.h."""
+    if not BUILD.exists():
+        pytest.skip("not compiled in this folder")
+    builds = sorted(BUILD.glob("*/level_objects.txt"), key=when_linked)
+    assert builds, "these were compiled before CMake wrote that list: compile again"
+    levels = [line.split(":") for line in builds[-1].read_text().splitlines()]  # others may be of older sources
+    assert {name for name, *_ in levels} >= set(_cpu.levels())
+    program = shutil.which("nm")
+    assert program is not None, "nm comes with the compiler that compiled the objects"
+    for name, *objects in levels:
+        symbols = exported(program, objects)
+        outside = [symbol for symbol in symbols if f"{name}::" not in symbol]
+        assert not outside, f"level {name}: {outside}"
+        assert symbols, "templates of kernels are such"

@@ -1,0 +1,301 @@
+"""The thread pool: how many threads there are, where none can be started, and at the end of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import billfish as bf
+from billfish.backends.cpu import _cpu
+from billfish.core.machine import available_cores
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux has /proc and limits of address space")
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> None:
+    """Runs code in a process of its own, where OMP_NUM_THREADS is as `environment` says; fails if it does, or hangs."""
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Its argument: how many MiB there are for stacks of threads, of which 1023 are wanted.
+WITHOUT_THREADS = """
+import os, resource, sys, time
+import numpy as np
+import billfish as bf
+
+def helpers():
+    return len(os.listdir("/proc/self/task")) - before
+
+w = np.random.default_rng(1).standard_normal((256, 256), np.float32)  # one slice, for which Python starts no thread
+q = bf.quantize(w, "q4_0")
+x = np.ones((4, 256), np.float32)
+bf.set_threads(1)
+expected = bf.quantized_linear(x, q, activations="q8")
+before = len(os.listdir("/proc/self/task"))
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+pages = int(open("/proc/self/statm").read().split()[0])
+room = int(sys.argv[1]) << 20
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, hard))
+bf.set_threads(1024)
+assert np.array_equal(bf.quantized_linear(x, q, activations="q8"), expected)
+started = helpers()
+assert started < 200, started
+resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert np.array_equal(bf.quantized_linear(x, q, activations="q8"), expected)
+assert helpers() == started, "asked again at a product"
+bf.set_threads(3)
+assert np.array_equal(bf.quantized_linear(x, q, activations="q8"), expected)
+deadline = time.monotonic() + 60
+while helpers() != 2:  # a thread that has ended is listed for a moment more
+    assert time.monotonic() < deadline, helpers()
+    time.sleep(0.01)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("megabytes", [1, 100])
+def test_goes_on_with_the_threads_that_start(megabytes):
+    run_python(WITHOUT_THREADS, str(megabytes))
+
+
+DAEMONS = """
+import threading
+import numpy as np
+import billfish as bf
+
+q = bf.quantize(np.ones((2048, 1024), np.float32), "q4_0")
+x = np.ones((8, 1024), np.float32)
+bf.set_threads(4)
+started = threading.Barrier(4)
+
+def multiply():
+    started.wait()
+    while True:
+        bf.quantized_linear(x, q, activations="q8")
+
+for _ in range(3):
+    threading.Thread(target=multiply, daemon=True).start()
+started.wait()
+bf.quantized_linear(x, q, activations="q8")
+"""
+
+
+@pytest.mark.parametrize("_", range(4))
+def test_the_process_ends_while_daemon_threads_multiply(_):
+    run_python(DAEMONS)
+
+
+# In a process of its own: there is no way back from torch's threads.
+WITH_TORCH = """
+import os, threading, time
+import numpy as np
+import torch
+import billfish as bf
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.torch_threads import share_torch_threads
+
+def threads_of_process():
+    return len(os.listdir("/proc/self/task"))
+
+rng = np.random.default_rng(1)
+x = rng.standard_normal((9, 512), np.float32)
+cases = [(bf.quantize(rng.standard_normal((300, 512), np.float32), name), how)
+         for name in ("q4_0", "mxfp4", "q6_k", "u4b8") for how in ("q8", "q16", "exact")]
+bf.set_threads(3)
+expected = [bf.quantized_linear(x, q, activations=how) for q, how in cases]
+
+def check():
+    for (q, how), y in zip(cases, expected):
+        found = bf.quantized_linear(torch.from_numpy(x), q, activations=how).numpy()
+        assert np.array_equal(found.view(np.uint32), y.view(np.uint32)), (q.format.name, how)
+
+torch.set_num_threads(2)
+torch.ones(1 << 20).exp()  # torch starts its threads
+before = threads_of_process()
+check()
+assert share_torch_threads()
+deadline = time.monotonic() + 60
+while threads_of_process() != before - 2:  # our own have ended, and none has come; an ended one is listed for a moment
+    assert time.monotonic() < deadline, (before, threads_of_process())
+    time.sleep(0.01)
+for torch_threads, ours in ((2, 2), (3, 2), (2, 5), (4, 1)):
+    torch.set_num_threads(torch_threads)
+    bf.set_threads(ours)
+    check()
+torch.set_num_threads(1)
+bf.set_threads(6)
+check()
+assert threads_of_process() >= before + 2, "torch has one thread, and we have six"
+torch.set_num_threads(2)
+bf.set_threads(2)
+torch.set_flush_denormal(True)
+check()
+many = [threading.Thread(target=check) for _ in range(4)]
+for thread in many:
+    thread.start()
+for thread in many:
+    thread.join()
+child = os.fork()  # OpenMP has no threads there, and would wait for them
+if child == 0:
+    y = bf.quantized_linear(x, cases[0][0], activations="q8")
+    os._exit(0 if np.array_equal(y, expected[0]) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@LINUX
+def test_torch_and_we_share_threads():
+    run_python(WITH_TORCH)
+
+
+@LINUX
+def test_who_has_no_openmp_shares_nothing():
+    assert not _cpu.share_threads_of("/nowhere/libtorch_cpu.so")
+    assert not _cpu.share_threads_of(_cpu.__file__)
+
+
+CHANGES = """
+import os
+import billfish as bf
+from billfish.backends.cpu import _cpu
+from billfish.core.machine import available_cores
+
+assert _cpu.threads() == available_cores() == 3
+os.environ["OMP_NUM_THREADS"] = "5"
+assert _cpu.threads() == available_cores() == 3
+child = os.fork()
+if child == 0:
+    os._exit(0 if _cpu.threads() == available_cores() == 5 else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert _cpu.threads() == 3
+bf.set_threads(7)
+assert (_cpu.threads(), available_cores()) == (7, 3)
+bf.set_threads(0)
+assert _cpu.threads() == available_cores() == 5
+for count, text in [(2, "2,4"), (1024, "1000000")]:
+    os.environ["OMP_NUM_THREADS"] = text
+    bf.set_threads(0)
+    assert _cpu.threads() == count
+for text in ["", "0", "-1", "many"]:
+    os.environ["OMP_NUM_THREADS"] = text
+    bf.set_threads(0)
+    assert _cpu.threads() == _cpu.available_cores("")
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    bf.set_threads(0)
+    assert _cpu.threads() == available_cores() == 1
+"""
+
+
+def test_changed_defaults_are_seen_after_a_fork_and_by_set_threads():
+    run_python(CHANGES, OMP_NUM_THREADS="3")
+
+
+V1 = "30 23 0:26 {group} /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
+MEMORY = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+V2 = "29 23 0:25 {group} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+CPU = "sys/fs/cgroup/cpu,cpuacct"
+ALL = "sys/fs/cgroup"
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+
+# name: (lines of mountinfo, lines of /proc/self/cgroup, files, cores)
+CGROUPS = {
+    "nothing is mounted": ("", "0::/\n", {}, 0),
+    "no /proc": (None, None, {f"{ALL}/cpu.max": "100000 100000"}, 0),
+    "v2": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "200000 100000\n"}, 2),
+    "v2, rounded up": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "250001 100000\n"}, 3),
+    "v2, less than one core": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "1000 100000\n"}, 1),
+    "v2, no limit": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "max 100000\n"}, 0),
+    "v2, the limit of a parent": (
+        V2.format(group="/"),
+        "0::/a/b/c\n",
+        {
+            f"{ALL}/a/cpu.max": "300000 100000",
+            f"{ALL}/a/b/cpu.max": "max 100000",
+            f"{ALL}/a/b/c/cpu.max": "800000 100000",
+        },
+        3,
+    ),
+    "v2, a namespace's own root": (V2.format(group="/"), "0::/\n", {f"{ALL}/cpu.max": "400000 100000"}, 4),
+    "v2, a container's group": (V2.format(group="/box"), "0::/box\n", {f"{ALL}/cpu.max": "400000 100000"}, 4),
+    "v2, below it": (
+        V2.format(group="/box"),
+        "0::/box/a\n",
+        {f"{ALL}/cpu.max": "400000 100000", f"{ALL}/a/cpu.max": "100000 100000"},
+        1,
+    ),
+    "v2, a group elsewhere": (V2.format(group="/box"), "0::/boxer/a\n", {f"{ALL}/cpu.max": "400000 100000"}, 4),
+    "v2, nonsense": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "lots of it\n"}, 0),
+    "v2, no period": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "200000"}, 0),
+    "v2, a period of zero": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "200000 0"}, 0),
+    "v2, empty": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": ""}, 0),
+    "v2, more than any machine has": (V2.format(group="/"), "0::/a\n", {f"{ALL}/a/cpu.max": "1e300 1"}, 0),
+    "v1": (
+        V1.format(group="/"),
+        "4:cpu,cpuacct:/a\n",
+        {f"{CPU}/a/{QUOTA}": "150000\n", f"{CPU}/a/{PERIOD}": "50000\n"},
+        3,
+    ),
+    "v1, no limit": (
+        V1.format(group="/"),
+        "4:cpu,cpuacct:/a\n",
+        {f"{CPU}/a/{QUOTA}": "-1\n", f"{CPU}/a/{PERIOD}": "100000\n"},
+        0,
+    ),
+    "v1, a parent and another controller": (
+        MEMORY + V1.format(group="/"),
+        "5:memory:/m\n4:cpu,cpuacct:/a/b\n0::/\n",
+        {
+            f"{CPU}/a/{QUOTA}": "100000",
+            f"{CPU}/a/{PERIOD}": "100000",
+            f"{CPU}/a/b/{QUOTA}": "200000",
+            f"{CPU}/a/b/{PERIOD}": "100000",
+            "sys/fs/cgroup/memory/m/cpu.max": "1 1",
+        },
+        1,
+    ),
+    "v1, a container's group": (
+        V1.format(group="/docker/0a"),
+        "4:cpu,cpuacct:/docker/0a\n",
+        {f"{CPU}/{QUOTA}": "200000", f"{CPU}/{PERIOD}": "100000"},
+        2,
+    ),
+    "v1 and v2": (
+        V1.format(group="/") + V2.format(group="/"),
+        "4:cpu:/a\n0::/a\n",
+        {f"{CPU}/a/{QUOTA}": "600000", f"{CPU}/a/{PERIOD}": "100000", f"{ALL}/a/cpu.max": "500000 100000"},
+        5,
+    ),
+    "lines of nonsense": ("\n-\n1 2 3\n - \n - cgroup2\n", ":\n4\n0:\n", {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", CGROUPS)
+def test_cpu_quota_of_cgroups(tmp_path: Path, name: str) -> None:
+    mounts, groups, files, cores = CGROUPS[name]
+    texts = dict(files)
+    if mounts is not None:
+        texts |= {"proc/self/mountinfo": mounts, "proc/self/cgroup": groups}
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert _cpu.quota_cores(str(tmp_path)) == cores
+    assert _cpu.available_cores(str(tmp_path)) <= (cores or 1 << 20)
+    if cores == 1:
+        assert _cpu.available_cores(str(tmp_path)) == 1
+
+
+def test_rows_are_sliced_for_as_many_threads_as_kernels_have_by_default():
+    before = _cpu.threads()
+    try:
+        bf.set_threads(0)
+        assert available_cores() == _cpu.threads()
+    finally:
+        _cpu.set_threads(before)

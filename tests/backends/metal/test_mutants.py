@@ -1,0 +1,111 @@
+"""Our own kernels with one line taken out or changed: what is said of them when they are whole is not said of these."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from common import gaussian
+from emulator_support import ORDERS
+from metal_support import quantized
+
+from billfish.backends import emulator
+from billfish.backends.metal import Kernels, bridge, lay_out
+from billfish.backends.metal.layout import lay_out_experts
+
+BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^)]*\);")
+# Each file with barriers, and a kernel that comes to all of them.
+BARRIERS = {
+    "matvec.metal": "gemv",
+    "tiles.metal": "fused",
+    "gemm_experts.metal": "gemm_experts",
+}
+# Each test of a bound: what becomes of it.
+BOUNDS = [
+    ("gemv", "matvec.metal", "if (left >= COUNT)", "if (true)"),
+    ("gemv", "matvec.metal", "i < left ? from[i] : T(0)", "from[i]"),
+    ("gemv", "matvec.metal", "group * group_runs < w.runs()", "group * group_runs < w.runs() + 64"),
+    ("gemv", "matvec.metal", "i < m * PANEL", "i < 8 * PANEL"),
+    ("gemv", "matvec.metal", "if (column < n)", "if (true)"),
+    ("gemv", "matvec.metal", "rows[r] = x + (min(r, m - 1) * w.k", "rows[r] = x + (r * w.k"),
+    ("gemm", "tiles.metal", "return row < m;", "return true;"),
+    ("fused", "tiles.metal", "full && left >= 8", "full"),
+    ("gemm", "tiles.metal", "source >= 0 && skipped < left", "skipped < left"),
+    ("gemm", "tiles.metal", "source >= 0 && skipped < left", "source >= 0"),
+    ("gemm", "tiles.metal", "panel < w.panels()", "true"),
+    ("gemm", "tiles.metal", "if (column >= n) continue;", ""),
+    ("striped", "reduce.metal", "if (i < count)", ""),
+    ("striped", "gemm_striped.metal", "min(begin + length, w.runs())", "begin + length"),
+    ("gemv_experts", "gemv_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("gemv_experts", "gemv_experts.metal", "panel * PANEL + lane < n", "true"),
+    ("gemm_experts", "gemm_experts.metal", "expert < uint(codes_shape[0])", "true"),
+    ("gemm_experts", "gemm_experts.metal", "min(row0 + share, choices[0])", "row0 + share"),
+    ("gemm_experts", "experts.metal", "at >= begin && at < end", "at >= begin"),
+    ("dequantize", "dequantize.metal", "run < w.runs() && column < n", "column < n"),
+    ("dequantize", "dequantize.metal", "run < w.runs() && column < n", "run < w.runs()"),
+    ("dequantize", "dequantize.metal", "if (at < k)", ""),
+]
+
+
+def barriers(file: str) -> list[re.Match[str]]:
+    return list(BARRIER.finditer((bridge.FOLDER / file).read_text()))
+
+
+def faults(kernel: str, file: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[emulator.KernelFault]:
+    """What checked launches in the three orders report when `file` has this text."""
+    whole = bridge.source
+    monkeypatch.setattr(bridge, "source", lambda name: text if name == file else whole(name))
+    if file == "reduce.metal":
+        monkeypatch.setitem(bridge.REDUCE, "source", text)
+    kernels = Kernels(emulator.metal_kernel)
+    w = lay_out(quantized("u4", 70, 520, 32))
+    x = gaussian(({"gemv": 7, "fused": 64}.get(kernel, 66), 520)).astype(np.float16)
+    found = []
+
+    def run() -> None:
+        if kernel == "dequantize":
+            kernels.dequantize(w, x.dtype)
+        elif kernel in bridge.EXPERT_PRODUCTS:  # 70 choices, of 3 experts and of one that is not in the stack
+            stack = lay_out_experts([quantized("u4", 70, 520, 32, seed) for seed in range(3)])
+            kernels.multiply_experts(x[:35], stack, np.arange(70) * 7 % 4, None, kernel=kernel)
+        else:
+            kernels.multiply(x, w, None, kernel)
+
+    for order in ORDERS:
+        with emulator.options(check=True, order=order):
+            try:
+                run()
+            except emulator.KernelFault as fault:
+                found.append(fault)
+    return found
+
+
+def test_all_barriers_are_here() -> None:
+    files = {path.name for path in bridge.FOLDER.glob("*.metal")}
+    assert {file for file in files if barriers(file)} == set(BARRIERS)
+
+
+@pytest.mark.parametrize("kernel", sorted(set(BARRIERS.values())))
+def test_whole_kernels_report_nothing(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert faults(kernel, "", "", monkeypatch) == []
+
+
+@pytest.mark.parametrize(("file", "which"), [(file, i) for file in BARRIERS for i in range(len(barriers(file)))])
+def test_every_barrier_is_missed(file: str, which: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = barriers(file)[which]
+    text = barrier.string[: barrier.start()] + barrier.string[barrier.end() :]
+    found = faults(BARRIERS[file], file, text, monkeypatch)
+    assert {fault.kind for fault in found} & {"race", "uninitialised"}
+    assert all(fault.site is not None and fault.buffer is not None for fault in found)
+
+
+@pytest.mark.parametrize(("kernel", "file", "bound", "instead"), BOUNDS)
+def test_every_bound_is_missed(
+    kernel: str, file: str, bound: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (bridge.FOLDER / file).read_text()
+    assert text.count(bound) == 1
+    found = faults(kernel, file, text.replace(bound, instead), monkeypatch)
+    assert found
+    assert {fault.kind for fault in found} <= {"out-of-bounds", "cross-threadgroup", "race", "uninitialised"}

@@ -1,0 +1,87 @@
+"""benchmarks/llm_speed.py and its contenders, on a tiny model: what is timed, and what becomes of records."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from llm_models import Small, write_model
+
+from benchmarks import llm_contenders, llm_speed, llm_tables
+from billfish.llm import load
+
+TOKENS = np.random.default_rng(0).integers(4, 260, 96).tolist()
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    write_model(path, Small(layers=1, heads=2, kv_heads=1, head_size=16, context=256))
+    return llm_contenders.Ours(load(path), "exact", 128)
+
+
+def test_a_text_goes_on_where_it_was_cut(ours):
+    ours.forget(0)
+    ours.feed(TOKENS)
+    ours.forget(40)
+    ours.step([7])
+    assert ours._caches[0].tokens == [*TOKENS[:40], 7]
+
+
+def test_streams_have_a_text_each(ours):
+    ours.forget(0)
+    for step in range(3):
+        ours.step(TOKENS[4 * step : 4 * step + 4])
+    assert [cache.tokens for cache in ours._caches[:5]] == [*(TOKENS[i:12:4] for i in range(4)), []]
+
+
+def test_the_first_text_has_room_for_the_longest_context(ours):
+    """Otherwise growing it would be timed with the tokens after it."""
+    ours.forget(0)
+    keys = ours._caches[0].keys
+    ours.feed(TOKENS)
+    ours.step([1])
+    assert ours._caches[0].keys is keys
+
+
+def test_timings_count_all_tokens(ours, monkeypatch):
+    monkeypatch.setattr(llm_speed, "LONG_PROMPT", 96)
+    monkeypatch.setattr(llm_speed, "CONTEXTS", (64, 32))
+    monkeypatch.setattr(llm_speed, "STREAMS", (1, 2))
+    monkeypatch.setattr(llm_speed, "TOKENS", 8)
+    long = [timing[:2] for timing in llm_speed.long_texts(ours, TOKENS)]
+    assert long == [("prompt of 96", 96), ("generation after 64", 8), ("generation after 32", 8)]
+    assert ours._caches[0].tokens == [*TOKENS[:32], *TOKENS[:8]]
+    many = [timing[:2] for timing in llm_speed.many_texts(ours, TOKENS)]
+    assert many == [("streams: 1", 8), ("streams: 2", 16)]
+    assert [len(cache.tokens) for cache in ours._caches[:3]] == [8, 8, 0]
+
+
+def results(peers, **seconds):
+    records = [
+        {"what": "generation", "who": who, "tokens": 128, "seconds": s, "rounds": 1} for who, s in seconds.items()
+    ]
+    about = {"cpu": "a CPU", "threads": 2, "peers": {name: {"version": f"{name} 1", "date": "today"} for name in peers}}
+    return {"about": about, "records": records}
+
+
+def test_a_peer_that_is_not_measured_keeps_its_records():
+    old = results(["llama.cpp", "ik_llama.cpp"], **{"llama.cpp": 2.0, "ik_llama.cpp": 1.5, "billfish q8": 1.0})
+    new = results(["ik_llama.cpp"], **{"ik_llama.cpp": 1.0, "billfish q8": 0.5})
+    both = llm_speed.merged(old, new)
+    assert {record["who"]: record["seconds"] for record in both["records"]} == {
+        "llama.cpp": 2.0,
+        "ik_llama.cpp": 1.0,
+        "billfish q8": 0.5,
+    }
+    assert set(both["about"]["peers"]) == {"llama.cpp", "ik_llama.cpp"}
+    assert llm_tables.speed(both, ["generation"]).splitlines()[-2:] == [
+        "| 128 tokens, empty context | 64 tok/s | 128 tok/s | 256 tok/s (2.00) |  |  |",
+        "",
+    ]
+
+
+def test_medians_are_recorded():
+    (record,) = llm_speed.records_of({("generation", "billfish q8", 128): [3.0, 1.0, 2.0]})
+    assert (record["seconds"], record["rounds"]) == (2.0, 3)
+    (line,) = llm_speed.lines([record])
+    assert "64.0 tok/s" in line

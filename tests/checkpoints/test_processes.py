@@ -1,0 +1,163 @@
+"""Processes that write one output at the same time, and processes that are killed: real ones."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from attack.kills import kills
+from attack.races import races
+from writer_worker import ask, contents, output
+
+import billfish as bf
+from billfish.checkpoints.write import lock
+from billfish.checkpoints.write.engine import write
+from billfish.checkpoints.write.lock import Busy, only_writer
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks and signals as POSIX has them")
+
+
+def test_one_of_several_wins_and_the_others_say_who():
+    """`make attack` has 500 rounds."""
+    row = races(12, seed=1)
+    assert row.failures == []
+    assert (row.cases, row.accepted) == (12, 12)
+    assert row.refused > 12  # in some rounds there are three
+
+
+@pytest.mark.parametrize("earlier", ["", "s", "other"])
+def test_killed_at_every_call_the_next_run_ends_with_the_same_bytes(tmp_path, earlier):
+    """A first run, one that goes on with what an earlier one left, and one that removes it."""
+    (tmp_path / "whole").mkdir()
+    write("convert", tmp_path / "whole" / "out", output())
+    expected = contents(tmp_path / "whole")
+    (tmp_path / "killed").mkdir()
+    rounds = ask("kill-at-every-call", tmp_path / "killed", earlier)
+    assert all(found == expected for _, found in rounds)
+    statuses = [status for status, _ in rounds]
+    assert statuses.pop() == [0, 0]  # it was not killed any more
+    while statuses[-1] == [-signal.SIGKILL, 3]:  # all was done and OUT.partial gone: the next run says that OUT exists
+        statuses.pop()
+    assert statuses == [[-signal.SIGKILL, 0]] * len(statuses)
+    assert len(statuses) > 8
+
+
+def test_ended_at_random_the_last_run_ends_with_the_same_bytes():
+    """`make attack` has 200 signals."""
+    row = kills(12, seed=1)
+    assert row.failures == []
+    assert row.cases >= 12
+    assert row.accepted > 0
+
+
+# ---- the lock -----------------------------------------------------------------------------------------------------
+
+
+def test_the_second_is_told_who_has_it(tmp_path):
+    with only_writer("quantize", tmp_path / "out"):
+        before = contents(tmp_path)
+        with pytest.raises(Busy, match=rf"process {os.getpid()} \(quantize\) is writing; takes one that nobody else"):
+            write("convert", tmp_path / "out", output())
+        assert contents(tmp_path) == before
+        write("convert", tmp_path / "elsewhere", output())
+    write("convert", tmp_path / "out", output())
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "out"]
+
+
+@pytest.mark.parametrize("earlier", ["", "killed"])
+def test_the_second_waits_until_the_first_says_who_it_is(tmp_path, monkeypatch, earlier):
+    """Between taking the lock and writing who has it there is a moment. A killed holder's record may be there then."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    record = {"billfish": "lock", "pid": ended.pid, "call": "convert", "scratch": ""}
+    path = lock.lock_path(tmp_path / "out")
+    path.write_text(json.dumps(record) if earlier else "")
+    reads = iter([None, None, lambda: path.write_text(json.dumps(record | {"pid": os.getpid(), "call": "save"}))])
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: (next(reads, None) or (lambda: None))())
+    with path.open("r+b") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(Busy, match=rf"process {os.getpid()} \(save\) is writing"):
+            write("convert", tmp_path / "out", output())
+
+
+def test_a_lock_file_that_is_removed_before_it_is_locked_is_not_enough(tmp_path, monkeypatch):
+    """Its holder came to the end between our opening and our locking: another might have made a new one by now."""
+    locks = []
+
+    def late(file):
+        locks.append(os.fstat(file.fileno()).st_ino)
+        if len(locks) < 3:
+            lock.lock_path(tmp_path / "out").unlink()
+        if len(locks) == 2:
+            lock.lock_path(tmp_path / "out").touch()
+        return original(file)
+
+    original = lock._lock
+    monkeypatch.setattr(lock, "_lock", late)
+    with only_writer("convert", tmp_path / "out"):
+        assert len(locks) == 3
+        assert lock.lock_path(tmp_path / "out").stat().st_ino == locks[-1]
+    assert os.listdir(tmp_path) == []
+
+
+RECORD = {"billfish": "lock", "pid": 1, "call": "convert", "scratch": "s"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("mine", "{}", '{"billfish": "lock"}', "[1]", "[" * 9000, '"' + "x" * 20_000, "9" * 9000),
+        *(json.dumps(RECORD | change) for change in ({"pid": "1"}, {"pid": -1}, {"call": []}, {"scratch": None})),
+    ],
+)
+def test_a_lock_file_of_somebody_else_is_left_alone(tmp_path, content):
+    path = lock.lock_path(tmp_path / "out")
+    path.write_text(content)
+    with pytest.raises(bf.CheckpointError, match=r"\.out\.billfish-lock: got a file that is not ours; takes .* move"):
+        write("convert", tmp_path / "out", output())
+    assert path.read_text() == content
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "mine").touch()
+    lock.lock_path(tmp_path / "out").symlink_to("mine")
+    with pytest.raises(bf.CheckpointError, match="billfish-lock"):
+        write("convert", tmp_path / "out", output())
+    assert (tmp_path / "mine").read_bytes() == b""
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_lock_file_cannot_make_us_remove_another_folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    record = {"billfish": "lock", "pid": 1, "call": "convert", "scratch": "mine"}
+    lock.lock_path(tmp_path / "out").write_text(json.dumps(record))
+    write("convert", tmp_path / "out", output())
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_the_scratch_folder_of_a_killed_holder_is_removed(tmp_path):
+    scratch = f".out.billfish-{'0' * 32}"
+    (tmp_path / scratch).mkdir()
+    (tmp_path / scratch / "plan.json").touch()
+    lock.lock_path(tmp_path / "out").write_text(
+        json.dumps(RECORD | {"scratch": scratch}) + "\nthe rest of a longer one"
+    )
+    write("convert", tmp_path / "out", output())
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch):
+    def unsupported(file, operation):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.warns(UserWarning, match="no locks on this file system"):
+        write("convert", tmp_path / "out", output())
+    assert os.listdir(tmp_path) == ["out"]

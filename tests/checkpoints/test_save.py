@@ -1,0 +1,317 @@
+"""bf.save: tensors and models from memory to files, read back bit for bit; and the file of one quantized tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+import torch
+from checkpoint_folders import CONFIG
+from common import assert_same_bits, gaussian, options_of, random_storage
+
+import billfish as bf
+from billfish.checkpoints.write import engine
+from billfish.core.arrays import bfloat16
+
+
+def assert_same_tensor(actual: bf.QuantizedTensor, expected: bf.QuantizedTensor) -> None:
+    assert (actual.format, actual.shape, actual.group_size) == (expected.format, expected.shape, expected.group_size)
+    assert actual.storage.keys() == expected.storage.keys()
+    for name, array in expected.storage.items():
+        assert actual.storage[name].dtype == array.dtype
+        assert actual.storage[name].tobytes() == array.tobytes()
+    assert (actual.permutation is None) == (expected.permutation is None)
+    if expected.permutation is not None:
+        assert np.array_equal(actual.permutation, expected.permutation)
+
+
+# ---- one tensor ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", bf.FORMATS)
+def test_a_tensor_in_a_file(tmp_path, format):
+    """Every format, with every option, group size and scale type that storage may have, with and without act-order."""
+    known = bf.FORMATS[format]
+    groups = [*known.group_sizes, *([-1] if known.whole_row_groups else [])]
+    tensors = [
+        bf.quantize(gaussian((24, 512)), format, group_size=group, method="rtn", **options)
+        for group in groups
+        for options in options_of(known)
+    ]
+    tensors.append(bf.QuantizedTensor.from_storage(known, random_storage(known, 24, 512, np.random.default_rng(0))))
+    order = np.random.default_rng(1).permutation(512)
+    tensors.append(bf.QuantizedTensor.from_storage(known, tensors[0].storage, groups[0], permutation=order))
+    for scales in (part for part in known.parts({}) if part.axes and not part.like):
+        for dtype in scales.dtypes[1:]:
+            wider = {
+                part.name: array.astype(dtype) if scales.name in (part.name, part.like) else array
+                for part, array in zip(known.parts({}), tensors[0].storage.values(), strict=True)
+            }
+            tensors.append(bf.QuantizedTensor.from_storage(known, wider, groups[0]))
+    for i, tensor in enumerate(tensors):
+        tensor.save(tmp_path / f"{i}.safetensors")
+        assert_same_tensor(bf.QuantizedTensor.load(tmp_path / f"{i}.safetensors"), tensor)
+    assert sorted(os.listdir(tmp_path)) == sorted(f"{i}.safetensors" for i in range(len(tensors)))
+
+
+def test_a_file_with_another_number_of_tensors_is_not_one_tensor(tmp_path):
+    tensor = bf.quantize(gaussian((8, 64)), "q4_0")
+    bf.save({"a": tensor, "b": tensor}, tmp_path / "two.safetensors")
+    bf.save({"a": gaussian((2, 3))}, tmp_path / "none.safetensors")
+    with pytest.raises(bf.CheckpointError, match="got 2 quantized tensors; takes one"):
+        bf.QuantizedTensor.load(tmp_path / "two.safetensors")
+    with pytest.raises(bf.CheckpointError, match="got no quantized tensor"):
+        bf.QuantizedTensor.load(tmp_path / "none.safetensors")
+    with pytest.raises(bf.CheckpointError, match=r"takes a name that ends in \.safetensors"):
+        tensor.save(tmp_path / "folder")
+    with pytest.raises(bf.CheckpointError, match="a path that exists"):
+        tensor.save(tmp_path / "two.safetensors")
+
+
+# ---- tensors by name ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["folder", "one.safetensors"])
+def test_tensors_of_every_kind(tmp_path, path):
+    tensors = {
+        "a.weight": bf.quantize(gaussian((16, 128)), "fp4", group_size=64),
+        "a.bias": torch.arange(16).to(torch.bfloat16),
+        "b.weight": bf.quantize(gaussian((16, 256)), "q4_k"),
+        "blocks": bf.quantize(gaussian((4, 32)), "mxfp4"),
+        "mlx": mx.array([[1.5, 2.5]], mx.bfloat16),
+        "integers": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "strided": gaussian((6, 4)).T,
+        "number": np.array(2.5, np.float32),
+        "truth": torch.tensor([True, False]),
+    }
+    report = bf.save(tensors, tmp_path / path)
+    assert (report.layout, report.quantized, len(report.tensors)) == ("billfish", (), len(tensors))
+    ck = bf.load(tmp_path / path)
+    assert list(ck) != []
+    assert set(ck) == set(tensors)
+    for name in ("a.weight", "b.weight", "blocks"):
+        assert_same_tensor(ck[name], tensors[name])
+    assert_same_bits(ck["a.bias"], np.arange(16).astype(bfloat16))
+    assert_same_bits(ck["mlx"], np.array([[1.5, 2.5]], bfloat16))
+    for name in ("integers", "strided", "number"):
+        assert_same_bits(ck[name], np.asarray(tensors[name]))
+    assert ck["truth"].tolist() == [True, False]
+    assert os.listdir(tmp_path) == [path]
+
+
+def test_tensors_in_other_layouts(tmp_path):
+    tensors = {"m.weight": bf.quantize(gaussian((16, 64)), "q4_0")}
+    bf.save(tensors, tmp_path / "mlx", to="mlx")
+    assert bf.load(tmp_path / "mlx")["m.weight"].format.name == "affine4"
+    with pytest.raises(bf.CheckpointError, match=r"\[save\] memory: got a model that GGUF has no names for"):
+        bf.save(tensors, tmp_path / "memory.gguf")
+    bf.save(tensors, tmp_path / "raw.gguf", raw_names=True)
+    assert_same_tensor(bf.load(tmp_path / "raw.gguf")["m.weight"], tensors["m.weight"])
+    bf.save({"blk.0.attn_q.weight": tensors["m.weight"]}, tmp_path / "named.gguf")
+    assert_same_tensor(bf.load(tmp_path / "named.gguf")["blk.0.attn_q.weight"], tensors["m.weight"])
+    with pytest.raises(bf.CheckpointError, match="--requantize"):
+        bf.save({"m.weight": bf.quantize(gaussian((16, 64)), "fp4")}, tmp_path / "fp4", to="mlx")
+    with pytest.raises(bf.FormatError, match="to: got 'onnx'"):
+        bf.save(tensors, tmp_path / "onnx", to="onnx")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "got no tensors"),
+        ({"a": [1.0]}, r"\[save\] a: got a list"),
+        ({"a": np.zeros(2, np.complex128)}, r"\[save\] a: got dtype complex128"),
+        ({"a": torch.zeros(2, device="meta")}, r'\[save\] a: got a tensor on torch\'s device "meta"'),
+        (3, "got a int; takes a torch.nn.Module or an mlx.nn.Module"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, given, message):
+    with pytest.raises(bf.BillfishError, match=message):
+        bf.save(given, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError, ValueError])
+def test_nothing_is_left_of_a_save_that_failed(tmp_path, monkeypatch, error):
+    """What was in memory is gone with its process: nobody could continue."""
+    original, calls = engine._write_piece, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(engine, "_write_piece", failing)
+    with pytest.raises(bf.CheckpointError if error is OSError else error):
+        bf.save({"a": np.ones(4), "b": np.ones(4)}, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_left_of_a_save_that_was_interrupted_at_its_beginning(tmp_path, monkeypatch):
+    original = engine.Partial.create
+
+    def interrupted(*arguments):
+        original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.Partial, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bf.save({"a": np.ones(4)}, tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_killed_save_is_not_continued_with_other_numbers(tmp_path):
+    """A process that was killed leaves a partial folder; the next save has the same names and shapes."""
+    from writer_worker import start, status_of
+
+    def killed(done: int, total: int, name: str) -> None:
+        if name == "b":
+            os.kill(os.getpid(), 9)
+
+    old, new = ({name: np.full((4, 64), value) for name in "abc"} for value in (1.0, 2.0))
+    assert status_of(start(lambda: bf.save(old, tmp_path / "out", progress=killed))) == -9
+    assert (tmp_path / "out.partial").exists()
+    bf.save(new, tmp_path / "out")
+    ck = bf.load(tmp_path / "out")
+    assert all((ck[name] == 2).all() for name in "abc")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """Two names for one parameter, two layers with one matrix, a buffer that is kept and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(8, 64)
+        linear = torch.nn.Linear(64, 16)
+        self.first = bf.MarlinLinear.from_linear(linear, format="fp4")
+        self.second = self.first.with_bias(torch.ones(16))
+        self.third = self.first
+        self.head = torch.nn.Linear(64, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", torch.arange(3))
+        self.register_buffer("dropped", torch.arange(3), persistent=False)
+
+
+def test_a_torch_model_with_what_is_tied_once(tmp_path):
+    model = Tied()
+    bf.save(model, tmp_path / "out")
+    ck = bf.load(tmp_path / "out")
+    assert set(ck) == {"embed.weight", "first.weight", "first.bias", "second.bias", "kept"}
+    assert_same_tensor(ck["first.weight"], model.first.quantized())
+    assert_same_bits(ck["embed.weight"], model.embed.weight.detach().numpy())
+    assert_same_bits(ck["second.bias"], np.ones(16, np.float32))
+    assert "quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_a_torch_model_that_has_computed_goes_into_another(tmp_path):
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32, bias=False))
+
+    model = build()
+    bf.quantize_model(model, format="q4_0", progress=False)
+    x = torch.randn(3, 64)
+    expected = model(x)  # from now on the layers may hold nothing but packed weights
+    bf.save(model, tmp_path / "model.safetensors")
+    other = build()
+    bf.load_into(other, tmp_path / "model.safetensors", progress=False)
+    assert torch.equal(other(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+def test_an_mlx_model(tmp_path):
+    model = mlx.nn.Sequential(mlx.nn.Linear(64, 96), mlx.nn.GELU(), mlx.nn.Linear(96, 32, bias=False))
+    bf.quantize_model(model, format="mxfp4", progress=False)
+    bf.save(model, tmp_path / "out")
+    ck = bf.load(tmp_path / "out")
+    assert set(ck) == {"layers.0.weight", "layers.0.bias", "layers.2.weight"}
+    assert_same_tensor(ck["layers.2.weight"], model.layers[2].quantized())
+    assert_same_bits(ck["layers.0.bias"], np.array(model.layers[0].bias))
+
+
+@pytest.mark.parametrize("framework", ["torch", "mlx"])
+def test_a_layer_alone(tmp_path, framework):
+    linear = torch.nn.Linear(64, 16) if framework == "torch" else mlx.nn.Linear(64, 16)
+    layer = bf.MarlinLinear.from_linear(linear, format="u4")
+    tensor = layer.quantized()
+    ordered = bf.QuantizedTensor.from_storage("u4", tensor.storage, 32, permutation=np.arange(64)[::-1])
+    layer = type(layer).from_quantized(ordered, layer.bias)
+    bf.save(layer, tmp_path / "layer.safetensors")
+    ck = bf.load(tmp_path / "layer.safetensors")
+    assert set(ck) == {"weight", "bias"}
+    assert_same_tensor(ck["weight"], ordered)
+
+
+def test_a_part_of_a_layer_is_not_saved_as_the_whole(tmp_path):
+    from billfish.nn.parallel import ColumnParallelLinear
+
+    layer = ColumnParallelLinear.from_quantized(bf.quantize(gaussian((16, 64)), "fp4"))
+    with pytest.raises(bf.CheckpointError, match="a ColumnParallelLinear, a part of a matrix"):
+        bf.save(torch.nn.Sequential(layer), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def llama(**config: object) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**CONFIG, **config}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_of_transformers_with_its_configuration(tmp_path, tied):
+    from transformers import AutoModelForCausalLM
+
+    import billfish.nn.transformers  # noqa: F401  (makes our layout known to it)
+
+    model = llama(tie_word_embeddings=tied)
+    bf.quantize_model(model.model, format="fp4", progress=False)
+    bf.save(model, tmp_path / "out")
+    assert ("lm_head.weight" in bf.load(tmp_path / "out")) != tied
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def test_a_model_of_transformers_as_gguf(tmp_path, monkeypatch):
+    """The configuration tells llama.cpp's names, rows and sizes; files of the folder that we are in are not taken."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text("{}")
+    Path("tokenizer.json").write_text("{}")
+    model = llama()
+    bf.quantize_model(model.model, format="q4_0", progress=False)
+    report = bf.save(model, "model.gguf")
+    assert report.notes == ()
+    ck = bf.load("model.gguf")
+    assert ck.metadata["llama.embedding_length"] == CONFIG["hidden_size"]
+    assert ck.metadata["general.name"] == "model"
+    bf.save(model, "folder")
+    assert bf.verify("model.gguf", "folder")
+    assert sorted(os.listdir("folder")) == ["config.json", "model.safetensors"]
+
+
+# ---- pickles ------------------------------------------------------------------------------------------------------
+
+
+def test_pickles_are_refused_with_a_way_out(tmp_path):
+    state = {"a": torch.ones(3)}
+    torch.save(state, tmp_path / "new.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "folder").mkdir()
+    torch.save(state, tmp_path / "folder" / "pytorch_model.bin")
+    for path in ("new.pt", "old.pt", "folder"):
+        with pytest.raises(bf.CheckpointError, match=r"pickle.*takes safetensors: bf\.save\(model, PATH\)"):
+            bf.load(tmp_path / path)
+    bf.save(torch.load(tmp_path / "new.pt", weights_only=True), tmp_path / "out.safetensors")  # as the message says
+    assert bf.load(tmp_path / "out.safetensors")["a"].tolist() == [1, 1, 1]

@@ -1,0 +1,200 @@
+"""`billfish run` at a terminal and in a pipe: the commands of a chat, JSON alone, models without a chat template."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from llm_models import Small, write_model
+
+from billfish.cli import run
+from billfish.cli.main import main, parser
+from billfish.llm import load
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    file = tmp_path_factory.mktemp("models") / "small.gguf"
+    write_model(file, Small())
+    return file
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A model without a chat template."""
+    file = tmp_path_factory.mktemp("models") / "bare.gguf"
+    write_model(file, Small(template=""))
+    return file
+
+
+# ---- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def test_json_is_alone_on_standard_output(path, capsys):
+    assert main(["run", str(path), "-p", "ab", "-n", "3", "--json"]) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    assert found["finish_reason"] == "length"
+    assert found["generated_tokens"] == 3
+    main(["run", str(path), "-p", "ab", "-n", "3"])
+    assert capsys.readouterr().out == found["text"] + "\n"
+
+
+def test_settings_of_sampling_reach_the_model(path, capsys):
+    how = {"temperature": 1.5, "top_k": 100, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.3, "seed": 4}
+    options = [word for name, value in how.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    main(["run", str(path), "-p", "ab", "-n", "12", "--json", "--raw", *options])
+    expected = load(path).generate("ab", max_tokens=12, raw=True, **how)
+    assert json.loads(capsys.readouterr().out)["text"] == "".join(expected)
+
+
+def test_the_newline_of_echo_is_no_part_of_the_prompt(path, capsys, monkeypatch):
+    counts = []
+    for text in ("ab", "ab\n", "ab\n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        main(["run", str(path), "-n", "3", "--json"])
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts == [counts[0], counts[0], counts[0] + 1]
+
+
+@pytest.mark.parametrize(("finished", "reason"), [("end", "stop"), ("length", "length"), ("context", "length")])
+def test_why_an_answer_ended(path, finished, reason):
+    model = load(path)
+    answer = model.generate("ab", max_tokens=1)
+    answer.finished = finished
+    assert run._record("", answer, 0.0, model)["finish_reason"] == reason
+
+
+def test_a_chat_is_no_json(path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["run", str(path), "--json"]) == 2
+    assert "--json: got a chat; takes a prompt: -p TEXT, or standard input" in capsys.readouterr().err
+
+
+# ---- without a template ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_template_wants_raw(bare, capsys):
+    assert main(["run", str(bare), "-p", "ab"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "got small llama, which has no chat template; takes one with a chat template, or --raw" in captured.err
+    assert main(["run", str(bare), "-p", "ab", "-n", "2", "--raw"]) == 0
+
+
+def test_a_raw_chat_continues_each_line_as_it_is(path, capsys):
+    """With a template in the file, too."""
+    model = load(path)
+    chat = run.Chat(model, parser().parse_args(["run", "-n", "2", "--raw"]))
+    chat.answer("ab")
+    expected = "".join(model.generate("ab", max_tokens=2, raw=True))
+    assert capsys.readouterr().out == expected + "\n"
+
+
+# ---- the chat -------------------------------------------------------------------------------------------------------
+
+
+class Talk:
+    """A chat that is told these lines."""
+
+    def __init__(self, path, monkeypatch, *lines):
+        self.chat = run.Chat(load(path), parser().parse_args(["run", "-n", "2", "--system", "old"]))
+        self.told = iter([*lines, EOFError])
+        monkeypatch.setattr("builtins.input", self._next)
+        self.chat.talk()
+
+    def _next(self, prompt):
+        line = next(self.told)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    @property
+    def messages(self):
+        return [(message["role"], message["content"]) for message in self.chat._messages]
+
+
+def test_clear_forgets_all_but_the_system(path, monkeypatch, capsys):
+    assert len(Talk(path, monkeypatch, "ab").messages) == 3
+    assert Talk(path, monkeypatch, "ab", "/clear").messages == [("system", "old")]
+    assert "The conversation starts anew." in capsys.readouterr().out
+
+
+def test_system_is_told_anew(path, monkeypatch):
+    assert Talk(path, monkeypatch, "ab", "/system  be brief ").messages == [("system", "be brief")]
+    assert Talk(path, monkeypatch, "/system").messages == []
+    assert Talk(path, monkeypatch, "/system new", "ab", "/clear").messages == [("system", "new")]
+
+
+def test_help_names_every_command(path, monkeypatch, capsys):
+    talk = Talk(path, monkeypatch, "/help")
+    shown = capsys.readouterr().out
+    assert talk.messages == [("system", "old")]
+    for command in ("/clear", "/system TEXT", "/exit", "Ctrl-C"):
+        assert command in shown
+
+
+def test_an_unknown_command_is_not_said_to_the_model(path, monkeypatch, capsys):
+    talk = Talk(path, monkeypatch, "/nothing at all")
+    assert "There is no command /nothing. /help lists the commands." in capsys.readouterr().out
+    assert talk.messages == [("system", "old")]
+    assert ("user", "/usr/bin ab") in Talk(path, monkeypatch, "/usr/bin ab").messages
+
+
+def test_exit_ends_the_chat(path, monkeypatch):
+    talk = Talk(path, monkeypatch, "/exit", "never said")
+    assert list(talk.told) == ["never said", EOFError]
+
+
+def test_a_chat_in_a_terminal(path):
+    """Through a pseudo-terminal: Ctrl-C at the prompt and in the middle shows no traceback, /exit ends with 0."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "billfish", "run", str(path), "-n", "3"]
+    child = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=_own
+    )
+    os.close(theirs)
+    seen = ""
+
+    def until(text, start=0, typed=""):
+        """Reads until a text is seen. A Ctrl-C that comes just before Python waits for a key has to be typed again."""
+        nonlocal seen
+        for _ in range(24):
+            while text not in seen[start:] and select.select([ours], [], [], 5)[0]:
+                seen += os.read(ours, 4096).decode(errors="replace")
+            if text in seen[start:]:
+                return
+            if typed == "\x03":
+                os.write(ours, typed.encode())
+        raise AssertionError(seen)
+
+    try:
+        until("\n> ")
+        for line, answer in (("/help\n", "/clear"), ("ab\n", "answer 3 tokens"), ("\x03", "> "), ("/exit\n", "exit")):
+            start = len(seen)
+            os.write(ours, line.encode())
+            until(answer, start, line)
+            if line != "/exit\n":
+                until("> ", start + seen[start:].index(answer))
+        assert child.wait(120) == 0
+        assert "Traceback" not in seen
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+
+
+def _own():
+    """Makes the terminal the child's own, so that Ctrl-C in it is a signal."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -1,0 +1,19 @@
+"""The command lines of docs/llm.md are ones that we have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from billfish.cli.parser import parser
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "llm.md").read_text()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^    billfish ((?:run|eval).*)$", PAGE, re.MULTILINE))
+def test_every_command_line_is_one_that_we_have(line):
+    words = re.sub(r'"[^"]*"', "TEXT", line.split("#")[0]).split()
+    parser().parse_args(words)

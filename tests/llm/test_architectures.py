@@ -1,0 +1,335 @@
+"""Every architecture against transformers: from a folder, from a GGUF file, quantized, and token by token."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from common import assert_same_bits
+from llm_architectures import MODELS, TOKENS, write_model
+from llm_folders import edit, in_transformers, write_tokenizer
+from llm_models import Small
+from llm_models import write_model as write_gguf
+from safetensors.numpy import load_file, save_file
+from stack_models import gpt_oss_folder
+
+import billfish as bf
+from billfish.backends import BACKENDS
+from billfish.backends.cpu import _cpu
+from billfish.llm import devices, load
+from billfish.llm.architectures import ARCHITECTURES
+
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Writes a model, once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def write(name: str):
+        if not (folder / name).exists():
+            write_model(folder / name, name)
+        return folder / name
+
+    return write
+
+
+def close(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5) -> bool:
+    return bool(np.abs(actual - expected).max() <= relative * np.abs(expected).max())
+
+
+def test_every_architecture_is_here():
+    tested = {architecture for architecture, _, _ in MODELS.values()} | {"qwen2", "gemma"}  # test_folders.py
+    assert tested == set(ARCHITECTURES)
+
+
+@EVERY_MODEL
+def test_a_folder_gives_the_logits_of_transformers(folder_of, name):
+    model = load(folder_of(name), device="cpu")
+    assert model.config.architecture == MODELS[name][0]
+    assert close(model.logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@EVERY_MODEL
+def test_a_gguf_file_gives_the_logits_of_transformers(folder_of, name, tmp_path):
+    bf.convert(folder_of(name), tmp_path / "m.gguf", "gguf")
+    assert close(load(tmp_path / "m.gguf", device="cpu").logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("format", ["q8_0", "q4_0"])
+def test_quantized_weights_give_the_logits_of_their_numbers(folder_of, name, format, tmp_path):
+    bf.quantize_checkpoint(folder_of(name), tmp_path / "quantized", format, method="rtn")
+    bf.convert(tmp_path / "quantized", tmp_path / "m.gguf", "gguf")
+    bf.convert(tmp_path / "quantized", tmp_path / "plain", "plain")
+    model, expected = load(tmp_path / "m.gguf", device="cpu"), in_transformers(tmp_path / "plain", TOKENS)
+    assert format in model.decoder.kernels
+    assert close(model.logits(TOKENS), expected)
+    error = np.abs(model.logits(TOKENS, activations="q16") - expected).max(axis=1)
+    assert np.median(error) <= 1e-3 * np.abs(expected).max()  # a token with two equal scores may take another expert
+    assert close(load(tmp_path / "quantized", device="cpu").logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "phi3"])
+def test_quantize_does_what_the_command_does(folder_of, name, tmp_path):
+    bf.quantize_checkpoint(folder_of(name), tmp_path / "out", "q4_0")
+    model = load(folder_of(name), device="cpu", quantize="q4_0")
+    assert "q4_0" in model.decoder.kernels
+    assert_same_bits(model.logits(TOKENS), load(tmp_path / "out", device="cpu").logits(TOKENS))
+
+
+def test_gpt_oss_as_it_is_published(tmp_path):
+    """Its experts are MXFP4, and not a bit of them changes."""
+    made, _ = gpt_oss_folder(tmp_path / "in")
+    write_tokenizer(tmp_path / "in")
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    made.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = made(torch.tensor([TOKENS])).logits[0].numpy()
+    for path in (tmp_path / "in", tmp_path / "m.gguf"):
+        model = load(path, device="cpu")
+        assert "mxfp4" in model.decoder.kernels
+        assert close(model.logits(TOKENS), expected)
+
+
+@EVERY_MODEL
+def test_tokens_one_by_one_give_what_all_at_once_give(folder_of, name):
+    """Nothing depends on how rows come, in blocks of four or in heads together."""
+    model = load(folder_of(name), device="cpu")
+    cache = model.decoder.cache(16)
+    rows = [model.decoder.run([(cache, TOKENS[:21])], "exact")]
+    rows += [model.decoder.run([(cache, [token])], "exact") for token in TOKENS[21:]]
+    assert close(model.decoder.logits(np.concatenate(rows), "exact"), model.logits(TOKENS))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2moe", "gemma2"])
+@pytest.mark.parametrize("activations", ["exact", "q16"])
+def test_any_number_of_threads_gives_the_same_bits(folder_of, name, activations):
+    model, before = load(folder_of(name), device="cpu"), _cpu.threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            _cpu.set_threads(count)
+            results.append(model.logits(TOKENS, activations=activations))
+    finally:
+        _cpu.set_threads(before)
+    for other in results[1:]:
+        assert_same_bits(other, results[0])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe"])
+def test_texts_of_a_batch_get_the_bits_they_get_alone(folder_of, name):
+    model = load(folder_of(name), device="cpu")
+    texts = [TOKENS[:n] for n in (3, 17, 1, 33)]
+    caches = [model.cache() for _ in texts]
+    for cache, text in zip(caches, texts, strict=True):
+        model.decoder.run([(cache, text)], "exact")
+    together = model.decoder.run([(cache, [7]) for cache in caches], "exact")
+    for text, row in zip(texts, together, strict=True):
+        cache = model.cache()
+        model.decoder.run([(cache, text)], "exact")
+        assert_same_bits(model.decoder.run([(cache, [7])], "exact")[0], row)
+
+
+# ---- settings that must matter ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt-oss", {"sliding_window": 64}),
+        ("gpt-oss", {"num_experts_per_tok": 2}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"query_pre_attn_scalar": 32}),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}),
+        ("phi3", {"sliding_window": None}),
+        ("qwen3-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("granitemoe", {"residual_multiplier": 1.0}),
+        ("qwen3moe", {"norm_topk_prob": False}),
+    ],
+)
+def test_a_setting_changes_what_transformers_changes(folder_of, tmp_path, name, settings):
+    write_model(tmp_path, name)
+    edit(tmp_path / "config.json", **{key: value for key, value in settings.items() if value is not None})
+    whole = json.loads((tmp_path / "config.json").read_text())
+    whole |= settings  # None too, which `edit` would leave out
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    logits = load(tmp_path, device="cpu").logits(TOKENS)
+    assert close(logits, in_transformers(tmp_path, TOKENS))
+    assert not close(logits, load(folder_of(name), device="cpu").logits(TOKENS), 2e-3)
+
+
+def test_equal_scores_choose_the_lower_experts(folder_of, tmp_path):
+    """A router that cannot tell experts apart takes the first ones: the others' weights do not matter."""
+    write_model(tmp_path, "qwen3moe")
+    arrays = load_file(tmp_path / "model.safetensors")
+    routers = [name for name in arrays if name.endswith("mlp.gate.weight")]
+    assert len(routers) == 2
+    arrays |= {name: np.zeros_like(arrays[name]) for name in routers}
+    save_file(arrays, tmp_path / "model.safetensors", {"format": "pt"})
+    logits = load(tmp_path, device="cpu").logits(TOKENS)
+    others = re.compile(r".*\.experts\.[3-7]\..*")
+    spoilt = {name: np.full_like(array, np.nan) if others.match(name) else array for name, array in arrays.items()}
+    save_file(spoilt, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_same_bits(load(tmp_path, device="cpu").logits(TOKENS), logits)
+
+
+@pytest.mark.parametrize("activations", ["exact", "q16"])
+def test_a_text_that_is_not_finite_spoils_no_other(folder_of, activations, monkeypatch):
+    model = load(folder_of("gpt-oss"), device="cpu")
+    embed = model.decoder.embed
+
+    def with_infinities(tokens: list[int]) -> np.ndarray:
+        return np.where(np.array(tokens)[:, None] == 9, np.float32(np.inf), embed(tokens))
+
+    monkeypatch.setattr(model.decoder, "embed", with_infinities)
+    spoilt, other = model.decoder.run([(model.cache(), [token]) for token in (9, 7)], activations)
+    assert np.isnan(spoilt).all()
+    assert_same_bits(other, model.decoder.run([(model.cache(), [7])], activations)[0])
+
+
+# ---- what cannot run -------------------------------------------------------------------------------------------------
+
+
+def rewritten(source, path, fields: dict, without: str = ""):
+    """A GGUF file with other fields, or without a tensor."""
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", *fields):
+            continue
+        items = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(name, field.contents(), field.types[0], items)
+    for name, value in fields.items():
+        if value is not None:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    for tensor in reader.tensors:
+        if tensor.name != without:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert_used_count": 9}, "expert_used_count: got 9; takes a number from 1 to 8, the experts there are"),
+        ({"expert_used_count": 0}, "expert_used_count: got 0; takes a number from 1 to 8"),
+        ({"expert_count": 0}, "expert_count: got 0; takes at least one expert"),
+        ({"expert_count": 7}, "blk.0.ffn_gate_inp.weight: got shape (8, 64); takes (7, 64)"),
+        ({"expert_gating_func": 2}, "expert_gating_func: got 2; takes 1 or 3, a softmax"),
+        ({"expert_group_count": 2}, "expert_group_count: got 2; takes 1: experts are chosen among all of them"),
+        ({"attention.causal": False}, "attention.causal: got False; takes true: a token sees those before it"),
+        ({"expert_weights_scale": NAN}, "expert_weights_scale: got nan; takes a number"),
+        ({"attention.sliding_window": 0}, "attention.sliding_window: got 0; takes the length of a window"),
+        ({"attention.sliding_window": None}, "gpt-oss.attention.sliding_window: got no such field"),
+        (
+            {"attention.sliding_window_pattern": -1},
+            "attention.sliding_window_pattern: got -1; takes a number of layers",
+        ),
+        ({"attention.sliding_window_pattern": [True]}, "attention.sliding_window_pattern: got 1 layers; takes 3"),
+        ({"rope.scaling.type": "odd"}, "rope.scaling.type: got 'odd'; takes one of none, linear, yarn, longrope"),
+        ({"rope.scaling.factor": NAN}, "rope.scaling.factor: got nan; takes a number"),
+        ({"rope.scaling.factor": -2.0}, "rope.scaling.factor: got -2.0; takes a positive number"),
+        ({"rope.scaling.original_context_length": 0}, "rope.scaling.original_context_length: got 0; takes a positive"),
+        ({"rope.scaling.yarn_beta_fast": 0.0}, "rope.scaling.yarn_beta_fast: got 0.0; takes a positive number"),
+        ({"rope.scaling.yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor: got 0.5; takes 1"),
+        ({"rope.freq_base": 1.0}, "rope.freq_base: got 1.0; takes a number above 1 for YaRN"),
+        ({"rope.freq_base": 0.0}, "rope.freq_base: got 0.0; takes a positive number"),
+        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping: got -1.0; takes a positive number, or 0 for none"),
+        ({"attention.scale": 0.0}, "attention.scale: got 0.0; takes a positive number"),
+    ],
+)
+def test_bad_fields_are_refused_by_name(folder_of, tmp_path, fields, message):
+    bf.convert(folder_of("gpt-oss"), tmp_path / "good.gguf", "gguf")
+    own = {f"gpt-oss.{name}": value for name, value in fields.items()}
+    rewritten(tmp_path / "good.gguf", tmp_path / "m.gguf", own)
+    with pytest.raises(bf.ModelError, match=re.escape(message)):
+        load(tmp_path / "m.gguf", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        "blk.0.attn_sinks.weight",
+        "blk.1.post_attention_norm.weight",
+        "blk.1.ffn_gate_inp.weight",
+        "blk.1.ffn_gate_inp.bias",
+        "blk.2.ffn_up_exps.weight",
+        "blk.2.ffn_down_exps.bias",
+        "blk.0.attn_output.bias",
+    ],
+)
+def test_a_missing_tensor_is_named(folder_of, tmp_path, tensor):
+    bf.convert(folder_of("gpt-oss"), tmp_path / "good.gguf", "gguf")
+    rewritten(tmp_path / "good.gguf", tmp_path / "m.gguf", {}, without=tensor)
+    message = f"{tensor}: got no such tensor; takes a gpt-oss model that has it"
+    with pytest.raises(bf.ModelError, match=re.escape(message)):
+        load(tmp_path / "m.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("factor", [NAN, 0.0, -1.0])
+def test_divisors_that_are_none_are_refused(tmp_path, factor):
+    write_gguf(tmp_path / "good.gguf", Small(), {"rope_freqs.weight": np.full(16, factor, np.float32)})
+    with pytest.raises(bf.ModelError, match=r"rope_freqs.weight: got numbers that are not positive; takes divisors"):
+        load(tmp_path / "good.gguf", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit: got 5.0; takes 7.0 for gpt_oss"),
+        ("gpt-oss", {"layer_types": ["chunked_attention"] * 3}, "layer_types: got ['chunked_attention'"),
+        ("qwen3moe", {"mlp_only_layers": [0]}, "mlp_only_layers: got [0]; takes [] for qwen3_moe"),
+        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv: got 3.0; takes None for olmoe"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1]}, "no_rope_layers: got [0, 1, 1, 1, 1]; takes every 4th layer"),
+        ("qwen3-yarn", {"rope_parameters": {"rope_type": "yarn", "factor": NAN}}, "rope_scaling.factor: got nan"),
+        ("gemma2", {"sliding_window": "7"}, "sliding_window: got '7'; takes a number"),
+        ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0],
+                                               "original_max_position_embeddings": 16}}, "long_factor: got 1 numbers"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings, message):
+    write_model(tmp_path, name)
+    edit(tmp_path / "config.json", **settings)
+    with pytest.raises(bf.BillfishError, match=re.escape(message)):
+        load(tmp_path, device="cpu")
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("gpt-oss", "experts, sliding windows, attention sinks, rotations with a magnitude"),
+        ("gemma3", "sliding windows, norms behind attention and feed-forward part, layers that rotate differently, "
+                   "queries with a scale of their own"),
+        ("olmoe", "experts, norms over all heads"),
+    ],
+)  # fmt: skip
+def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, capsys):
+    """Whether there is a GPU or not: these models never get as far."""
+    monkeypatch.delenv("BILLFISH_DEVICE", raising=False)
+    monkeypatch.setattr(devices, "_has_driver", lambda: True)
+    monkeypatch.setattr(BACKENDS["cuda"], "usable", lambda: (True, ""))
+    message = (
+        f"[llm.load] device: got cuda:0 for a model with {features}; takes cpu: a GPU does not run such models yet"
+    )
+    model = load(folder_of(name), device="auto")
+    assert model.decoder.device == "cpu"
+    assert capsys.readouterr().err.endswith(f"{message}. The CPU runs it.\n")
+    with pytest.raises(bf.BackendUnavailable, match=re.escape(message)):
+        devices.make_decoder("cuda:0", model.decoder.tensors)

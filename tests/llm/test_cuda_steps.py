@@ -1,0 +1,379 @@
+"""What the decoder of a GPU asks of its driver, on a driver that needs no GPU: steps, graphs, pages, steps ahead.
+
+Kernels compute nothing there. The fake's `choose` takes the token after the one that was fed, so that every answer
+counts up, and each step must be fed the right token at the right position of the right pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_fake import FakeDriver, Names
+from llm_models import Small, write_model
+from serving_support import submit
+
+import billfish as bf
+from billfish.backends.cuda import decoder, layers
+from billfish.core.errors import BackendUnavailable
+from billfish.llm import Model, cuda, cuda_kv_cache, load
+from billfish.llm.sampler import Sampling
+from billfish.serving.engine import Engine
+from billfish.serving.requests import Request
+
+SMALL = Small(quantization="Q4_0", hidden=64, context=300)
+VOCABULARY = 261
+
+
+def numbers(pointer: int, count: int, type: Any = ctypes.c_int32) -> np.ndarray:
+    return np.ctypeslib.as_array((type * count).from_address(pointer))
+
+
+class FakeGpu(FakeDriver):
+    """Streams, events and graphs as well. `fed`: the tokens and positions of each step, and the pages they lie in."""
+
+    CUstreamCaptureMode = Names()
+    ATTRIBUTES = {**FakeDriver.ATTRIBUTES, "COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0}
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        for module in (decoder, layers, cuda, cuda_kv_cache):
+            monkeypatch.setattr(module, "driver", lambda: self)
+        monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
+        self.capture: list[Any] | None = None
+        self.graphs: dict[int, list[Any]] = {}
+        self.objects: set[int] = set()
+        self.host: dict[int, np.ndarray] = {}
+        self.fed: list[list[tuple[int, int, int]]] = []
+        self.fail_at: str = ""
+
+    def _new(self) -> int:
+        self.objects.add(1 + len(self.objects) + len(self.graphs))
+        return max(self.objects)
+
+    def CUevent(self, handle: int) -> int:
+        return handle
+
+    def cuStreamCreate(self, flags: int) -> tuple:
+        return 0, self._new()
+
+    def cuEventCreate(self, flags: int) -> tuple:
+        return 0, self._new()
+
+    def cuStreamDestroy(self, handle: int) -> tuple:
+        self.objects.remove(handle)
+        return (0,)
+
+    cuEventDestroy = cuStreamDestroy
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple:
+        return (0,)
+
+    def cuEventSynchronize(self, event: int) -> tuple:
+        return (0,)
+
+    def cuMemGetInfo(self) -> tuple:
+        return 0, 10**10, 10**10
+
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple:
+        memory = np.zeros(nbytes, np.uint8)
+        self.host[memory.ctypes.data] = memory
+        return 0, memory.ctypes.data
+
+    def cuMemFreeHost(self, pointer: int) -> tuple:
+        del self.host[pointer]
+        return (0,)
+
+    def cuMemsetD8(self, pointer: int, value: int, count: int) -> tuple:
+        self._room(pointer, count)
+        ctypes.memset(pointer, value, count)
+        return (0,)
+
+    def _room(self, pointer: int, nbytes: int) -> None:
+        """Fails unless memory from there on is of one allocation."""
+        found = [p for p, memory in self.live.items() if p <= pointer and pointer + nbytes <= p + memory.nbytes]
+        assert found, "outside of all memory"
+
+    def cuMemcpyHtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
+        self._room(to, nbytes)
+        ctypes.memmove(to, source, nbytes)
+        return (0,)
+
+    def cuMemcpyDtoHAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
+        self._room(source, nbytes)
+        ctypes.memmove(to, source, nbytes)
+        return (0,)
+
+    def cuMemcpyDtoDAsync(self, to: int, source: int, nbytes: int, stream: int) -> tuple:
+        self._room(to, nbytes)
+        return self.cuMemcpyDtoHAsync(to, source, nbytes, stream)
+
+    def cuStreamBeginCapture(self, stream: int, mode: str) -> tuple:
+        assert not gc.isenabled()
+        self.capture = []
+        return (0,)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple:
+        recorded, self.capture = self.capture, None
+        return 0, recorded
+
+    def cuGraphInstantiate(self, graph: list[Any], flags: int) -> tuple:
+        self.graphs[len(self.graphs) + 1000] = graph
+        return 0, len(self.graphs) + 999
+
+    def cuGraphDestroy(self, graph: list[Any]) -> tuple:
+        return (0,)
+
+    def cuGraphExecDestroy(self, graph: int) -> tuple:
+        self.graphs[graph] = []
+        return (0,)
+
+    def cuGraphLaunch(self, graph: int, stream: int) -> tuple:
+        for launch in self.graphs[graph]:
+            self.launch(*launch)
+        return (0,)
+
+    def launch(self, function: int, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        if self.capture is not None:
+            self.capture.append((function, grid, values))
+            return
+        source, _ = self._kernels[function]
+        if source == self.fail_at:
+            self.fail_at = ""
+            raise KeyboardInterrupt
+        rows = grid[1]
+        if source == "embed.cu":
+            tokens, positions = (numbers(values[i], rows).copy() for i in (2, 3))
+            self._now = tokens, positions
+            self._scored = np.arange(rows)
+        elif source == "rotate.cu" and values[15] == 0:  # the first layer
+            tokens, positions = self._now
+            texts, pages_of_text = numbers(values[8], len(tokens)), values[16]
+            table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
+                -1, pages_of_text
+            )
+            pages = table[texts, positions // layers.PAGE]
+            for page in pages:
+                self._room(int(page), 1)
+            self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
+        elif source == "normalize.cu" and values[3]:
+            self._scored = numbers(values[3], grid[0]).copy()
+        elif source == "choose.cu":
+            tokens, positions = (numbers(values[i], rows) for i in (3, 4))
+            tokens[:] = (self._now[0][self._scored[:rows]] + 1) % VOCABULARY
+            positions += 1
+        else:
+            super().launch(function, grid, values)
+
+
+@pytest.fixture
+def gpu(monkeypatch, request):
+    """All that was taken of it is given back when the model is gone."""
+    fake = FakeGpu(monkeypatch)
+    yield fake
+    request.node.funcargs.clear()  # pytest's own references
+    gc.collect()
+    assert not fake.live
+    assert not fake.host
+    assert not fake.objects
+    assert not any(fake.graphs.values())
+    monkeypatch.undo()
+    fake.forget()
+
+
+@pytest.fixture
+def model(gpu, tmp_path) -> Model:
+    write_model(tmp_path / "model.gguf", SMALL)
+    return load(tmp_path / "model.gguf", device="cuda")
+
+
+def counting(first: int, count: int) -> list[int]:
+    return [(first + i) % VOCABULARY for i in range(count)]
+
+
+def tokens_of(answer: Any) -> list[int]:
+    for _ in answer:
+        pass
+    return answer.tokens
+
+
+def check_fed(gpu: FakeGpu, text: list[int], pages: list[int]) -> None:
+    """The last step at each position of a text had its token, in the page of that position."""
+    last = {position: (token, page) for step in gpu.fed for token, position, page in step if page in pages}
+    for position, token in enumerate(text):
+        assert last[position] == (token, pages[position // layers.PAGE]), position
+
+
+def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
+    cache = model.cache()
+    answer = tokens_of(model.generate(counting(10, 70), max_tokens=100, cache=cache))
+    assert answer == counting(80, 100)
+    assert cache.tokens == counting(10, 169)
+    check_fed(gpu, cache.tokens, cache.pages)
+    assert len(gpu.graphs) == 1
+    single = [step for step in gpu.fed if len(step) == 1]
+    assert len(single) == 100  # 99 tokens after the first, and one step ahead that nobody asked for
+
+
+def test_answers_in_turns_take_no_step_of_each_other(model):
+    answers = [model.generate([first], max_tokens=30) for first in (5, 100, 200)]
+    for _ in range(29):
+        for answer in answers:
+            next(answer, None)
+    for answer, first in zip(answers, (5, 100, 200), strict=True):
+        assert tokens_of(answer) == counting(first + 1, 30)
+
+
+def test_answers_that_share_a_cache_in_turns(model):
+    cache = model.cache()
+    answers = [model.generate(counting(first, 3), max_tokens=12, cache=cache) for first in (5, 100)]
+    for _ in range(12):
+        for answer in answers:
+            next(answer, None)
+    assert [answer.tokens for answer in answers] == [counting(8, 12), counting(103, 12)]
+
+
+def test_texts_of_a_batch_leave_it_one_by_one(gpu, model, monkeypatch):
+    ends = {60, 121}
+    monkeypatch.setattr(model.tokenizer, "ends", ends)
+    prompts = [counting(first, length) for first, length in ((50, 1), (100, 20), (150, 64), (200, 65), (10, 1))]
+    answers = model.generate_batch(prompts, max_tokens=40)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = counting(prompt[-1] + 1, 40)
+        stop = next((i + 1 for i, token in enumerate(expected) if token in ends), 40)
+        assert answer == model.tokenizer.decode(expected[:stop])
+    assert max(len(step) for step in gpu.fed if len(step) < 10) == 5
+
+
+def test_texts_without_a_sampler_are_only_fed(gpu, model):
+    texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
+    caches = [model.cache() for _ in texts]
+    samplers = [Sampling().sampler() for _ in range(2)]
+    assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 180]
+    for cache, text in zip(caches, texts, strict=True):
+        assert cache.tokens == text
+        check_fed(gpu, text, cache.pages)
+
+
+def test_what_the_kernel_does_not_choose_is_chosen_from_scores(gpu, model):
+    asked = []
+
+    def logits(hidden: np.ndarray, activations: None) -> np.ndarray:
+        asked.append(len(hidden))
+        return np.tile(np.eye(1, VOCABULARY, 7, np.float32), (len(hidden), 1))
+
+    model.decoder.logits = logits  # monkeypatch would keep the decoder
+    texts = [counting(50, 1), counting(100, 80), counting(150, 70), counting(20, 1)]
+    caches, biased = [model.cache() for _ in texts], Sampling(logit_bias={9: 5.0})
+    samplers = [Sampling().sampler(), biased.sampler(), Sampling(min_p=0.5).sampler(), biased.sampler()]
+    assert model.decoder.choose(list(zip(caches, texts, strict=True)), samplers, None) == [51, 9, 7, 9]
+    assert asked == [3]
+    for cache, text in zip(caches, texts, strict=True):
+        assert cache.tokens == text
+        check_fed(gpu, text, cache.pages)
+
+
+def test_an_engine_on_a_gpu(gpu, model):
+    with Engine(model, streams=3, context=200) as engine:
+        prompts = [counting(first, length) for first, length in ((50, 1), (100, 80), (100, 90), (10, 120), (60, 33))]
+        answers = [submit(engine, Request(prompt, 40)) for prompt in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            expected = counting(prompt[-1] + 1, 40)
+            assert answer.wait().ids == (expected[: expected.index(1)] if 1 in expected else expected)
+        assert engine.counts().cached_tokens >= 64
+        assert engine.counts().cache_bytes_bound == 3 * 4 * model.decoder._pool.page_bytes
+
+
+@pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
+def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
+    """A step of one text is under way; a batch is interrupted; then the first text goes on, and the batch as well."""
+    first = model.generate([5], max_tokens=20)
+    for _ in range(6):
+        next(first)
+    caches, samplers = [model.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)]
+    passages = [(cache, [token]) for cache, token in zip(caches, (50, 100, 150), strict=True)]
+    gpu.fail_at = kernel
+    with pytest.raises(KeyboardInterrupt):
+        model.decoder.choose(passages, samplers, None)
+    assert [cache.tokens for cache in caches] == [[], [], []]
+    assert tokens_of(first) == counting(6, 20)
+    assert model.decoder.choose(passages, samplers, None) == [51, 101, 151]
+    check_fed(gpu, [100], caches[1].pages)
+
+
+def test_pages_are_given_back_and_used_again(model):
+    for _ in range(20):
+        tokens_of(model.generate(counting(3, 200), max_tokens=5))
+    gc.collect()
+    pool = model.decoder._pool
+    assert len(pool._slabs) == 1
+    assert len(pool._free) * pool.page_bytes == pool._slabs[0].nbytes
+    cache = model.cache()
+    other = cache.copy()
+    assert not {*cache.pages} & {*other.pages}
+
+
+def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch):
+    """Garbage is collected anywhere, so in the pool too: no page is lost, and none is given twice."""
+    pool = model.decoder._pool
+    grow = type(pool)._grow
+    monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
+    abandoned = [model.generate(counting(3, 100), max_tokens=50) for _ in range(5)]
+    for answer in abandoned:
+        next(answer)
+    del answer
+    taken = sum(slab.nbytes for slab in pool._slabs)
+
+    def collecting(self: Any, missing: int) -> None:
+        abandoned.clear()
+        gc.collect()
+        grow(self, missing)
+
+    monkeypatch.setattr(type(pool), "_grow", collecting)
+    caches = [model.decoder.cache(200) for _ in range(20)]
+    pages = [page for cache in caches for page in cache.pages]
+    assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
+    assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken
+
+
+def test_more_tokens_than_the_context_are_refused(model):
+    cache = model.cache()
+    tokens_of(model.generate(counting(3, 290), max_tokens=50, cache=cache))
+    assert len(cache.tokens) == SMALL.context
+    with pytest.raises(bf.ModelError, match="got 301 tokens with those of the cache; takes at most 300"):
+        model.decoder.choose([(cache, [1])], [Sampling().sampler()], None)
+
+
+def test_a_context_of_less_than_a_new_caches_pages(gpu, tmp_path):
+    write_model(tmp_path / "model.gguf", Small(quantization="Q4_0", context=60))
+    model = load(tmp_path / "model.gguf", device="cuda")
+    assert model.generate_batch([[5], [50, 51], [100]], max_tokens=3) == [
+        model.tokenizer.decode(counting(first, 3)) for first in (6, 52, 101)
+    ]
+
+
+def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, capsys):
+    write_model(tmp_path / "model.gguf", SMALL)
+    monkeypatch.setattr(cuda, "free_bytes", lambda ordinal: 1000)
+    with pytest.raises(
+        BackendUnavailable, match=r"got a model of \d\.\d GB; takes one that fits fake, which has 0\.0 GB"
+    ):
+        load(tmp_path / "model.gguf", device="cuda")
+    monkeypatch.setenv("BILLFISH_DEVICE", "auto")
+    monkeypatch.setattr("billfish.llm.devices._has_driver", lambda: True)
+    assert load(tmp_path / "model.gguf").decoder.device == "cpu"
+    assert "The CPU runs it." in capsys.readouterr().err
+
+
+def test_tiny_temperatures_take_the_best():
+    how = cuda.choices([Sampling(temperature=t).sampler() for t in (0.0, 1e-40, 0.5)])
+    assert how["temperature"].tolist() == [0.0, 0.0, 0.5]
+
+
+def test_words_of_device():
+    with pytest.raises(bf.DataError, match="device: got 'gpu'; takes cpu, cuda, cuda:N"):
+        load(device="gpu")

@@ -1,0 +1,173 @@
+"""A format for each matrix: the choice beside all choices there are, plans as files, and the command."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import llm_architectures
+import numpy as np
+import pytest
+from llm_models import Small, write_model
+
+import billfish as bf
+from billfish.cli.main import main
+from billfish.llm import evaluate, load
+from billfish.quantizing import sensitivity as damage
+from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, lower_edge, plan_of
+
+
+def random_choices(seed, matrices=5, formats=4):
+    rng = np.random.default_rng(seed)
+    found = {}
+    for i in range(matrices):
+        weights = int(rng.integers(1, 4)) * 32
+        bits = rng.choice([3.0, 4.25, 4.5, 5.5, 6.0, 8.5], formats, replace=False)
+        offered = [Choice(f"f{b}", float(b) * weights, float(rng.random() ** 3 * 2.0**-b)) for b in bits]
+        found[Matrix(f"blk.{i}.a.weight", i, "a", weights)] = offered
+    return found
+
+
+def total(chosen, field):
+    return sum(getattr(choice, field) for choice in chosen)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_but_for_the_bits_that_are_left(seed):
+    choices = random_choices(seed)
+    weights = sum(matrix.weights for matrix in choices)
+    every = [(total(each, "bits"), total(each, "damage")) for each in itertools.product(*choices.values())]
+    for bits in (4.6, 5.0, 6.1, 9.0):
+        if min(spent for spent, _ in every) > bits * weights:
+            with pytest.raises(bf.DataError, match=r"--bits: got .* takes at least"):
+                choose_formats(choices, bits)
+            continue
+        chosen = choose_formats(choices, bits).values()
+        spent, hurt = total(chosen, "bits"), total(chosen, "damage")
+        assert spent <= bits * weights
+        # Gains are taken in their order, so nothing that costs one step less than what there is hurts less.
+        step = max(max(c.bits for c in offered) - min(c.bits for c in offered) for offered in choices.values())
+        cheaper = [damage for other, damage in every if other <= bits * weights - step]
+        assert not cheaper or hurt <= min(cheaper) + 1e-12
+
+
+def test_the_lower_edge():
+    points = [Choice("a", 4, 1.0), Choice("b", 5, 0.9), Choice("c", 6, 0.2), Choice("d", 6, 0.5), Choice("e", 8, 0.3)]
+    assert [choice.format for choice in lower_edge(points)] == ["a", "c"]
+    assert [choice.format for choice in lower_edge(points[1:2])] == ["b"]
+
+
+def test_a_plan_reads_as_rules():
+    chosen = {
+        Matrix(f"blk.{layer}.{kind}.weight", layer, kind, 32): Choice(format, 0, 0)
+        for layer, kind, format in [(0, "up", "q8_0"), (1, "up", "q4_0"), (10, "up", "q8_0"), (0, "v", "q4_0")]
+    }
+    plan = plan_of({**chosen, Matrix("blk.1.v.weight", 1, "v", 96): Choice("q4_0", 0, 0)}, ["what was measured"])
+    assert plan.text() == "# what was measured\n^blk\\.(0|10)\\.up\\.weight$=q8_0\n=q4_0\n"
+    [pattern] = plan.keep
+    assert re.search(pattern, "blk.10.up.weight")
+    assert not re.search(pattern, "blk.1.up.weight")
+
+
+def test_a_plan_in_a_file(tmp_path):
+    plan = BitPlan("q4_0", {"^a$": "q8_0", "b=c": "fp4:64"}, ("for people",))
+    plan.save(tmp_path / "plan")
+    assert BitPlan.load(tmp_path / "plan") == BitPlan("q4_0", plan.keep)
+    for text, message in (
+        ("a=q8_0\n", "plan without a line =FORMAT"),
+        ("no rule\n=q4_0\n", "got 'no rule'"),
+        ("a=q8_0\na=q4_0\n=q4_0\n", "got 'a=q4_0'"),
+        ("a=\n=q4_0", "got 'a='"),
+    ):
+        (tmp_path / "plan").write_text(text)
+        with pytest.raises(bf.DataError, match=message):
+            BitPlan.load(tmp_path / "plan")
+
+
+@pytest.fixture
+def model(tmp_path):
+    write_model(tmp_path / "model.gguf", Small(quantization="F32", layers=3))
+    return str(tmp_path / "model.gguf")
+
+
+def quantize(*words):
+    return main(["quantize", *map(str, words)])
+
+
+def test_bits_are_the_average_and_the_plan_can_be_edited(model, tmp_path, capsys):
+    plan, out = tmp_path / "plan", tmp_path / "out.gguf"
+    assert quantize(model, out, "--bits", 6, "--formats", "q4_0,q8_0", "--plan", plan) == 0
+    written = load(out).decoder.tensors
+    assert written.bits_per_weight <= 6
+    assert written.bits_per_weight > 5, "bits that could be spent were left"
+    rules = BitPlan.load(plan)
+    assert {rules.format, *rules.keep.values()} == {"q4_0", "q8_0"}
+    assert "bits per weight. KL divergence" in plan.read_text()
+    plan.write_text("=q8_0\n")
+    assert quantize(model, tmp_path / "edited.gguf", "--bits", 6, "--plan", plan) == 0
+    assert load(tmp_path / "edited.gguf").decoder.tensors.bits_per_weight == 8.5
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("qwen3moe", r"mlp\.experts\.\d+\.down_proj\.weight$=q8_0"),  # a matrix for each expert
+        ("granitemoe", r"block_sparse_moe\.input_linear\.weight$=q8_0"),  # gate and up in one stack
+    ],
+)
+def test_experts_of_a_folder_have_one_rule(tmp_path, name, rule):
+    """Whatever the folder has for a stack of GGUF, and whatever the output has for it, the average is kept."""
+    llm_architectures.write_model(tmp_path / name, name)
+    for out in ("out", "out.gguf"):
+        plan = tmp_path / "plan"  # made once
+        assert quantize(tmp_path / name, tmp_path / out, "--bits", 6, "--formats", "mxfp4,q8_0", "--plan", plan) == 0
+        assert rule in plan.read_text()
+        written = [about for about in map(bf.load(tmp_path / out).describe, bf.load(tmp_path / out)) if about.format]
+        bits = 8 * sum(about.nbytes for about in written) / sum(math.prod(about.shape) for about in written)
+        assert 5.5 < bits <= 6
+
+
+def test_the_plan_is_printed_without_a_file(model, tmp_path, capsys):
+    assert quantize(model, tmp_path / "out.gguf", "--bits", 8.5, "--formats", "q4_0,q8_0") == 0
+    assert "\n=q8_0\n" in capsys.readouterr().err
+
+
+def test_a_measurement_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch):
+    passes = []
+
+    def counted(*arguments, **options):
+        passes.append(arguments)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(damage, "evaluate", counted)
+    kept, formats = tmp_path / "kept", ("q4_0", "q8_0")
+    with pytest.raises(KeyboardInterrupt):
+        damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
+    plan = damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
+    assert len(passes) - 1 == 7 * 2 + 3  # two were known, one was begun twice
+    assert not kept.exists()
+    kept.write_bytes(b'{"run": 1')  # damaged: all is measured anew
+    assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats, kept=kept)
+    assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats)
+
+
+def test_what_cannot_be(model, tmp_path, capsys):
+    out = tmp_path / "out.gguf"
+    for words, message in (
+        (["--bits", 3], "--bits: got 3.0; takes at least 4.25"),
+        (["--bits", "nan"], "--bits: got nan"),
+        (["--bits", 5, "--formats", "q4_0,q4_0"], "takes formats, each of them once"),
+        (["--bits", 5, "--formats", "q4_0,fp4:x"], "takes FORMAT, or FORMAT:GROUP"),
+        (["--bits", 5, "--group-size", 64], "takes group sizes in --formats"),
+        (["--format", "q4_0", "--plan", "p"], "takes it beside --bits"),
+    ):
+        assert quantize(model, out, *words) == 2
+        assert message in capsys.readouterr().err
+    write_model(tmp_path / "quantized.gguf", Small())
+    assert quantize(tmp_path / "quantized.gguf", out, "--bits", 5) == 2
+    assert "--requantize" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,0 +1,421 @@
+"""What the server does with requests that are wrong, too large, too many, from strangers, or left by their clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import pytest
+from llm_models import Small, write_model
+from serving_http import TOOLS_TEMPLATE, Running, process, serving, until
+
+from billfish.cli import serve
+from billfish.cli.main import main
+from billfish.core.errors import DataError
+from billfish.serving import app, keys
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+MESSAGES = [{"role": "user", "content": "ab"}]
+TOOL = {"type": "function", "function": {"name": "clock"}}
+LONG = 20000
+ENDLESS = {"prompt": "ab", "max_tokens": LONG, "logit_bias": {"1": -100}}  # until somebody stops it
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models: small; bare, without a chat template; long, whose answers take a while."""
+    made = tmp_path_factory.mktemp("models")
+    write_model(made / "small.gguf", Small())
+    write_model(made / "bare.gguf", Small(template=""))
+    write_model(made / "tools.gguf", Small(template=TOOLS_TEMPLATE))
+    write_model(made / "long.gguf", Small(context=LONG))
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder / "small.gguf", streams=2, queue=4) as running:
+        yield running
+
+
+def send(url: str, path: str, body: object = None, method: str = "POST", **headers: str) -> tuple[int, dict, object]:
+    """Status, headers and JSON of an answer. A body of bytes goes as it is."""
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    named = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    request = urllib.request.Request(url + path, data, named, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, dict(answer.headers), json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, dict(error.headers), json.loads(error.read())
+
+
+def refused(server: Running, path: str, body: object, status: int = 400) -> dict[str, object]:
+    """The error, in OpenAI's shape."""
+    code, _, answer = send(server.url, path, body)
+    assert code == status, answer
+    assert set(answer) == {"error"}
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+# ---- fields -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "takes"),
+    [
+        ("temperature", "hot", 'got "hot"; takes a number from 0 to 2'),
+        ("temperature", 2.1, "got 2.1; takes a number from 0 to 2"),
+        ("temperature", True, "got true; takes a number from 0 to 2"),
+        ("top_p", 0, "got 0; takes a number above 0, up to 1"),
+        ("min_p", -1, "got -1; takes a number from 0 to 1"),
+        ("top_k", 1.5, "got 1.5; takes a whole number from 0 to 261"),
+        ("presence_penalty", 3, "got 3; takes a number from -2 to 2"),
+        ("frequency_penalty", [], "got a list of 0; takes a number from -2 to 2"),
+        ("repetition_penalty", 0, "takes a number above 0, up to 10"),
+        ("max_tokens", 0, "got 0; takes a whole number from 1 to 128"),
+        ("max_completion_tokens", "5", "takes a whole number from 1 to 128"),
+        ("n", 10**30, "takes a whole number from 1 to 6"),
+        ("n", 7, "got 7; takes a whole number from 1 to 6"),
+        ("seed", -1, "got -1; takes a whole number from 0"),
+        ("stop", [""], "takes a text, or up to 16 of them, none empty"),
+        ("stop", ["x"] * 17, "got a list of 17; takes a text, or up to 16 of them"),
+        ("stream", 1, "got 1; takes true or false"),
+        ("stream_options", {"include_usage": True}, 'takes "stream": true beside it'),
+        ("logit_bias", {"261": 1}, "takes an object of tokens from 0 to 260 with numbers from -100 to 100"),
+        ("logit_bias", {"x": 1}, "takes an object of tokens"),
+        ("logit_bias", {"5": 101}, "takes an object of tokens"),
+        ("logit_bias", [5], "takes an object of tokens"),
+        ("logprobs", 1, "got 1; takes true or false"),
+        ("top_logprobs", 3, 'got 3; takes "logprobs": true beside it'),
+        ("response_format", "json", 'got "json"; takes a JSON object'),
+        ("response_format", {"type": "xml"}, 'got "xml"; takes text, json_object, json_schema'),
+        ("response_format", {"type": "json_schema"}, "got nothing; takes an object with a schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, "can be satisfied"),
+        ("tools", [], "got a list of 0; takes a list of at least 1"),
+        ("tools", [{"type": "search"}], 'got "search"; takes function'),
+        ("tools", [TOOL], "got functions; takes none: the model's chat template has no tools"),
+        ("tool_choice", "auto", 'got "auto"; takes none, or tools beside it'),
+        ("parallel_tool_calls", False, "got false; takes true"),
+        ("store", True, "got true; takes false"),
+        ("messages", [], "takes a list of at least 1"),
+        ("messages", None, "got nothing; takes a list of at least 1"),
+        ("messages", ["ab"], 'got "ab"; takes a JSON object'),
+        ("messages", [{"role": "poet", "content": "ab"}], 'got "poet"; takes system, developer, user, assistant, tool'),
+        ("messages", [{"role": "user"}], "got nothing; takes a text, or a list of parts of type text"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], 'got "image_url"; takes text'),
+        ("messages", [{"role": "user", "content": "ab", "name": "x"}], "got a field that is not served"),
+        (
+            "messages",
+            [{"role": "tool", "content": "ab", "tool_call_id": "x"}],
+            "the model's chat template has no tools",
+        ),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(server, field, value, takes):
+    error = refused(server, CHAT, {"messages": MESSAGES, field: value})
+    assert takes in error["message"]
+    assert error["param"].startswith(field)
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("field", ["user", "audio", "prediction", "reasoning_effort", "temprature", "functions"])
+def test_a_field_that_is_not_served_is_refused_by_name(server, field):
+    error = refused(server, CHAT, {"messages": MESSAGES, field: "x"})
+    assert (error["param"], error["code"]) == (field, "unsupported_field")
+    assert error["message"].startswith(f"[chat.completions] {field}: got a field that is not served; takes model, ")
+    if field == "temprature":
+        assert error["message"].endswith("did you mean 'temperature'?")
+
+
+def test_fields_of_completions_and_embeddings(server):
+    for path, body, param, takes in (
+        (COMPLETIONS, {"prompt": "ab", "suffix": "b"}, "suffix", "a field that is not served"),
+        (COMPLETIONS, {"prompt": "ab", "best_of": 2}, "best_of", "got 2; takes 1"),
+        (COMPLETIONS, {"prompt": "ab", "logprobs": 6}, "logprobs", "a whole number from 0 to 5"),
+        (COMPLETIONS, {"prompt": "ab", "logprobs": 1, "echo": True}, "echo", "false beside logprobs"),
+        (COMPLETIONS, {}, "prompt", "a text, a list of tokens"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "a text, a list of tokens"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt[0]", "at least one token"),
+        (COMPLETIONS, {"prompt": [261]}, "prompt", "got 261 among tokens; takes a text, or a list of tokens from 0"),
+        (COMPLETIONS, {"prompt": ["ab", 5]}, "prompt[1]", "got 5; takes a text"),
+        (COMPLETIONS, {"prompt": ["ab"] * 7}, "prompt", "7 prompts with 1 answers each; takes at most 6 answers"),
+        (COMPLETIONS, {"prompt": "b" * 130}, "prompt", "got 130 tokens; takes at most 128, the context"),
+        (COMPLETIONS, {"prompt": "ab" * 9000}, "prompt", "got 18000 characters; takes at most 128 tokens"),
+        (EMBEDDINGS, {"input": ""}, "input", "at least one token"),
+        (EMBEDDINGS, {"input": "ab", "dimensions": 5}, "dimensions", "got 5; takes 64"),
+        (EMBEDDINGS, {"input": "b" * 130}, "input", "got 130 tokens; takes at most 128"),
+        (EMBEDDINGS, {"input": "ab", "encoding_format": "int8"}, "encoding_format", "float, base64"),
+    ):
+        error = refused(server, path, body)
+        assert error["param"] == param
+        assert takes in error["message"]
+    error = refused(server, CHAT, {"messages": [{"role": "user", "content": "b" * 130}]})
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_null_is_as_good_as_no_field(server):
+    status, _, answer = send(server.url, CHAT, {"messages": MESSAGES, "max_tokens": 1, "stop": None, "user": None})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "ab", "temperature": NaN}',
+        b'{"prompt": "ab", "temperature": Infinity}',
+        b'{"prompt": "ab", "temperature": 1e999}',
+        b'{"prompt": "ab", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}",
+        b'{"prompt": ' + b'{"a":' * 100000,
+        b"\x00" * 100,
+        '{"prompt": "ab"}'.encode("utf-16"),
+    ],
+    ids=range(14),
+)
+def test_a_hostile_body_is_refused(server, body):
+    assert refused(server, COMPLETIONS, body)["message"].startswith("[completions] ")
+
+
+def test_a_body_that_is_too_large(server, monkeypatch):
+    monkeypatch.setattr(app, "BODY_BYTES", 100_000)
+    assert refused(server, COMPLETIONS, b"x" * 100_001, 413)["code"] == "body_too_large"
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+    parts = iter([b"x" * 1000] * 500)  # chunked, without a length
+    connection.request("POST", COMPLETIONS, parts, {"Content-Type": "application/json"}, encode_chunked=True)
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert "takes at most 100000 bytes" in json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+
+def test_a_body_that_does_not_come(server, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    with socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        client.sendall(b"Content-Length: 10\r\n\r\n{")
+        assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_paths_methods_and_types(server):
+    for path, method, status in (("/v2", "GET", 404), (CHAT, "GET", 405), ("/health", "POST", 405)):
+        code, _, answer = send(server.url, path, b"" if method == "POST" else None, method)
+        assert (code, answer["error"]["code"]) == (status, "unknown_url")
+    code, _, answer = send(server.url, CHAT, {"messages": MESSAGES}, Content_Type="text/plain")
+    assert code == 415
+    assert "got text/plain; takes application/json" in answer["error"]["message"]
+    assert send(server.url, "/health", None, "GET")[::2] == (200, {"status": "ok"})
+
+
+def test_metrics_are_what_prometheus_reads(server):
+    send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 2})
+    with urllib.request.urlopen(server.url + "/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(samples['billfish_http_responses_total{path="/v1/completions",status="200"}']) >= 1
+    assert float(samples["billfish_generated_tokens_total"]) >= 2
+    assert float(samples["billfish_cache_bytes"]) <= float(samples["billfish_cache_bytes_bound"])
+    kinds = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert all(name.partition("{")[0].removesuffix("_sum").removesuffix("_count") in kinds for name in samples)
+
+
+def test_a_model_without_a_template_has_completions_alone(folder):
+    with serving(folder / "bare.gguf", streams=1) as server:
+        assert "this model has no chat template" in refused(server, CHAT, {"messages": MESSAGES})["message"]
+        assert send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 1})[0] == 200
+
+
+def test_tools_and_a_format_are_not_both_served(folder):
+    with serving(folder / "tools.gguf", streams=1) as server:
+        body = {"messages": MESSAGES, "tools": [TOOL], "response_format": {"type": "json_object"}}
+        assert refused(server, CHAT, body)["param"] == "response_format"
+        body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}
+        assert refused(server, CHAT, body)["param"] == "tool_choice.function.name"
+        bad = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "[1]"}}
+        body = {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [bad]}]}
+        assert refused(server, CHAT, body)["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for(folder):
+    with serving(folder / "small.gguf", streams=1, keys=["first", "second"]) as server:
+        body = {"prompt": "ab", "max_tokens": 1}
+        for given in ({}, {"Authorization": "Bearer third"}, {"Authorization": "first"}, {"Authorization": "Bearer "}):
+            code, headers, answer = send(server.url, COMPLETIONS, body, **given)
+            assert (code, answer["error"]["code"]) == (401, "invalid_api_key")
+            assert headers["www-authenticate"] == "Bearer"
+        for key in ("first", "second"):
+            assert send(server.url, COMPLETIONS, body, Authorization=f"Bearer {key}")[0] == 200
+        for path in ("/v1/models", "/metrics"):
+            assert send(server.url, path, None, "GET")[0] == 401
+        assert send(server.url, "/health", None, "GET")[0] == 200
+        with urllib.request.urlopen(server.url + "/") as answer:
+            assert answer.status == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
+    keys.Keys(["one", "a longer key"]).check("Bearer one")
+    assert len(compared) == 2  # the first match does not end it
+    assert {len(each) for pair in compared for each in pair} == {32}
+
+
+def test_files_of_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    keys.read_keys(str(file)).check("Bearer two")
+    for content, got in (("# none\n", "which has no keys"), ("a b\n", "without spaces")):
+        file.write_text(content)
+        with pytest.raises(DataError, match=got):
+            keys.read_keys(str(file))
+    with pytest.raises(DataError, match=r"--api-key-file: got .*none .*; takes a text file with a key in each line"):
+        keys.read_keys(str(tmp_path / "none"))
+
+
+# ---- many, and those who leave ------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_is_refused_at_once(folder):
+    with serving(folder / "long.gguf", context=LONG, streams=1, queue=1) as server, ThreadPoolExecutor(2) as pool:
+        connections = [_ask(server, ENDLESS) for _ in range(2)]
+        until(lambda: server.service.engine.counts().waiting == 1)
+        code, headers, answer = send(server.url, COMPLETIONS, ENDLESS)
+        assert (code, answer["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
+        # n answers take n places, or none.
+        connections.pop().close()
+        until(lambda: server.service.engine.counts().waiting == 0)
+        assert send(server.url, COMPLETIONS, ENDLESS | {"n": 2})[0] == 429
+        until(lambda: server.service.engine.counts().waiting == 0)
+        assert pool.submit(lambda: server.service.engine.counts().running).result() == 1
+        connections.pop().close()
+        until(lambda: server.service.engine.counts().running == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_is_cancelled(folder, stream):
+    with serving(folder / "long.gguf", context=LONG, streams=2) as server:
+        connection = _ask(server, ENDLESS | {"stream": stream, "n": 2})
+        until(lambda: server.service.engine.counts().running == 2)
+        if stream:
+            assert connection.getresponse().readline().startswith(b"data: ")
+        connection.close()
+        until(lambda: server.service.engine.counts().running == 0)
+        assert server.service.engine.counts().finished["cancelled"] == 2
+
+
+def test_a_client_that_goes_gets_no_vectors(folder):
+    with serving(folder / "long.gguf", context=LONG, streams=1) as server:
+        connection = _ask(server, {"input": ["ab" * 5000] * 40}, EMBEDDINGS)
+        until(lambda: server.service.engine.counts().running == 1)
+        connection.close()
+        until(lambda: server.service.engine.counts().running == 0)
+
+
+def test_an_answer_that_fails_is_told(folder, monkeypatch):
+    with serving(folder / "small.gguf", streams=1) as server:
+        monkeypatch.setattr(server.model.decoder, "choose", lambda *_: 1 / 0)
+        error = refused(server, COMPLETIONS, {"prompt": "ab"}, 500)
+        assert (error["type"], error["code"]) == ("server_error", "generation_failed")
+        connection = _ask(server, {"prompt": "ab", "stream": True})
+        lines = connection.getresponse().read().decode().splitlines()
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "generation_failed"
+        connection.close()
+
+
+def test_a_fault_of_ours_tells_nothing_of_the_inside(server, monkeypatch, caplog):
+    monkeypatch.setattr(server.service.engine, "counts", lambda: 1 / 0)
+    code, _, answer = send(server.url, "/metrics", None, "GET")
+    assert code == 500
+    assert "division" not in json.dumps(answer)
+    assert "division by zero" in caplog.text
+
+
+def _ask(server: Running, body: object, path: str = COMPLETIONS) -> http.client.HTTPConnection:
+    """A connection whose answer nobody has read yet."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_finishes_what_runs_and_refuses_what_comes(folder):
+    with process(str(folder / "long.gguf"), "--streams", "1", "--context", str(LONG)) as (started, url):
+        line = started.stdout.readline()
+        assert line.startswith("It listens on 127.0.0.1, for everybody on this machine alone; --host 0.0.0.0 opens")
+        netloc = urlsplit(url).netloc
+        running, coming = http.client.HTTPConnection(netloc), http.client.HTTPConnection(netloc)
+        body = ENDLESS | {"max_tokens": 3000, "stream": True}
+        running.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        answer = running.getresponse()
+        assert answer.readline().startswith(b"data: ")
+        started.send_signal(signal.SIGTERM)
+        until(lambda: send(url, "/health", None, "GET")[0] == 503)
+        coming.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        refusal = coming.getresponse()
+        assert (refusal.status, json.loads(refusal.read())["error"]["code"]) == (503, "server_closing")
+        events = answer.read().decode().split("\n\n")
+        assert events[-2] == "data: [DONE]"
+        assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        coming.close()
+        running.close()
+        assert started.wait(60) == 0
+        assert started.stderr.read() == ""
+
+
+def test_an_open_address_without_keys_is_warned_of(folder):
+    with process(str(folder / "small.gguf"), "--host", "0.0.0.0") as (started, _):
+        assert started.stdout.readline().startswith("It listens on 0.0.0.0, for everybody who can reach this machine.")
+        started.send_signal(signal.SIGINT)
+        assert started.wait(60) == 0
+        assert "warning: Whoever reaches this machine can use it: --api-key-file FILE" in started.stderr.read()
+
+
+def test_words_of_the_command_that_are_wrong(folder, capsys):
+    model = str(folder / "small.gguf")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, got in (
+            (["--port", port], "--host and --port: got 127.0.0.1"),
+            (["--port", "70000"], "--host and --port: got 127.0.0.1, 70000"),
+            (["--host", "no.such.host.invalid"], "--host and --port: got no.such.host.invalid"),
+            (["--port", "0", "--streams", "0"], "streams: got 0; takes a whole number from 1 on"),
+            (["--port", "0", "--context", "129"], "context: got 129; takes a number from 1 to 128"),
+            (["--api-key-file", "/no/such/file"], "--api-key-file: got /no/such/file"),
+        ):
+            assert main(["serve", model, *words]) == 2
+            assert got in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", serve.PACKAGES)
+def test_a_missing_package_is_named_with_the_command_that_brings_it(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["serve"]) == 2
+    error = capsys.readouterr().err
+    assert f"the package {package}: got none" in error
+    assert "pip install 'billfish[serve]'" in error

@@ -1,0 +1,273 @@
+"""The attack: `python tests/support/attack/run.py --cases N [--json FILE] [--only NAME]`; `make attack` runs all of it.
+
+Each generator makes a case of a seed alone. Workers, processes that do one case after another, are watched: a case may
+not end its worker, nor take 10 s, nor 64 MB and 8 times its files of memory; it is accepted, or refused by an error of
+ours. A case that breaks a rule is printed with its seed; `--only NAME --seed SEED` runs it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import queue
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TESTS))
+
+SECONDS = 10.0
+PATIENCE = 60.0  # for the first case, which waits for its worker to begin
+ROOM, TIMES = 64 << 20, 8  # memory that a case may take: so many bytes, and so many times its files
+ADDRESS_SPACE = 2 << 30  # beyond what a worker has: what is asked for at once and never touched fails, too
+CHUNK = 2500  # cases that one worker does
+# Generators by name: their module, and how many of a thousand cases they make.
+GENERATORS = {
+    "gguf headers": ("gguf_files", "headers", 230),
+    "gguf models": ("gguf_files", "models", 170),
+    "gguf splits": ("gguf_files", "splits", 20),
+    "safetensors headers": ("safetensors_files", "headers", 170),
+    "safetensors layouts": ("safetensors_files", "layouts", 130),
+    "model folders": ("folders", "models", 90),
+    "tokenizers": ("folders", "tokenizers", 70),
+    "places": ("places", "places", 20),
+    "plans": ("places", "plans", 10),
+    "packed files": ("packed_files", "packed", 40),
+    "calls": ("calls", "calls", 49),
+    "findings": ("findings", "findings", 1),
+}
+# Attacks on whole processes, each a function of the module of its name, and how many rounds they have.
+PROCESSES = {"races": 500, "kills": 200}
+
+
+@dataclass
+class Row:
+    """What came of the cases of one generator."""
+
+    generator: str
+    cases: int = 0
+    accepted: int = 0
+    refused: int = 0
+    worst_seconds: float = 0.0
+    worst_memory: int = 0  # bytes beyond 8 times the files
+    failed: int = 0
+    failures: dict[str, str] = field(default_factory=dict)  # what went wrong, and one command that shows it
+
+    def add(self, result: dict[str, Any]) -> None:
+        self.cases += 1
+        self.accepted += result["outcome"] == "accepted"
+        self.refused += result["outcome"] == "refused"
+        self.worst_seconds = max(self.worst_seconds, result["seconds"])
+        self.worst_memory = max(self.worst_memory, result["memory"] - TIMES * result["size"])
+        if result["failure"]:
+            self.failed += 1
+            self.failures.setdefault(result["failure"], f"--only {self.generator!r} --seed {result['seed']}")
+
+
+# ---- in a worker ---------------------------------------------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    """A number of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def one_case(generator: str, seed: int, scratch: Path) -> dict[str, Any]:
+    """Make a case, and say what came of it."""
+    module, function, _ = GENERATORS[generator]
+    make = getattr(importlib.import_module(f"attack.{module}"), function)
+    return {"seed": seed, **attempted(make(random.Random(f"{generator} {seed}")), scratch)}
+
+
+def attempted(case: Any, scratch: Path) -> dict[str, Any]:
+    """What came of a case, whose files are written below `scratch`."""
+    import billfish as bf
+
+    folder = scratch / "case"
+    folder.mkdir()
+    for path, content in case.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, started, failure = status("VmRSS"), time.perf_counter(), ""
+    try:
+        case.attempt(folder)
+        outcome = "accepted"
+    except bf.BillfishError as error:
+        outcome = "refused"
+        if len(str(error)) > 4000 or not str(error).isprintable():
+            failure = f"a message that is not readable: {str(error)[:200]!r}"
+    except BaseException as error:
+        outcome = "failed"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        failure = f"{type(error).__name__}: {str(error)[:200]!r} at {Path(frame.filename).name}:{frame.lineno}"
+    seconds, memory = time.perf_counter() - started, max(0, status("VmHWM") - before)
+    size = sum(len(content) for content in case.files.values())
+    if memory > ROOM + TIMES * size:
+        failure = f"{memory >> 20} MB for {size} bytes"
+    shutil.rmtree(folder)
+    return {
+        "name": case.name,
+        "outcome": outcome,
+        "failure": failure,
+        "seconds": seconds,
+        "memory": memory,
+        "size": size,
+    }
+
+
+def worker(generator: str, first: int, last: int, scratch: Path) -> None:
+    """Cases one after another, each a line on standard output when it is done."""
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what anybody else prints is not a result
+    for module in ("tokenizers", "safetensors", "billfish.llm", "numpy.random"):
+        importlib.import_module(module)
+    limit = status("VmSize") + ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for seed in range(first, last):
+        print(json.dumps(one_case(generator, seed, scratch)), file=results)
+        if seed % 100 == 0:
+            gc.collect()
+
+
+# ---- in the process that watches ------------------------------------------------------------------------------------
+
+
+def watched(generator: str, first: int, last: int) -> Iterator[dict[str, Any]]:
+    """The results of a range of cases. A case that ends its worker, or takes too long, is a result too."""
+    while first < last:
+        failure = ""
+        with started(generator, first, last) as (process, lines, errors):
+            patience = PATIENCE
+            while first < last and not failure:
+                try:
+                    line = lines.get(timeout=patience)
+                except queue.Empty:
+                    failure = f"no end after {patience:g} s"
+                    break
+                if not line:
+                    errors.seek(0)
+                    said = errors.read()[-300:].decode("utf-8", "replace")
+                    failure = f"the worker ended with {process.wait()}: {said}"
+                    break
+                result = json.loads(line)
+                if result["seconds"] > SECONDS:
+                    result["failure"] = f"{result['seconds']:.1f} s"
+                yield result
+                first, patience = result["seed"] + 1, SECONDS + 1
+        if failure:
+            about = {"seconds": 0.0, "memory": 0, "size": 0, "name": "", "outcome": "failed"}
+            yield {"seed": first, "failure": failure, **about}
+            first += 1
+
+
+@contextlib.contextmanager
+def started(generator: str, first: int, last: int) -> Iterator[tuple[subprocess.Popen[bytes], queue.Queue[bytes], Any]]:
+    """A worker, the lines that it prints (an empty one at the end), and what it says on standard error."""
+    lines: queue.Queue[bytes] = queue.Queue()
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="attack-", dir=memory) as scratch, tempfile.TemporaryFile() as errors:
+        command = [sys.executable, __file__, "--worker", generator, str(first), str(last), scratch]
+        quiet = {**os.environ, "RUST_BACKTRACE": "0"}  # to look up names for a panic would cost more than the case
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, cwd=TESTS, env=quiet) as process:
+
+            def pump() -> None:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    lines.put(line)
+                lines.put(b"")
+
+            reader = threading.Thread(target=pump)
+            reader.start()
+            try:
+                yield process, lines, errors
+            finally:
+                process.kill()
+                reader.join()
+
+
+def attack(cases: int, jobs: int, only: str | None = None, first: int = 0) -> list[Row]:
+    """About `cases` cases of all generators, or of one."""
+    chosen = {name: about[2] for name, about in GENERATORS.items() if only in (None, name)}
+    total = sum(chosen.values())
+    rows = {name: Row(name) for name in chosen}
+    chunks = []
+    for name, share in chosen.items():
+        last = first + max(1, cases * share // total)
+        chunks += [(name, start, min(start + CHUNK, last)) for start in range(first, last, CHUNK)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, results in pool.map(lambda chunk: (chunk[0], list(watched(*chunk))), chunks):
+            for result in results:
+                rows[name].add(result)
+    return list(rows.values())
+
+
+def of_processes(name: str, count: int) -> Row:
+    """So many races, or kills."""
+    rounds = getattr(importlib.import_module(f"attack.{name}"), name)(count)
+    failures = dict.fromkeys(rounds.failures, f"attack.{name}.{name}({count})")
+    numbers = rounds.cases, rounds.accepted, rounds.refused, rounds.worst_seconds, rounds.worst_memory
+    return Row(rounds.generator, *numbers, len(rounds.failures), failures)
+
+
+def table(rows: list[Row]) -> str:
+    head = f"{'generator':<22}{'cases':>8}{'accepted':>10}{'refused':>9}{'failed':>8}{'worst s':>9}{'worst MB':>10}"
+    lines = [head]
+    for row in rows:
+        numbers = f"{row.cases:>8}{row.accepted:>10}{row.refused:>9}{row.failed:>8}"
+        lines.append(f"{row.generator:<22}{numbers}{row.worst_seconds:>9.2f}{row.worst_memory / 2**20:>10.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", choices=GENERATORS)
+    parser.add_argument("--seed", type=int, help="one case alone, in this process")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--json", type=Path, help="where the table goes, too")
+    parser.add_argument("--processes", action="store_true", help="races and kills as well")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)  # generator, first and last seed, folder
+    arguments = parser.parse_args()
+    if arguments.worker:
+        name, first, last, scratch = arguments.worker
+        return worker(name, int(first), int(last), Path(scratch))
+    if arguments.seed is not None:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(json.dumps(one_case(arguments.only, arguments.seed, Path(scratch)), indent=1))
+        return None
+    rows = attack(arguments.cases, arguments.jobs, arguments.only, arguments.first)
+    if arguments.processes:
+        rows += [of_processes(name, count) for name, count in PROCESSES.items()]
+    print(table(rows))
+    for row in rows:
+        for failure, command in list(row.failures.items())[:20]:
+            print(f"{command}: {failure}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return sys.exit(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""What tests of products share with others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import billfish as bf
+from benchmarks import products
+from benchmarks.products.limits import Limits
+from benchmarks.products.peers import Case
+
+FAKE = Limits(1e9, 4e9, 1e9)
+
+
+def settings(**flags):
+    parsed = products.Settings.parse(**{"shapes": "256x96", "m": "1,17", "peers": "none", **flags})
+    return replace(parsed, budget=0.0, cold_bytes=1 << 16)
+
+
+def case_of(format, activations="q8", k=256, n=96, group_size=None):
+    found = bf.get_format(format)
+    return Case(found, found.check_group_size("test", group_size, k), k, n, activations)
