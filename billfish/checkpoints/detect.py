@@ -16,13 +16,12 @@ from billfish.checkpoints.safetensors_files import (
     Stored,
     damaged,
     open_shards,
-    parse_json,
     read_config,
     section,
     shards,
 )
 from billfish.core.errors import CheckpointError, complaint
-from billfish.core.files import open_regular
+from billfish.core.files import open_regular, parse_json
 from billfish.core.format_tag import ABOUT
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.

@@ -6,7 +6,6 @@ that `offset_keys` gives. From this follows where each one begins, so its bytes 
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -19,12 +18,10 @@ import numpy as np
 
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.extras import require
-from billfish.core.files import is_affordable, open_regular, read_whole
+from billfish.core.files import is_affordable, open_regular, read_json
 from billfish.core.storage import Array
 
 CALL = "load"
-# Bytes of memory that JSON costs at most, by its punctuation: a list or an object with what is in it, and a value.
-CONTAINER_COST, VALUE_COST = 240, 64
 TENSOR_COST = 1000  # bytes of memory for all that is known about one tensor
 
 # safetensors' names of types: bits, and the NumPy type where there is one.
@@ -142,28 +139,6 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
     if offset != file.size:
         raise damaged(path, f"tensors that end at byte {offset} of {file.size}", "tensors that fill the file")
     return file, stored, metadata
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = parse_json(read_whole(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(path, f"what is no JSON ({error})", "a JSON object") from None
-    if not isinstance(value, dict):
-        raise damaged(path, f"a {type(value).__name__}", "a JSON object")
-    return value
-
-
-def parse_json(text: bytes) -> Any:
-    """A JSON value. Raises ValueError for what is none, and for what would take far more memory than the text has."""
-    containers = text.count(b"[") + text.count(b"{")
-    cost = CONTAINER_COST * containers + VALUE_COST * (text.count(b",") + text.count(b":")) + 4 * len(text)
-    if not is_affordable(cost, len(text)):
-        raise ValueError(f"{containers} lists and objects in {len(text)} bytes")
-    return json.loads(text)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors, parse_json
+from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors
 from billfish.checkpoints.write.engine import OutputFile, Piece
 from billfish.checkpoints.write.target import Spec, safetensors_header
 from billfish.core.errors import CheckpointError, DataError, complaint
-from billfish.core.files import path_of, replacing
+from billfish.core.files import parse_json, path_of, replacing
 from billfish.core.storage import Array
 from billfish.statistics import imatrix
 from billfish.statistics.inputs import CALL, InputStatistics
