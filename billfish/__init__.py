@@ -51,12 +51,13 @@ from billfish.ops.weight_packing import (
 if TYPE_CHECKING:
     from billfish import llm
     from billfish.checkpoints import Checkpoint, load
-    from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
+    from billfish.checkpoints.conversion import convert, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
     from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
     from billfish.nn.torch.calibration import calibrate
     from billfish.quantizing.calibration import calibrate_checkpoint
+    from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
     from billfish.statistics import Statistics
 
 __all__ = [
@@ -138,7 +139,7 @@ _ELSEWHERE = {
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",
-    "quantize_checkpoint": "billfish.checkpoints.conversion",
+    "quantize_checkpoint": "billfish.quantizing.quantize_checkpoint",
     "quantize_model": "billfish.nn",
     "save": "billfish.checkpoints.conversion",
     "verify": "billfish.checkpoints.verification",

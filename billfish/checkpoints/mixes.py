@@ -103,7 +103,7 @@ class Mix:
     def _choose(self, name: str, k: int, model: Model) -> str:
         if name == OUTPUT or (name == EMBEDDING and model.tied):
             return "q8_0" if k % get_format(self.format).block_size else TIED_OUTPUT
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        match = re.fullmatch(r"blk\.(\d{1,9})\.(\w+)\.weight", name)
         if not match:
             return self.format
         layer, module = int(match[1]), match[2]
@@ -136,7 +136,7 @@ class Mix:
 
 def model_of(shapes: Shapes) -> Model:
     """What names and shapes say of a model."""
-    layers = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     rows = {part: shapes.get(f"blk.{min(layers, default=0)}.attn_{part}.weight", (1,))[0] for part in "qv"}
     stacks = [shape[0] for name, shape in shapes.items() if "_exps." in name and len(shape) == 3]
     return Model(

@@ -22,6 +22,7 @@ from billfish.core.files import is_affordable, open_regular, read_json
 from billfish.core.storage import Array
 
 CALL = "load"
+MAX_ELEMENTS = 1 << 58  # of an array, where extents of 0 count as 1: NumPy has none of 2^63 bytes
 TENSOR_COST = 1000  # bytes of memory for all that is known about one tensor
 
 # safetensors' names of types: bits, and the NumPy type where there is one.
@@ -130,6 +131,8 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
                 kind, shape = about.get_dtype(), tuple(about.get_shape())
                 if kind not in TYPES:
                     raise damaged(path, f"{name} of type {kind}", f"one of {', '.join(TYPES)}")
+                if math.prod(extent or 1 for extent in shape) >= MAX_ELEMENTS:
+                    raise damaged(path, f"{name} of shape {shape}", "an array that can be there")
                 bits, dtype = TYPES[kind]
                 nbytes = math.prod(shape) * bits // 8
                 stored[name] = Stored(name, file, kind, dtype and np.dtype(dtype), shape, offset, nbytes)

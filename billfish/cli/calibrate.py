@@ -8,8 +8,7 @@ from pathlib import Path
 
 from billfish.cli.run import set_threads
 from billfish.llm.model import default_model
-from billfish.quantizing.calibration import calibrate_checkpoint
-from billfish.quantizing.calibration_text import DEFAULT_NAME
+from billfish.quantizing.calibration import DEFAULT_NAME, calibrate_checkpoint
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

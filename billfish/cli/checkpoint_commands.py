@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint, load
-from billfish.checkpoints.conversion import convert, quantize_checkpoint
+from billfish.checkpoints.conversion import convert
 from billfish.checkpoints.verification import verify
 from billfish.core.errors import FormatError, complaint
 from billfish.core.tables import table, terminal_width
@@ -91,6 +91,9 @@ def quantize_and_print(
     **options: Any,
 ) -> None:
     """`billfish quantize`. Rules read REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
+    # Here, as it can run models: the other commands start without that.
+    from billfish.quantizing.quantize_checkpoint import quantize_checkpoint, quantize_to_bits
+
     if calibrate is True or (method == "gptq" and not calibrate and imatrix is None):
         print("calibrating with the text that billfish carries; --calibrate TEXT takes another", file=sys.stderr)
     rules, known = dict(map(_rule, keep)), {"method": method, "statistics": imatrix, "calibrate": calibrate}
@@ -100,8 +103,6 @@ def quantize_and_print(
                 raise FormatError(complaint("quantize", f"--{name}", f"{value!r} beside --format", "it beside --bits"))
         print(quantize_checkpoint(source, out, format, keep=rules, **known, **options))
         return
-    from billfish.quantizing.bit_budget import quantize_to_bits  # here: it runs the model
-
     assert bits is not None
     print(quantize_to_bits(source, out, bits, formats, plan, rules, **known, **options))
 

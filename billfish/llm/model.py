@@ -221,6 +221,9 @@ def load(
     model = default_model() if path is None else path_of("llm.load", path)
     if quantize is not None and convert is not None:
         raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
+    if quantize is None and (method != "mse" or statistics is not None):
+        ignored = f"method={method!r}" if method != "mse" else "statistics"
+        raise DataError(f"llm.load: {ignored} has no effect without quantize. Pass quantize=FORMAT, too.")
     try:
         loaded = _load(model, device, quantize, method, statistics, convert, progress)
     except BackendUnavailable as error:
@@ -245,11 +248,8 @@ def _load(
     """As :func:`load`, on a device that was checked."""
     if quantize is None:
         return Model(path, device, convert, progress)
-    from billfish.llm.quantize_on_load import Quantizer
-    from billfish.statistics import Statistics  # here: most models are as they should be
+    from billfish.llm.quantize_on_load import Quantizer  # here, as few models need it when they start
 
-    if statistics is not None and not isinstance(statistics, Statistics):
-        statistics = Statistics.load(statistics)
     quantizer = Quantizer(quantize, path, method, statistics)
     loaded = Model(path, device, quantizer, progress)
     quantizer.report(sys.stderr, loaded.source.name)

@@ -38,6 +38,18 @@ def same(a: bf.QuantizedTensor, b: bf.QuantizedTensor) -> bool:
     return all(np.array_equal(a.storage[name], b.storage[name]) for name in a.storage)
 
 
+@pytest.mark.parametrize("written", [["--format", "fp4:64"], ["--format", "fp4", "--group-size", "64"]])
+def test_group_sizes_are_part_of_a_format_wherever_it_is_written(tmp_path, written):
+    write_folder(tmp_path / "in", "plain")
+    keep = ["--keep", r"layers\.0\.mlp.*=fp4:-1"]
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), *written, *keep]) == 0
+    ck = bf.load(tmp_path / "out")
+    assert ck["model.layers.1.mlp.up_proj.weight"].group_size == 64
+    assert ck["model.layers.0.mlp.up_proj.weight"].group_size == ck["model.layers.0.mlp.up_proj.weight"].shape[1]
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "again", "fp4:64", keep={r"layers\.0\.mlp": "fp4:-1"})
+    assert bf.verify(tmp_path / "out", tmp_path / "again")
+
+
 @pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
 def test_checkpoints_are_quantized_by_statistics(tmp_path, method):
     model, _, known = sources(tmp_path)

@@ -87,11 +87,16 @@ def export(
     return _report(checkpoint, path, planned, target, output)
 
 
-def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
-    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first."""
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> set[str]:
+    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first.
+
+    Returns the names, in the source, of the tensors that would be quantized.
+    """
     _check_path(call, path, settings.target)
     check_free(call, path)
-    refuse(call, _planned(call, checkpoint, settings)[1], settings)
+    arranged, planned = _planned(call, checkpoint, settings)
+    refuse(call, planned, settings)
+    return {arranged.origins.get(name, name) for name in planned.quantized}
 
 
 def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
@@ -266,6 +271,9 @@ def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFie
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
         return dict(checkpoint.metadata)
     if isinstance(checkpoint.metadata, Metadata):
+        if "general.architecture" not in checkpoint.metadata:
+            got = "a GGUF file without general.architecture, as an imatrix file is"
+            raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model"))
         dropped = ("general.file_type", "general.quantization_version", "general.alignment")
         return {
             name: (checkpoint.metadata[name], *checkpoint.metadata.types(name))
