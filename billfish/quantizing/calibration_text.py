@@ -23,7 +23,7 @@ def named_text(path: str | os.PathLike[str] | None) -> tuple[str, str]:
 
 def default_text() -> str:
     """Prose, code, lists, numbers and several languages, written for this purpose."""
-    return resources.files("billfish.statistics").joinpath("default_text.txt").read_text("utf-8")
+    return resources.files("billfish.quantizing").joinpath("default_text.txt").read_text("utf-8")
 
 
 def windows_of(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> list[list[int]]:

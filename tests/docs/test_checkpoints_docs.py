@@ -1,4 +1,4 @@
-"""tests/docspoints.md and the README's lines on checkpoints do what they say."""
+"""docs/checkpoints.md and the README's lines on checkpoints do what they say."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def test_errors_of_formats():
 
 
 def test_memory_of_the_commands_for_checkpoints():
-    text, record = page("tests/docspoints.md"), recorded("checkpoint_memory.json")
+    text, record = page("docs/checkpoints.md"), recorded("checkpoint_memory.json")
     assert f"{record['checkpoint_bytes'] / 1e9:.2f} GB" in text
     for command in record["records"]:
         assert f"| `{command['command']}` | {command['peak_bytes'] / 1e9:.2f} GB |" in text
