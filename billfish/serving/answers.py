@@ -9,15 +9,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive
 
 from billfish.core.errors import complaint
+from billfish.serving.grammar import Grammar
 from billfish.serving.refusals import Refusal
 from billfish.serving.requests import Piece, QueueFull, Request, ServerClosing, Ticket
 
 if TYPE_CHECKING:
+    from billfish.serving.grammar_compiler import CompiledGrammar
     from billfish.serving.service import Service
 
 
@@ -71,6 +73,22 @@ async def gone(receive: Receive) -> None:
         pass
 
 
+async def compiled(service: Service, grammar: Grammar, receive: Receive) -> CompiledGrammar:
+    """The engine's grammar. One that still waits is given up when the client goes."""
+    with refusals():
+        compiling = asyncio.wrap_future(service.engine.compile(grammar))
+        watch = asyncio.ensure_future(gone(receive))
+        both: list[asyncio.Future[Any]] = [compiling, watch]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not compiling.done():
+                raise ClientGone
+            return compiling.result()
+        finally:
+            watch.cancel()
+            compiling.cancel()
+
+
 class Answers:
     """The answers to the engine's requests of one HTTP request.
 
@@ -90,7 +108,7 @@ class Answers:
 
     async def __aenter__(self) -> Answers:
         try:
-            await self._service.read(self._submit, self._service.mailbox.put)  # outside of the loop: grammars take long
+            await self._service.read(self._submit, self._service.mailbox.put)  # it may wait for the engine
         except BaseException:
             self._end()
             raise

@@ -8,13 +8,13 @@ from typing import Any
 from billfish.core.errors import DataError
 from billfish.serving.calls import Call, Form
 from billfish.serving.fields import Fields
-from billfish.serving.grammar import Grammar, json_object, json_schema
+from billfish.serving.grammar import json_object, json_schema
 from billfish.serving.logprobs import Written
 from billfish.serving.messages import read_messages, uses_tools
 from billfish.serving.options import read_options
 from billfish.serving.refusals import Described
 from billfish.serving.requests import MOST_ALTERNATIVES, Piece, Token
-from billfish.serving.respond import Asked, Choice
+from billfish.serving.respond import Asked, Choice, Schema
 from billfish.serving.service import Service
 from billfish.serving.tools import read_tools
 
@@ -29,21 +29,21 @@ def read_chat(service: Service, fields: Fields) -> Asked:
     options = read_options(fields, service.limits, "max_completion_tokens", "max_tokens")
     alternatives = _read_logprobs(fields)
     tools = read_tools(fields)
-    grammar = _read_format(fields)
+    schema = _read_format(fields)
     fields.only("modalities", ["text"])
     fields.only("store", False)
     fields.done()
-    if tools is not None and grammar is not None:
+    if tools is not None and schema is not None:
         raise fields.wrong("response_format", Described("a format beside tools"), "one of the two")
 
     template, form, opening = service.template(CALL), None, ""
     if tools is not None or uses_tools(messages):
         form = _form(service, fields, "messages" if tools is None else "tools")
     if tools is not None and tools.forced and form is not None:  # the prompt ends where the call's JSON begins
-        opening, grammar = form.opening, _compiled(fields, "tools", tools.schema(form))
+        opening, schema = form.opening, _schema(fields, "tools", tools.schema(form))
     text = template.render(messages, tools=None if tools is None else tools.definitions)
     prompt = service.encode(CALL, "messages", text + opening)
-    requests = options.requests(CALL, prompt, service.limits, alternatives, grammar)
+    requests = options.requests(CALL, prompt, service.limits, alternatives)
     return Asked(
         requests=requests,
         choices=[ChatChoice(None if tools is None else form, opening, service.written(alternatives)) for _ in requests],
@@ -53,6 +53,7 @@ def read_chat(service: Service, fields: Fields) -> Asked:
         prefix="chatcmpl",
         kind="chat.completion",
         chunk="chat.completion.chunk",
+        schema=schema,
     )
 
 
@@ -64,7 +65,7 @@ def _read_logprobs(fields: Fields) -> int | None:
     return (count or 0) if wanted else None
 
 
-def _read_format(fields: Fields) -> Grammar | None:
+def _read_format(fields: Fields) -> Schema | None:
     """`response_format`; None for any text."""
     wanted = fields.inner("response_format")
     if wanted is None:
@@ -75,7 +76,7 @@ def _read_format(fields: Fields) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return json_object()
+        return Schema(json_object(), CALL, fields.at("response_format"))
     given: Fields = wanted.needed("json_schema", described, "an object with a schema")
     for name in ("name", "description"):
         given.text(name)
@@ -84,12 +85,12 @@ def _read_format(fields: Fields) -> Grammar | None:
     given.done()
     if not isinstance(schema, dict):
         raise given.wrong("schema", schema, "a JSON schema")
-    return _compiled(given, "schema", schema)
+    return _schema(given, "schema", schema)
 
 
-def _compiled(fields: Fields, name: str, schema: Mapping[str, Any]) -> Grammar:
+def _schema(fields: Fields, name: str, schema: Mapping[str, Any]) -> Schema:
     try:
-        return json_schema(schema)
+        return Schema(json_schema(schema), fields.call, fields.at(name))
     except DataError as error:
         raise fields.wrong(name, Described(error), "a JSON schema that can be satisfied") from None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
-from threading import Condition, Thread, current_thread
+from threading import Condition, current_thread
 from types import TracebackType
 
 import numpy as np
@@ -21,7 +21,8 @@ from billfish.core.errors import DataError, ModelError, complaint, explained
 from billfish.core.typing import Activations
 from billfish.llm.kv_cache import shared_length
 from billfish.llm.model import Model
-from billfish.serving.grammar import Vocabulary
+from billfish.serving.grammar import Grammar, Vocabulary
+from billfish.serving.grammar_compiler import CompiledGrammar, GrammarCompiler, start_thread
 from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
 from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
 from billfish.serving.schedule import SMALLEST, cuts_for, share_out
@@ -68,7 +69,7 @@ class Engine:
         except MemoryError:
             got = f"{streams} with {self.context} positions each, more than memory has room for"
             raise DataError(complaint(CALL, "streams", got, "fewer, or a shorter context")) from None
-        self._vocabulary = Vocabulary(model.tokenizer, decoder.config.vocabulary)
+        self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
         self._running: list[Job] = []
@@ -76,8 +77,7 @@ class Engine:
         self._closing = False
         self._finished: Counter[str] = Counter()
         self._refused = self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._thread = Thread(target=self._work, name="billfish engine", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, "billfish engine")
         atexit.register(self.close, finish=False)
 
     # ---- what any thread may call -------------------------------------------------------------------------------
@@ -88,11 +88,16 @@ class Engine:
         that cannot be answered."""
         self._check(request.prompt)
         self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
-        matcher = None if request.grammar is None else self._vocabulary.matcher(request.grammar)
+        matcher = None if request.grammar is None else request.grammar.matcher()
         ticket = Ticket(len(request.prompt), self._wake)
         tokenizer, cuts = self.model.tokenizer, self._cuts
         self._put(Answer(request, on_piece, ticket, tokenizer, matcher, cuts, context=self.context))
         return ticket
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """Compile a grammar for :class:`Request`. Make one for each request. Raises as
+        :meth:`billfish.serving.grammar_compiler.GrammarCompiler.compile` does."""
+        return self._grammars.compile(grammar)
 
     def embed(self, tokens: Sequence[int]) -> Future[NDArray[np.float32]]:
         """The vector [hidden] of a text, as :meth:`billfish.llm.Model.embed_text` gives it. It may be cancelled as long
@@ -126,6 +131,7 @@ class Engine:
                 for job in (*self._waiting, *self._running):
                     job.cancel()
             self._changed.notify()
+        self._grammars.close()
         if self._thread is not current_thread():
             self._thread.join()
             atexit.unregister(self.close)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,17 +18,27 @@ from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.core.extras import require
 
+CALL = "serving.json_schema"
 EXTRA = "serve"
-# Some white space between the parts of an answer, and an end of it: small models would else go on with it for ever.
-# What a schema says that is not understood is an error, and the schema itself cannot ask for less.
-OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
+# What a schema may have at most. Schemas of programs have a tenth of it. What the limits let through may still take
+# long to compile: grammar_process.py ends that.
+LIMITS = {
+    "levels of nesting": 100,
+    "JSON values": 20_000,
+    "properties": 2_000,
+    "required names": 2_000,
+    "different $refs": 256,
+    "members of an allOf": 10,
+    "characters in names, patterns and values": 64_000,
+}
+ANNOTATIONS = ("title", "description", "$comment")  # texts that no answer depends on
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must be, for any model. `source` is llguidance's."""
+    """What an answer must be, for any model. `schema` is a JSON schema, as a text."""
 
-    source: str
+    schema: str
 
 
 def json_object() -> Grammar:
@@ -34,19 +47,48 @@ def json_object() -> Grammar:
 
 
 def json_schema(schema: Mapping[str, Any]) -> Grammar:
-    """What the schema describes. Raises DataError for a schema that is none, that nothing satisfies, or with keywords
-    that llguidance does not keep to."""
-    matcher = require("llguidance", EXTRA).LLMatcher
-    with _library_errors("serving.json_schema", "schema", "a JSON schema of keywords that llguidance has"):
-        source = matcher.grammar_from_json_schema(schema, overrides=OPTIONS)
-        wrong = matcher.validate_grammar(source)
-        if wrong:
-            raise ValueError(wrong)
-    return Grammar(source)
+    """What the schema describes. Raises DataError for a schema that exceeds LIMITS. Whether it can be used is known
+    when it is compiled."""
+    check_schema(schema)
+    try:
+        return Grammar(json.dumps(schema))
+    except (TypeError, ValueError) as error:
+        raise DataError(complaint(CALL, "schema", f"one that fails ({error})", "a JSON schema")) from None
+
+
+def check_schema(schema: object) -> None:
+    """Raises DataError for a schema that exceeds LIMITS."""
+    counts: Counter[str] = Counter()
+    refs = set[str]()
+    waiting: list[tuple[str, object, int]] = [("", schema, 1)]  # key, value, level
+    while waiting:
+        key, value, level = waiting.pop()
+        counts["JSON values"] += 1
+        counts["levels of nesting"] = max(counts["levels of nesting"], level)
+        if isinstance(value, Mapping):
+            if key == "properties":
+                counts["properties"] += len(value)
+            counts["characters in names, patterns and values"] += sum(len(str(name)) for name in value)
+            waiting += [(str(name), each, level + 1) for name, each in value.items()]
+        elif isinstance(value, list):
+            if key == "required":
+                counts["required names"] += len(value)
+            if key == "allOf":
+                counts["members of an allOf"] = max(counts["members of an allOf"], len(value))
+            waiting += [("", each, level + 1) for each in value]
+        elif isinstance(value, str):
+            if key not in ANNOTATIONS:
+                counts["characters in names, patterns and values"] += len(value)
+            if key == "$ref":
+                refs.add(value)
+                counts["different $refs"] = len(refs)
+        for what, most in LIMITS.items():
+            if counts[what] > most:
+                raise DataError(complaint(CALL, "schema", f"one with {counts[what]} {what}", f"at most {most}"))
 
 
 @contextmanager
-def _library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
+def library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
     """What llguidance raises becomes a DataError. A panic inside it is not even an Exception."""
     try:
         yield
@@ -61,25 +103,41 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: of the scores, which may be more than there are tokens."""
-        self._tokenizer, self._size = tokenizer, size
+        self._tokenizer, self.size = tokenizer, size
+        self._lock = threading.Lock()
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """One for one answer. Raises DataError if the grammar is too large for this vocabulary."""
-        library = require("llguidance", EXTRA)
-        limits = library.LLParserLimits(verbose_errors=False)
-        with _library_errors("serving.Engine", "grammar", "a smaller one"):
-            return Matcher(library.LLMatcher(self._native, grammar.source, log_level=0, limits=limits), self._size)
+    @property
+    def native(self) -> Any:
+        """An LLTokenizer. Raises DataError for a model without a token that ends answers."""
+        with self._lock:  # it takes long: no two threads make it
+            return self._native
+
+    def record(self) -> dict[str, Any]:
+        """The vocabulary as JSON, for grammar_process.py. Each byte of a token is a character."""
+        tokens = self._bytes
+        return {
+            "tokens": [token.decode("latin-1") for token in tokens.tokens],
+            "special": tokens.special_token_ids,
+            "bos": tokens.bos_token_id,
+            "ends": self._ends,
+        }
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        ends = sorted(token for token in self._tokenizer.ends if token < self.size)
+        if not ends:
+            got = "one for a model without a token that ends answers"
+            raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
+        return ends
+
+    @cached_property
+    def _bytes(self) -> _Bytes:
+        return _Bytes(self._tokenizer, self.size, self._ends)
 
     @cached_property
     def _native(self) -> Any:
         library = require("llguidance", EXTRA)
-        ends = sorted(token for token in self._tokenizer.ends if token < self._size)
-        if not ends:
-            got = "one for a model without a token that ends answers"
-            raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
-        return library.LLTokenizer(
-            library.TokenizerWrapper(_Bytes(self._tokenizer, self._size, ends)), self._size, ends
-        )
+        return library.LLTokenizer(library.TokenizerWrapper(self._bytes), self.size, self._ends)
 
 
 class _Bytes:
@@ -143,7 +201,7 @@ class Matcher:
         return bool(self._state.is_stopped())
 
     def _errors(self) -> AbstractContextManager[None]:
-        return _library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
+        return library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
 
     def _check(self) -> None:
         if self._state.is_error():

@@ -8,7 +8,6 @@ from typing import Any
 
 from billfish.llm.sampler import Sampling
 from billfish.serving.fields import Fields, is_number
-from billfish.serving.grammar import Grammar
 from billfish.serving.refusals import Described, wrong
 from billfish.serving.requests import Request
 
@@ -37,9 +36,7 @@ class Options:
     stream: bool
     include_usage: bool
 
-    def requests(
-        self, call: str, prompt: list[int], limits: Limits, logprobs: int | None, grammar: Grammar | None = None
-    ) -> list[Request]:
+    def requests(self, call: str, prompt: list[int], limits: Limits, logprobs: int | None) -> list[Request]:
         """One for each answer to a prompt; seeds are seed, seed + 1, ..."""
         room = limits.context - len(prompt) + 1
         if room < 1:
@@ -54,7 +51,6 @@ class Options:
                 replace(self.sampling, seed=self.sampling.seed + index),
                 self.stop,
                 logprobs,
-                grammar,
             )
             for index in range(self.n)
         ]

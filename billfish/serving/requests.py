@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.llm.sampler import Sampling
-from billfish.serving.grammar import Grammar
+
+if TYPE_CHECKING:
+    from billfish.serving.grammar_compiler import CompiledGrammar
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
@@ -29,7 +32,8 @@ class Request:
 
     prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; none of their text is given
     out. logprobs: so many alternatives for each token; 0 is the chosen one alone, None no probabilities at all.
-    grammar: what the whole answer must be. An answer that `max_tokens` cuts may be only the beginning of that.
+    grammar: what the whole answer must be; `Engine.compile` makes it. An answer that `max_tokens` cuts may be only the
+    beginning of that.
     """
 
     prompt: list[int]
@@ -37,7 +41,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
         for name, good, takes in (

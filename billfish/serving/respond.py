@@ -8,14 +8,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from billfish.serving.answers import Answers
-from billfish.serving.refusals import Refusal
+from billfish.core.errors import DataError
+from billfish.serving.answers import Answers, compiled
+from billfish.serving.grammar import Grammar
+from billfish.serving.refusals import Described, Refusal, wrong
 from billfish.serving.requests import Piece, Request
 from billfish.serving.service import Service
 
@@ -66,9 +68,19 @@ class Choice(ABC):
 
 
 @dataclass(frozen=True)
+class Schema:
+    """What all answers must be, and the field of the request that says so."""
+
+    grammar: Grammar
+    call: str
+    field: str
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
-    each by as many neighbouring requests. kind, chunk: OpenAI's words for an answer, and for an event of a stream."""
+    each by as many neighbouring requests. kind, chunk: OpenAI's words for an answer, and for an event of a stream.
+    schema: to be compiled before the requests are submitted."""
 
     requests: Sequence[Request]
     choices: Sequence[Choice]
@@ -78,10 +90,13 @@ class Asked:
     prefix: str
     kind: str
     chunk: str
+    schema: Schema | None = None
 
 
 async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
     """The HTTP answer."""
+    if asked.schema is not None:
+        asked = await _with_grammar(service, asked, asked.schema, receive)
     if asked.stream:
         return Events(_events(service, asked, receive))
     async with Answers(service, asked.requests, receive) as answers:
@@ -92,6 +107,15 @@ async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
     choices = [{"index": index, **choice.whole()} for index, choice in enumerate(asked.choices)]
     head = _head(service, asked, asked.kind)
     return JSONResponse({**head, "choices": choices, "usage": _usage(asked, answers)})
+
+
+async def _with_grammar(service: Service, asked: Asked, schema: Schema, receive: Receive) -> Asked:
+    """The same requests, with the compiled schema as their grammar."""
+    try:
+        grammar = await compiled(service, schema.grammar, receive)
+    except DataError as error:
+        raise wrong(schema.call, schema.field, Described(error), "a JSON schema that can be satisfied") from None
+    return replace(asked, requests=[replace(request, grammar=grammar) for request in asked.requests])
 
 
 async def _events(service: Service, asked: Asked, receive: Receive) -> AsyncGenerator[bytes, None]:

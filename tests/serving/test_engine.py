@@ -221,7 +221,7 @@ def test_streams_that_memory_has_no_room_for(model, monkeypatch):
     ],
 )
 def test_engines_that_cannot_be(model, how, message):
-    with pytest.raises(bf.errors.BillfishError, match=message):
+    with pytest.raises(bf.BillfishError, match=message):
         Engine(model, **how)
 
 
@@ -310,7 +310,7 @@ def test_an_answer_that_fails_stops_nobody(engine, model, monkeypatch):
 def test_an_embedding_that_fails_stops_nobody(engine, model, monkeypatch):
     answer = submit(engine, Request([5] * 20, 50, ENDLESS))
     monkeypatch.setattr(model, "pool", lambda hidden: 1 / 0)
-    with pytest.raises(bf.errors.BillfishError, match="ZeroDivisionError"):
+    with pytest.raises(bf.BillfishError, match="ZeroDivisionError"):
         engine.embed([5, 6, 7]).result(60)
     assert answer.wait().finished == "length"
 

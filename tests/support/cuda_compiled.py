@@ -43,9 +43,9 @@ def name_of(kind: Kind) -> str:
 
 
 def case(*values: object, often: bool) -> object:
-    """Values of a test that `make test` runs, or only `make test-cuda-full`."""
+    """Values of a test that `make test` runs, or only `make test-full`."""
     names = (name_of(value) if isinstance(value, Kind) else str(value) for value in values)
-    return pytest.param(*values, marks=() if often else pytest.mark.cuda_full, id="-".join(names))
+    return pytest.param(*values, marks=() if often else pytest.mark.full, id="-".join(names))
 
 
 KINDS = all_kinds()

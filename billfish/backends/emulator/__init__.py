@@ -1,6 +1,6 @@
 """Metal kernels on the CPU: the source that MLX or torch hands to Metal, compiled by clang and run, thread by thread.
 
-    from billfish.backends.metal import emulator
+    from billfish.backends import emulator
 
     kernel = emulator.metal_kernel(name, input_names, output_names, source, header="")   # as mx.fast.metal_kernel
     with emulator.options(check=True, order="random", seed=1):

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from cases import diagonal
 from common import gaussian
 from emulator_support import ORDERS
 from metal_support import quantized
@@ -100,7 +101,7 @@ def test_every_barrier_is_missed(file: str, which: int, monkeypatch: pytest.Monk
     assert all(fault.site is not None and fault.buffer is not None for fault in found)
 
 
-@pytest.mark.parametrize(("kernel", "file", "bound", "instead"), BOUNDS)
+@pytest.mark.parametrize(("kernel", "file", "bound", "instead"), diagonal(4, BOUNDS))
 def test_every_bound_is_missed(
     kernel: str, file: str, bound: str, instead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
