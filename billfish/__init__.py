@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from billfish.checkpoints.verification import verify
     from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
     from billfish.nn.torch.calibration import calibrate
-    from billfish.quantizing.calibration import calibrate_checkpoint
+    from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
     from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
     from billfish.statistics import Statistics
 
@@ -135,7 +135,7 @@ _ELSEWHERE = {
     "VerificationReport": "billfish.checkpoints.reports",
     "WarmUp": "billfish.nn",
     "calibrate": "billfish.nn.torch.calibration",
-    "calibrate_checkpoint": "billfish.quantizing.calibration",
+    "calibrate_checkpoint": "billfish.quantizing.calibrate_checkpoint",
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from billfish.cli.run import set_threads
 from billfish.llm.model import default_model
-from billfish.quantizing.calibration import DEFAULT_NAME, calibrate_checkpoint
+from billfish.quantizing.calibrate_checkpoint import DEFAULT_NAME, calibrate_checkpoint
 
 
 def calibrate(arguments: argparse.Namespace) -> None:

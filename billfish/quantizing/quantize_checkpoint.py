@@ -25,7 +25,7 @@ from billfish.core.progress import OnProgress
 from billfish.core.typing import FormatLike, Layout, Method
 from billfish.ops.quantization import check_method
 from billfish.quantizing.bit_plan import CALL, BitPlan
-from billfish.quantizing.calibration import calibrated
+from billfish.quantizing.calibrate_checkpoint import calibrated
 from billfish.quantizing.sensitivity import FORMATS, Candidate, candidates_of, plan_bits
 from billfish.statistics.statistics import Statistics
 

@@ -33,7 +33,7 @@ from billfish.llm.model_files import open_source
 from billfish.ops.linear import dequantize
 from billfish.ops.quantization import quantize
 from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, plan_of
-from billfish.quantizing.calibration import named_text, windows_of
+from billfish.quantizing.calibrate_checkpoint import named_text, windows_of
 from billfish.statistics.statistics import Statistics
 
 CALL = "quantize"

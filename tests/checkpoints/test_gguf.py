@@ -15,8 +15,7 @@ from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.backends.cpu import _cpu
-from billfish.checkpoints.ggml_types import GGML_TYPES
-from billfish.checkpoints.gguf_header import read_header
+from billfish.checkpoints.gguf_header import GGML_TYPES, read_header
 from billfish.checkpoints.layouts.gguf import PLAIN, Metadata, ggml_names
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.cli.main import main

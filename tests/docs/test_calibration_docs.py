@@ -16,7 +16,7 @@ from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ATTENTION, FEED_FORWARD
 from billfish.quantizing import sensitivity
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibration import INPUTS, TOKENS, WINDOW, default_text
+from billfish.quantizing.calibrate_checkpoint import INPUTS, TOKENS, WINDOW, default_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text()
 

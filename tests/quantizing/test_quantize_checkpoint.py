@@ -119,7 +119,9 @@ def test_statistics_of_another_model_are_refused_and_nothing_is_written(tmp_path
 
 def test_what_would_fail_fails_before_a_text_runs(tmp_path, monkeypatch):
     model, text, _ = sources(tmp_path)
-    monkeypatch.setattr("billfish.quantizing.calibration.load", lambda *a, **k: pytest.fail("the model was read"))
+    monkeypatch.setattr(
+        "billfish.quantizing.calibrate_checkpoint.load", lambda *a, **k: pytest.fail("the model was read")
+    )
     (tmp_path / "there.gguf").write_bytes(b"")
     with pytest.raises(bf.CheckpointError, match="a path that exists"):
         bf.quantize_checkpoint(model, tmp_path / "there.gguf", "q4_0", calibrate=text)
@@ -149,7 +151,7 @@ def test_an_interrupted_command_goes_on_with_its_statistics(tmp_path, monkeypatc
             bf.quantize_checkpoint(model, tmp_path / "cut.gguf", "q4_0", calibrate=text, progress=False)
     assert (tmp_path / "cut.gguf.partial-statistics.safetensors").is_file()
     with monkeypatch.context() as patch:
-        patch.setattr("billfish.quantizing.calibration.load", lambda *a, **k: pytest.fail("calibrated again"))
+        patch.setattr("billfish.quantizing.calibrate_checkpoint.load", lambda *a, **k: pytest.fail("calibrated again"))
         bf.quantize_checkpoint(model, tmp_path / "cut.gguf", "q4_0", calibrate=text, progress=False)
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "cut.gguf").read_bytes()
     assert not list(tmp_path.glob("*partial*"))

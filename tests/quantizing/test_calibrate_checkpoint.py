@@ -15,7 +15,7 @@ from llm_models import Small, in_transformers, write_model
 import billfish as bf
 from billfish.cli.main import main
 from billfish.llm.cpu import CpuDecoder
-from billfish.quantizing.calibration import Calibration, Layers, default_text
+from billfish.quantizing.calibrate_checkpoint import Calibration, Layers, default_text
 from billfish.statistics import Statistics
 
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
