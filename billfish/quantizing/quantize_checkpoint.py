@@ -105,7 +105,7 @@ def quantize_to_bits(
     path, destination = path_of(CALL, source), Path(out)
     checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
     plan = BitPlan.load(written) if written is not None and written.exists() else None
-    candidates = candidates_of(FORMATS if formats is None else formats.split(","), bits)
+    candidates = [] if plan else candidates_of(FORMATS if formats is None else formats.split(","), bits)
 
     def settings_for(plan: BitPlan) -> Settings:
         return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names)

@@ -136,7 +136,7 @@ class Damage:
 
     def _digest(self) -> str:
         known = None if self._statistics is None else self._statistics.digest
-        content = [identity(self._source.tensors.files), self._tokens, known, self._requantize]
+        content = [identity(self._source.tensors.files), self._tokens, known, self._requantize, sorted(self.matrices)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def _read(self) -> dict[str, float]:
