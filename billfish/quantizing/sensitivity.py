@@ -40,7 +40,7 @@ CALL = "quantize"
 FORMATS = ("mxfp4", "iq4_nl", "q5_0", "q8_0")
 TOKENS, WINDOW = 2048, 512
 LONG_ROW = 1 << 20  # longer than any: the scale of a whole row costs nothing there
-PLACE = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+PLACE = re.compile(r"blk\.(\d{1,9})\.(.+)\.weight")
 
 
 @dataclass(frozen=True)

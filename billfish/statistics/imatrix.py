@@ -106,7 +106,7 @@ def read_gguf(path: Path) -> Recorded:
         if sums.size == 0 or experts == 0 or sums.size % experts:
             raise DataError(complaint(CALL, name, f"{sums.size} sums for {experts} counts", "K for each"))
         shape = (experts,) if experts > 1 else ()
-        if not np.isfinite(counts).all() or (counts < 0).any():
+        if not ((counts >= 0) & (counts < 2.0**63)).all():
             raise DataError(complaint(CALL, name, "counts that are negative or not finite", "numbers of tokens"))
         known = InputStatistics(
             sums.reshape(*shape, -1).astype(np.float64), np.rint(counts).astype(np.int64).reshape(shape)

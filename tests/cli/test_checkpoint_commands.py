@@ -168,7 +168,7 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         (["quantize", "IN", "OUT", "--format", "fp4", "--method", "best"], "[quantize] method: got 'best'"),
         (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x"], "[quantize] keep: got 'x'; takes REGEX=FORMAT"),
         (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "(=q8_0"], "[quantize] keep: got '('"),
-        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "[quantize] keep: got 64; takes 32"),
+        (["quantize", "IN", "OUT", "--format", "fp4", "--keep", "x=q8_0:64"], "got 64; takes 32"),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--to", "mlx"],
             "[quantize] format: got fp4; takes one of affine4",
