@@ -62,7 +62,7 @@ def test_a_tensor_in_a_file(tmp_path, format):
 def test_one_tensor_does_not_replace_a_file(tmp_path):
     tensor = bf.quantize(gaussian((8, 64)), "q4_0")
     bf.save(tensor, tmp_path / "one.safetensors")
-    with pytest.raises(bf.CheckpointError, match="a path that exists"):
+    with pytest.raises(bf.CheckpointError, match="exists"):
         bf.save(tensor, tmp_path / "one.safetensors")
 
 
