@@ -18,9 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.write.engine import Output, write
-from billfish.checkpoints.write.partial import partial_path
-from billfish.checkpoints.write.source_digest import Identity, identity, is_current
+from billfish.checkpoints.write.engine import Identity, Output, identity, is_current, partial_path, write
 from billfish.core.errors import CheckpointError, DataError, complaint
 from billfish.core.files import path_of, replacing
 from billfish.core.progress import Progress

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from billfish.checkpoints.gguf_header import ALIGNMENT
 from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors, parse_json
 from billfish.checkpoints.write.engine import OutputFile, Piece
 from billfish.checkpoints.write.target import Spec, safetensors_header
@@ -72,7 +73,7 @@ def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
     every = [inputs for part in parts for inputs in part.inputs]
     if name.endswith(".gguf"):
         header = imatrix.gguf_header(_gguf_specs(every), about.texts, about.tokens // about.window, about.window)
-        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), imatrix.ALIGNMENT)
+        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), ALIGNMENT)
     matrices = {n: {"shape": about.shapes[n], "input": i.names[0]} for i in every for n in i.names}
     metadata = {
         MARKER: VERSION,

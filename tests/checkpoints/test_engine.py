@@ -18,8 +18,7 @@ import pytest
 
 import billfish as bf
 from billfish.checkpoints.write import engine
-from billfish.checkpoints.write.engine import Output, OutputFile, Piece, write
-from billfish.checkpoints.write.partial import plan_text
+from billfish.checkpoints.write.engine import Output, OutputFile, Piece, plan_text, write
 
 
 def output(made: list[str], folder: bool = True, settings: str = "s", alignment: int = 8) -> Output:

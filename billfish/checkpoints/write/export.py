@@ -1,12 +1,12 @@
 """Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
-quantization  which tensors are quantized, and to which format
-plan          what becomes of each tensor, from headers, scales and offsets
-target        how it is called and laid out there
-source        what the input is, so that no output is made of two
-engine        the bytes to disk, in such a way that being killed costs nothing
-partial       the folder that they are collected in, and whether it is ours
-lock          one writer for each output
+selection        which tensors are quantized, and to which format
+plan             what becomes of each tensor, from headers, scales and offsets
+recast           whether another format holds the same weights, bit for bit
+target           what a layout has to say to be written; the layouts themselves: billfish.checkpoints.layouts
+tokenizer_files  a tokenizer as GGUF's fields, or as files of a folder
+engine           the bytes to disk, in such a way that being killed costs nothing
+lock             one writer for each output
 """
 
 from __future__ import annotations
@@ -15,28 +15,45 @@ import functools
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Description
-from billfish.checkpoints.layouts.awq_writer import AwqTarget
-from billfish.checkpoints.layouts.compressed_tensors_writer import CompressedTensorsTarget
-from billfish.checkpoints.layouts.gguf import Metadata
-from billfish.checkpoints.layouts.gguf_writer import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
-from billfish.checkpoints.layouts.gptq_writer import Gptq2Target, GptqTarget
-from billfish.checkpoints.layouts.mlx_writer import MlxTarget
-from billfish.checkpoints.layouts.native_writer import NativeTarget
-from billfish.checkpoints.layouts.plain_writer import PlainTarget
-from billfish.checkpoints.names.gguf_names import EMBEDDING, is_gguf, is_gguf_name
+from billfish.checkpoints.gguf_header import STRING, UINT32, Fields, typed
+from billfish.checkpoints.layouts.awq import AwqTarget
+from billfish.checkpoints.layouts.compressed_tensors import CompressedTensorsTarget
+from billfish.checkpoints.layouts.gguf import GgufTarget, Metadata, gguf_file
+from billfish.checkpoints.layouts.gptq import Gptq2Target, GptqTarget
+from billfish.checkpoints.layouts.mlx import MlxTarget
+from billfish.checkpoints.layouts.native import NativeTarget
+from billfish.checkpoints.layouts.plain import PlainTarget
+from billfish.checkpoints.mixes import FILE_TYPES, Mix
+from billfish.checkpoints.names.expert_stacks import by_mlx_stacks, by_transformers_stacks, one_by_one
+from billfish.checkpoints.names.gguf_names import (
+    EMBEDDING,
+    UnknownModel,
+    by_gguf_names,
+    by_model_names,
+    is_gguf,
+    is_gguf_name,
+    model_config,
+)
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
-from billfish.checkpoints.write.engine import Output, check_free, write
+from billfish.checkpoints.safetensors_files import TYPES
+from billfish.checkpoints.write.engine import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
-from billfish.checkpoints.write.source_digest import Identity, identity, is_current
-from billfish.checkpoints.write.target import Item, Target, json_bytes, safetensors_file, safetensors_files
-from billfish.checkpoints.write.target_names import GgufFields, for_folders, for_gguf, typed
+from billfish.checkpoints.write.target import (
+    ExpertNames,
+    Item,
+    Target,
+    json_bytes,
+    safetensors_file,
+    safetensors_files,
+)
 from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
 from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint
 from billfish.core.files import read_whole
@@ -56,6 +73,12 @@ TARGETS: dict[str, type[Target]] = {
         GgufTarget,
     )
 }
+ARRANGED: dict[ExpertNames, Callable[[Checkpoint], Checkpoint]] = {
+    "as they are": lambda checkpoint: checkpoint,
+    "one by one": one_by_one,
+    "mlx stacks": by_mlx_stacks,
+    "transformers stacks": by_transformers_stacks,
+}
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
@@ -71,6 +94,7 @@ TOKENIZER = (
 )
 LINK = "a link that leads out of the model's folder"
 MAX_COMPANION_BYTES = 200_000_000
+QUANTIZATION_VERSION = 2  # of ggml's blocks
 FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
 
 
@@ -97,9 +121,9 @@ def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settin
 def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
     """The checkpoint under the target's names, and what becomes of its tensors."""
     if isinstance(settings.target, GgufTarget):
-        checkpoint = _for_gguf(call, checkpoint, settings)
+        checkpoint = _named_for_gguf(call, checkpoint, settings)
     else:
-        checkpoint = settings.target.arranged(for_folders(checkpoint))
+        checkpoint = ARRANGED[settings.target.expert_names](_for_folders(checkpoint))
     return checkpoint, plan(checkpoint, settings)
 
 
@@ -111,9 +135,9 @@ def _check_path(call: str, path: Path, target: Target) -> None:
         raise CheckpointError(complaint(call, "output", path.name, takes))
 
 
-def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
+def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
     """As llama.cpp names it; raises if it has no names for it, unless the names may stay."""
-    view = for_gguf(checkpoint)
+    view = _for_gguf(checkpoint)
     translated = view is not checkpoint or is_gguf(checkpoint)
     if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
         got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
@@ -122,6 +146,31 @@ def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoi
             " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
         )
         raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
+    return view
+
+
+def _for_folders(checkpoint: Checkpoint) -> Checkpoint:
+    """A GGUF file as transformers and mlx-lm name it, with a config.json. Other checkpoints as they are."""
+    try:
+        view = by_model_names(checkpoint)
+    except UnknownModel:
+        return checkpoint
+    if view is checkpoint or EMBEDDING not in checkpoint:
+        return checkpoint
+    view.config = model_config(checkpoint)
+    return view
+
+
+def _for_gguf(checkpoint: Checkpoint) -> Checkpoint:
+    """A model's folder as llama.cpp names it, with the fields it reads, but for the tokenizer's. Other checkpoints as
+    they are."""
+    if is_gguf(checkpoint):
+        return checkpoint
+    try:
+        view = by_gguf_names(checkpoint)
+    except UnknownModel:
+        return checkpoint
+    view.metadata = typed(view.metadata)
     return view
 
 
@@ -160,7 +209,7 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     config = _config(checkpoint, notes)
     if isinstance(target, GgufTarget):
         mix = settings.quantization.mix if settings.quantization else None
-        described = file_type_fields(checkpoint, items, mix)
+        described = _file_type(checkpoint, items, mix)
         tokenizer = _tokenizer_fields(checkpoint, settings.raw_names, notes)
         fields = {**_gguf_metadata(checkpoint, config), **tokenizer, **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
@@ -200,7 +249,7 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
         return {}
 
 
-def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> GgufFields:
+def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> Fields:
     """The tokenizer that lies beside a folder's weights, as GGUF has it. No program runs a file that lacks it, so a
     tokenizer that cannot be translated is an error, unless `raw_names` asks for a file that no program runs."""
     folder = checkpoint.folder
@@ -260,7 +309,7 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return False
 
 
-def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFields:
+def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Fields:
     """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
     not, the architecture and the whole configuration."""
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
@@ -274,6 +323,30 @@ def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFie
         }
     architecture = str(config.get("model_type", "unknown"))
     return {
-        "general.architecture": (architecture, STRING_TYPE, None),
-        "billfish.config": (json.dumps(config, sort_keys=True), STRING_TYPE, None),
+        "general.architecture": (architecture, STRING, None),
+        "billfish.config": (json.dumps(config, sort_keys=True), STRING, None),
     }
+
+
+def _file_type(checkpoint: Checkpoint, items: Sequence[Item], mix: Mix | None) -> Fields:
+    """`general.file_type`, what llama.cpp calls such a file: by the mix that was asked for, or as it was called if no
+    tensor has changed, or by the format or type that most weights have."""
+    number = checkpoint.metadata.get("general.file_type")
+    if mix is not None:
+        number = mix.file_type
+    elif number is None or any(_changed(checkpoint, item) for item in items):
+        weights: Counter[str] = Counter()
+        for item in items:
+            weights[item.dtypes[""].name if item.format is None else item.format.name] += math.prod(item.shape)
+        number = next((FILE_TYPES.get(kind) for kind, _ in weights.most_common(1)), None)
+    fields: Fields = {}
+    if number is not None:
+        fields["general.file_type"] = (number, UINT32, None)
+    if any(item.format for item in items):
+        fields["general.quantization_version"] = (QUANTIZATION_VERSION, UINT32, None)
+    return fields
+
+
+def _changed(checkpoint: Checkpoint, item: Item) -> bool:
+    about = checkpoint.describe(item.name)
+    return about.format is not item.format or (item.format is None and TYPES[about.dtype][1] != item.dtypes[""])

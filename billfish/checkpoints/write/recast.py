@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.layouts.packed_words import narrow
 from billfish.core.arrays import bfloat16
 from billfish.core.elements import Integer, Signed
 from billfish.core.format import Format, GroupValues, Planes
@@ -177,6 +176,17 @@ def holds(values: Floats, dtype: Any) -> bool:
     """Whether a narrower type has all these numbers."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.array_equal(values.astype(dtype).astype(np.float32), values, equal_nan=True))
+
+
+def narrow(scales: Array) -> Array:
+    """float16 if that holds every scale as it is, else float32."""
+    if scales.dtype == np.float16:
+        return scales
+    wide = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    exact = np.array_equal(half.astype(np.float32), wide, equal_nan=True)
+    return half if exact else wide
 
 
 def _as_half(values: Floats, target: Format) -> Array:

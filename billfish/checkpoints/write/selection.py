@@ -11,17 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.write.target import SENSITIVE
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.format import Format
 
 if TYPE_CHECKING:
     from billfish.statistics import Statistics
 
-# What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
-SENSITIVE = re.compile(
-    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
-    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
-)
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.safetensors_files import KINDS
 from billfish.checkpoints.write.engine import OutputFile, Piece
@@ -23,6 +23,12 @@ from billfish.core.tensor import QuantizedTensor
 SHARD_BYTES = 5_000_000_000
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
+ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers stacks"]
+# Embeddings, the last layer, norms, and the small matrices that choose experts: usually not quantized.
+SENSITIVE = re.compile(
+    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Target(ABC):
     takes_dtype: bool = False  # whether a type can be asked for, in which matrices are written as numbers
     casts_vectors: bool = True  # to that type, where it loses nothing
     suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
+    expert_names: ExpertNames = "as they are"  # how it has the experts of a layer: see `export`
 
     def own(self, format: Format) -> Format:
         """The format that the target means by a format's name."""
@@ -147,10 +154,6 @@ class Target(ABC):
     def further_files(self, items: Sequence[Item]) -> dict[str, bytes]:
         """Small files of the folder beside config.json."""
         return {}
-
-    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A checkpoint with its experts as the target has them: in stacks as they are, or one by one."""
-        return checkpoint
 
     @abstractmethod
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
