@@ -38,6 +38,7 @@ def convert(
     dtype: DTypeLike | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Write a checkpoint in another layout, without loss: what `billfish convert` does.
@@ -52,6 +53,7 @@ def convert(
     error, which names them, and nothing is written.
     raw_names: whether GGUF may get the tensors of a model that llama.cpp's names are not known for, under their own
     names. No program runs such a file; bf.load reads it.
+    overwrite: whether a file or a model's folder at `dst` is replaced, when the new one is whole.
     progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
 
     Killed at any moment, the same call continues where it was. str(report) is what the command prints.
@@ -61,7 +63,8 @@ def convert(
         takes = f"it for {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)}"
         raise FormatError(complaint(call, "dtype", f"{dtype} for {target.name}", takes))
     numbers = None if dtype is None else float_dtype(call, dtype)
-    return export(call, opened(src), Path(dst), Settings(target, None, requantize, raw_names, numbers), progress)
+    settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
+    return export(call, opened(src), Path(dst), settings, progress)
 
 
 def quantize_checkpoint(
@@ -78,6 +81,7 @@ def quantize_checkpoint(
     raw_names: bool = False,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: bool | str | os.PathLike[str] = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
@@ -96,8 +100,8 @@ def quantize_checkpoint(
     are large. Those of another model are an error.
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
     bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
-    src, dst, raw_names, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in .gguf, else
-    our own layout.
+    src, dst, raw_names, overwrite, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in
+    .gguf, else our own layout.
     """
     call = "quantize"
     target = _target(call, to or _layout_of(dst))
@@ -116,7 +120,8 @@ def quantize_checkpoint(
     if statistics is not None and calibrate:
         raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix)
-    settings, checkpoint, out = Settings(target, quantization, requantize, raw_names), opened(src), Path(dst)
+    settings = Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
+    checkpoint, out = opened(src), Path(dst)
     if statistics is None and (calibrate or method == "gptq"):
         check_export(call, checkpoint, out, settings)
         from billfish.quantizing.temporary_statistics import calibrated  # here: few need a model that runs
@@ -143,6 +148,7 @@ def save(
     to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Write a model or tensors from memory to a folder or file that bf.load reads, not a bit of them changed.
@@ -153,12 +159,13 @@ def save(
     of a model of transformers becomes config.json.
     path: a folder to create, or a file: .safetensors for our own layout, .gguf for GGUF. GGUF takes models that have
     llama.cpp's names or a configuration that tells them, and others with `raw_names`.
-    to, requantize, raw_names, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf file.
+    to, requantize, raw_names, overwrite, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf
+    file.
 
     All is written under another name beside `path` and renamed at the end, so that nothing half-written is ever there.
     """
     call, out = "save", Path(path)
-    settings = Settings(_target(call, to or _layout_of(path)), None, requantize, raw_names)
+    settings = Settings(_target(call, to or _layout_of(path)), None, requantize, raw_names, overwrite=overwrite)
     return export(call, checkpoint_of(model_or_tensors, out.stem), out, settings, progress)
 
 

@@ -176,13 +176,13 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         (["quantize", "IN", "OUT", "--format", "nvfp4", "--to", "mlx"], "[quantize] format: got nvfp4; takes"),
         (
             ["quantize", "IN", "OUT", "--format", "q4_0", "--to", "gguf"],
-            "[quantize] output: got OUT; takes a name that ends in .gguf for gguf",
+            "OUT is a folder. The layout gguf takes a name that ends in .gguf",
         ),
-        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "[convert] output: got OUT.gguf; takes a folder for mlx"),
+        (["convert", "IN", "OUT.gguf", "--to", "mlx"], "OUT.gguf is a .gguf file. The layout mlx takes a folder"),
         (["convert", "IN", "OUT", "--to", "onnx"], "[convert] to: got 'onnx'; takes one of billfish"),
         (
             ["convert", "IN", "OUT.safetensors", "--to", "mlx"],
-            "[convert] output: got OUT.safetensors; takes a folder for mlx",
+            "OUT.safetensors is a .safetensors file. The layout mlx takes a folder",
         ),
         (
             ["quantize", "IN", "OUT", "--format", "fp4", "--keep", "lm_haed=q8_0"],
@@ -194,7 +194,7 @@ def test_verify_finds_every_kind_of_difference(tmp_path, capsys):
         ),
         (["quantize", "IN", "OUT", "--format", "fp4", "--only", "["], "[quantize] only: got '['"),
         (["quantize", "IN", "OUT", "--format", "fp4", "--only", "norm"], "got nothing to quantize (norm.weight: sens"),
-        (["convert", "IN", "IN", "--to", "mlx"], "a path that exists; takes one to create"),
+        (["convert", "IN", "IN", "--to", "mlx"], "IN exists. Choose another output"),
         (["convert", "no such", "OUT", "--to", "mlx"], "No such file or directory"),
         (["inspect", "no such"], "No such file or directory"),
     ],
@@ -333,8 +333,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(model, tmp_path, capsys, comman
     arguments = [command, str(model), str(tmp_path / "out"), *(["--format", "u4b8"] if command == "quantize" else [])]
     assert main([*arguments, "--to", "compressed-tensors"]) == 2
     error = capsys.readouterr().err
-    assert f"[{command}] {mine}: got what is not ours" in error
-    assert "move it away" in error
+    assert f"{command}: {mine} is not ours. Move it away" in error
     assert (mine / "thesis.txt").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["model", "out.partial"]
 

@@ -9,6 +9,7 @@ settings, the same headers to the byte. One process at a time has the output (lo
 plan.json    what the output is to be
 digests      of the pieces that are written, 32 bytes each, in order
 output       the unfinished files
+replaced     an earlier OUT, from the moment at which all is written until the new one has its name
 states       what a calibration needs to go on
 
 A folder of that name may be somebody else's. It is ours if `plan.json` is a plan as we write it, and nothing is in the
@@ -46,12 +47,13 @@ import numpy as np
 
 from billfish.checkpoints.safetensors_files import MappedFile, damaged
 from billfish.checkpoints.write.lock import lock_path, only_writer
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, readable
 from billfish.core.files import sync
 from billfish.core.progress import Advance, OnProgress, follow
 from billfish.core.storage import Array
 
 Made = Sequence[Array]
+FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20  # of a piece that is read again, at a time
 MARKER = {"billfish": "plan of an unfinished output"}
 NOBODYS = ".DS_Store"  # macOS puts one into each folder that somebody looks at
@@ -59,6 +61,7 @@ KINDS = {
     "plan.json": stat.S_ISREG,
     "digests": stat.S_ISREG,
     "output": stat.S_ISDIR,
+    "replaced": stat.S_ISDIR,
     "states": stat.S_ISDIR,
     NOBODYS: stat.S_ISREG,
 }
@@ -126,32 +129,64 @@ class SourceChanged(CheckpointError):
     """The input is no longer what it was when writing began."""
 
 
-def write(call: str, out: Path, output: Output, progress: bool | OnProgress = False) -> None:
-    """Write `output` to `out`, which must not exist. `progress` is told of the bytes that were left to write."""
+def write(
+    call: str, out: Path, output: Output, progress: bool | OnProgress = False, overwrite: bool | None = None
+) -> None:
+    """Write `output` to `out`. `progress` is told of the bytes that were left to write.
+
+    overwrite: whether an `out` that exists is replaced, when the new one is whole; None: no, and nobody can ask for it.
+    """
     out = Path(os.path.abspath(out))
-    check_free(call, out)
+    check_free(call, out, output.folder, overwrite)
     try:
         with only_writer(call, out) as scratch:
-            _write_alone(call, out, output, progress, Partial(call, out, scratch))
+            _write_alone(call, out, output, progress, Partial(call, out, scratch), overwrite)
     except OSError as error:
-        raise _refused(call, out, error, "a place that can be written to") from None
+        raise _refused(call, out, error, "Choose a place that can be written to.") from None
 
 
-def check_free(call: str, out: Path) -> None:
+def check_free(call: str, out: Path, folder: bool, overwrite: bool | None = None) -> None:
     """Raises if `out` exists, and nothing of ours is to end or to clear up, where we might not be allowed to lock."""
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
-        raise _exists(call, out)
+    if os.path.lexists(out):
+        if overwrite:
+            _check_replaceable(call, out, folder)
+        elif not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
+            raise _exists(call, out, overwrite)
 
 
-def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
+def _check_replaceable(call: str, out: Path, folder: bool) -> None:
+    """Raises unless `out` is a file, or a folder of a model, where one is to be written: no more is ever removed."""
+    mode = out.lstat().st_mode
+    kind = "folder" if folder else "file"
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        raise CheckpointError(
+            f"{call}: {readable(out)} is no {kind} to be replaced by a {kind}. Choose another output."
+        )
+    if folder:
+        inside = sorted(out.iterdir())
+        odd = next((path for path in inside if not path.is_file()), None)
+        if odd is not None:
+            what = f"{readable(odd)} is no file of a model"
+            raise CheckpointError(f"{call}: {what}, so {readable(out)} is not replaced. Remove it yourself.")
+        if inside and not any(path.suffix == ".safetensors" or path.name == "config.json" for path in inside):
+            what = f"{readable(out)} is no folder of a model, so it is not replaced"
+            raise CheckpointError(f"{call}: {what}. Choose another output.")
+
+
+def _write_alone(
+    call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial, overwrite: bool | None
+) -> None:
     plan = output.plan()
     known = partial.known_plan()
+    partial.give_back()
     if os.path.lexists(out):
         if known == plan and _is_written(out, output, partial.digests()):  # killed between the renaming and the end
             partial.discard()
             return
-        raise _exists(call, out)
+        if not overwrite:
+            raise _exists(call, out, overwrite)
+        _check_replaceable(call, out, output.folder)
     with _errors(call, out, output, partial, resumes=known == plan):
         if known != plan:
             partial.discard()
@@ -159,10 +194,11 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
         _fill(call, output, progress, partial)
         if not output.is_current():
             raise _changed(call)
-        if os.path.lexists(out):  # somebody made it since; renaming would put ours in its place
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-        finished = partial.output if output.folder else partial.output / output.files[0].name
-        finished.rename(out)
+        if os.path.lexists(out):  # perhaps somebody made it since
+            if not overwrite:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+            _check_replaceable(call, out, output.folder)
+        partial.publish(partial.output if output.folder else partial.output / output.files[0].name)
     partial.discard()
 
 
@@ -177,13 +213,14 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
             raise _changed(call) from None
         present = sum(_present(partial.output / file.name, file) for file in output.files)
         whole = min(present, len(partial.digests())) if output.continues else 0
-        takes = "a place with room that can be written to"
+        hint = "Make room." if error.errno in FULL else "Choose a place that can be written to."
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
-            takes += f"; {whole} of {pieces} tensors are kept in {partial.path}, and the same command continues"
+            kept = f"{whole} of {pieces} tensors are kept in {readable(partial.path)}"
+            hint += f" {kept}, and the same command continues."
         else:
             _discard(partial)
-        raise _refused(call, out, error, takes) from None
+        raise _refused(call, out, error, hint) from None
     except (MemoryError, KeyboardInterrupt, SystemExit):
         if not output.continues:
             _discard(partial)
@@ -200,17 +237,18 @@ def _discard(partial: Partial) -> None:
         partial.discard()
 
 
-def _refused(call: str, out: Path, error: OSError, takes: str) -> CheckpointError:
-    return CheckpointError(complaint(call, str(out), f"{error.strerror or error} ({error.filename or out})", takes))
+def _refused(call: str, out: Path, error: OSError, hint: str) -> CheckpointError:
+    what = f"{readable(out)} cannot be written: {error.strerror or error} ({readable(error.filename or out)})"
+    return CheckpointError(f"{call}: {what}. {hint}")
 
 
 def _changed(call: str) -> SourceChanged:
-    takes = "files that stay as they are until the end; start again"
-    return SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+    return SourceChanged(f"{call}: files of the input changed while they were read. Start again when they stay.")
 
 
-def _exists(call: str, out: Path) -> CheckpointError:
-    return CheckpointError(complaint(call, str(out), "a path that exists", "one to create"))
+def _exists(call: str, out: Path, overwrite: bool | None) -> CheckpointError:
+    replace = "" if overwrite is None else ", or replace it with overwrite=True (--force)"
+    return CheckpointError(f"{call}: {readable(out)} exists. Choose another output{replace}.")
 
 
 def _is_written(out: Path, output: Output, digests: Sequence[bytes]) -> bool:
@@ -274,8 +312,16 @@ def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Parti
 def _check_space(call: str, partial: Path, needed: int) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
-        got = f"{free / 1e9:.2f} GB free"
-        raise CheckpointError(complaint(call, str(partial.parent), got, f"room for {needed / 1e9:.2f} GB"))
+        room = f"{_size(free)} free, and the output takes {_size(needed)}"
+        raise CheckpointError(f"{call}: {readable(partial.parent)} has {room}. Make room, or choose another place.")
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit of which there is one; rounded down, so that what does not fit does not look as if it did."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes * 100 // size / 100:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def _present(path: Path, output: OutputFile) -> int:
@@ -357,8 +403,8 @@ class Partial:
     """The folder of one output. `scratch` is a name beside it that nobody else uses."""
 
     def __init__(self, call: str, out: Path, scratch: Path) -> None:
-        self.path, self.call, self.scratch = partial_path(out), call, scratch
-        self.output, self._digests = self.path / "output", self.path / "digests"
+        self.path, self.out, self.call, self.scratch = partial_path(out), out, call, scratch
+        self.output, self._digests, self._replaced = (self.path / name for name in ("output", "digests", "replaced"))
 
     def known_plan(self) -> str | None:
         """The plan of an earlier run, None if there is no such folder; raises CheckpointError if it is not ours."""
@@ -401,16 +447,30 @@ class Partial:
             file.seek(0, os.SEEK_END)
             yield file.write
 
+    def publish(self, finished: Path) -> None:
+        """Give what is finished the output's name. A file takes an earlier one's place; a folder cannot, so that the
+        earlier one is moved aside first."""
+        if self.out.is_dir():
+            self.out.rename(self._replaced)
+        finished.replace(self.out)
+
+    def give_back(self) -> None:
+        """Put an earlier output back that was moved aside by a run that did not come to its end."""
+        if self._replaced.exists() and not os.path.lexists(self.out):
+            self._replaced.rename(self.out)
+
     def discard(self) -> None:
         """Remove the folder, if it is there and still ours."""
         if self.known_plan() is not None:
+            self.give_back()
             self.path.rename(self.scratch)
             shutil.rmtree(self.scratch)
 
     def _foreign(self, path: Path) -> CheckpointError:
-        got = "what is not ours" if path == self.path else f"{path.name}, which is not ours"
-        takes = "a name that is free, or what was left of an earlier run: move it away, or choose another OUT"
-        return CheckpointError(complaint(self.call, str(self.path), got, takes))
+        what = "is" if path == self.path else f"has {readable(path.name)}, which is"
+        return CheckpointError(
+            f"{self.call}: {readable(self.path)} {what} not ours. Move it away, or choose another output."
+        )
 
 
 def partial_path(out: Path) -> Path:

@@ -11,6 +11,7 @@ lock             one writer for each output
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
@@ -55,7 +56,7 @@ from billfish.checkpoints.write.target import (
     safetensors_files,
 )
 from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
-from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint, readable
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
 from billfish.core.version import __version__
@@ -96,6 +97,11 @@ LINK = "a link that leads out of the model's folder"
 MAX_COMPANION_BYTES = 200_000_000
 QUANTIZATION_VERSION = 2  # of ggml's blocks
 FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
+# Whoever names an output so means a file, and not a folder. Others, such as ".5B", belong to the names of models.
+OTHER_FILES = (
+    *(".bin", ".ckpt", ".dat", ".ggml", ".gz", ".h5", ".json", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt"),
+    *(".pth", ".tar", ".tflite", ".txt", ".zip"),
+)
 
 
 def export(
@@ -103,18 +109,18 @@ def export(
 ) -> ConversionReport:
     """Write a checkpoint to `path`."""
     target, sources = settings.target, identity(checkpoint.files)  # before anything is read
-    _check_path(call, path, target)
+    _check_path(call, checkpoint, path, settings)
     checkpoint, planned = _planned(call, checkpoint, settings)
     refuse(call, planned, settings)
     output = _output(checkpoint, sources, path, planned, settings)
-    write(call, path, output, progress)
+    write(call, path, output, progress, settings.overwrite)
     return _report(checkpoint, path, planned, target, output)
 
 
 def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
     """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first."""
-    _check_path(call, path, settings.target)
-    check_free(call, path)
+    _check_path(call, checkpoint, path, settings)
+    check_free(call, path, path.suffix not in FILES, settings.overwrite)
     refuse(call, _planned(call, checkpoint, settings)[1], settings)
 
 
@@ -127,12 +133,20 @@ def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Che
     return checkpoint, plan(checkpoint, settings)
 
 
-def _check_path(call: str, path: Path, target: Target) -> None:
-    suffix = path.suffix if path.suffix in FILES else ""
-    if suffix not in target.suffixes:
+def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
+    """Raises for a name that the target is not written to, and for an output that would replace its own input."""
+    target, suffix = settings.target, path.suffix if path.suffix in FILES else ""
+    lower = path.suffix.lower()
+    is_file = lower in OTHER_FILES or bool(difflib.get_close_matches(lower, FILES))
+    if suffix not in target.suffixes or (not suffix and is_file):
         kinds = {"": "a folder"} | {suffix: f"a name that ends in {suffix}" for suffix in FILES}
-        takes = f"{' or '.join(kinds[known] for known in target.suffixes)} for {target.name}"
-        raise CheckpointError(complaint(call, "output", path.name, takes))
+        takes = " or ".join(kinds[known] for known in target.suffixes)
+        what = f"a {path.suffix} file" if suffix or is_file else "a folder"
+        raise CheckpointError(f"{call}: the output {readable(path)} is {what}. The layout {target.name} takes {takes}.")
+    out = path.resolve()
+    inputs = [file.path.resolve() for file in checkpoint.files]
+    if settings.overwrite and any(out in (file, *file.parents) for file in inputs):
+        raise CheckpointError(f"{call}: {readable(path)} is where the input is. Choose another output.")
 
 
 def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
