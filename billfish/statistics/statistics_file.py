@@ -20,8 +20,7 @@ import numpy as np
 
 from billfish.checkpoints.gguf_header import ALIGNMENT
 from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors, parse_json
-from billfish.checkpoints.write.engine import OutputFile, Piece
-from billfish.checkpoints.write.target import Spec, safetensors_header
+from billfish.checkpoints.write.target import OutputFile, Piece, Spec, safetensors_header
 from billfish.core.errors import CheckpointError, DataError, complaint
 from billfish.core.files import path_of, replacing
 from billfish.core.storage import Array

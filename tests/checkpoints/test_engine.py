@@ -19,7 +19,8 @@ import pytest
 
 import billfish as bf
 from billfish.checkpoints.write import engine
-from billfish.checkpoints.write.engine import Output, OutputFile, Piece, plan_text, write
+from billfish.checkpoints.write.engine import Output, plan_text, write
+from billfish.checkpoints.write.target import OutputFile, Piece
 
 
 def output(made: list[str], folder: bool = True, settings: str = "s", alignment: int = 8) -> Output:

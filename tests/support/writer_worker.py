@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from billfish.checkpoints.write.engine import Output, OutputFile, Piece, write
+from billfish.checkpoints.write.engine import Output, write
+from billfish.checkpoints.write.target import OutputFile, Piece
 from billfish.core.errors import BillfishError
 
 # What Python tells before it asks the system to change something.

@@ -19,9 +19,8 @@ import numpy as np
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
 from billfish.checkpoints.gguf_header import ALIGNMENT, Field, Fields, Info, Items, header_bytes, read_header
 from billfish.checkpoints.safetensors_files import TYPES, MappedFile, Stored, damaged
-from billfish.checkpoints.write.engine import OutputFile
 from billfish.checkpoints.write.recast import Misfit
-from billfish.checkpoints.write.target import Item, Spec, Target, storage_specs
+from billfish.checkpoints.write.target import Item, OutputFile, Spec, Target, storage_specs
 from billfish.core.format import FORMATS, Format, Planes, get_format
 from billfish.core.storage import Array, Storage
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.entry import Matrix
 from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.checkpoints.write.recast import Misfit, narrow
-from billfish.checkpoints.write.target import SENSITIVE, Item, Misplaced, Target
+from billfish.checkpoints.write.target import Item, Misplaced, Target, is_sensitive
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.storage import Array, Storage
@@ -165,7 +165,7 @@ class UniformTarget(Target):
     first_zero: int  # the lowest zero point that can be stored; the highest is 2**bits - 1 above it
 
     def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
-        return bool(SENSITIVE.search(name))
+        return is_sensitive(name)
 
     def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
         if len(shape) != 2:
@@ -219,7 +219,5 @@ def _groups(group_size: int) -> str:
 def left_plain(items: Sequence[Item]) -> list[str]:
     """Modules with a matrix that is not quantized though loaders would expect it to be."""
     return [
-        item.module
-        for item in items
-        if item.format is None and len(item.shape) == 2 and not SENSITIVE.search(item.name)
+        item.module for item in items if item.format is None and len(item.shape) == 2 and not is_sensitive(item.name)
     ]

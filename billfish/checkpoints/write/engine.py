@@ -39,7 +39,6 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,12 +46,11 @@ import numpy as np
 
 from billfish.checkpoints.safetensors_files import MappedFile, damaged
 from billfish.checkpoints.write.lock import lock_path, only_writer
+from billfish.checkpoints.write.target import OutputFile, Piece
 from billfish.core.errors import CheckpointError, readable
 from billfish.core.files import sync
 from billfish.core.progress import Advance, OnProgress, follow
-from billfish.core.storage import Array
 
-Made = Sequence[Array]
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20  # of a piece that is read again, at a time
 MARKER = {"billfish": "plan of an unfinished output"}
@@ -74,34 +72,6 @@ HEAD_BYTES = 1 << 22  # the header of most files
 SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # evenly over the rest, 1 MiB in all: small files are read whole
 
 Identity = list[tuple[str, int, int, str]]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Arrays that are made together and written one after the other."""
-
-    label: str
-    sizes: tuple[int, ...]  # bytes of each, without padding
-    make: Callable[[], Made]
-
-
-@dataclass(frozen=True)
-class OutputFile:
-    name: str
-    header: bytes
-    pieces: tuple[Piece, ...]
-    alignment: int = 1  # arrays are padded with zeros to a multiple of this
-
-    def padded(self, size: int) -> int:
-        return -(-size // self.alignment) * self.alignment
-
-    def length(self, piece: Piece) -> int:
-        """Bytes of a piece in the file."""
-        return sum(map(self.padded, piece.sizes))
-
-    def ends(self) -> list[int]:
-        """Where the header ends, and where each piece does."""
-        return list(accumulate(map(self.length, self.pieces), initial=len(self.header)))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ scales and offsets alone, so that a plan need not look at the codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,7 @@ class Misfit(Exception):
     """A format that cannot hold these weights; the message says why."""
 
 
-@dataclass(frozen=True)
-class Recast:
+class Recast(NamedTuple):
     """How a tensor becomes one of another format: its planes beside the codes, and a table for the codes."""
 
     format: Format
