@@ -1,14 +1,17 @@
-"""What the rooms below the backends need of the machine, and only native code can tell or do.
+"""What the machine has: cores, the floating-point mode of threads, and a folder for compiled kernels.
 
-The CPU engine's module provides it when it is imported, which `import billfish` does: nothing here looks upward.
+Only native code can tell the first two. The CPU engine's module provides them when it is imported, which
+`import billfish` does: nothing here looks upward.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
@@ -40,3 +43,19 @@ def with_known_floats(function: Callable[Parameters, Result]) -> Callable[Parame
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def cache_folder(backend: str) -> Path:
+    """Where a backend keeps compiled kernels: in BILLFISH_CACHE, or in the user's cache folder.
+
+    An empty variable counts as unset, and so does a relative XDG_CACHE_HOME, as its standard says: kernels are code,
+    and must not be loaded from whatever folder the process runs in.
+    """
+    named, base = os.environ.get("BILLFISH_CACHE"), Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if named:
+        return Path(named).absolute() / backend
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "billfish" / backend
