@@ -24,8 +24,8 @@ import torch
 
 import billfish
 from billfish.backends.cuda import DeviceWeights
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
-from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import Gemm, Plan, plan

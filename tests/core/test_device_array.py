@@ -21,7 +21,7 @@ from foreign_formats import FOREIGN
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import weights
-from billfish.backends.cuda.describe import describe_planes
+from billfish.backends.cuda.axes import describe_planes
 from billfish.backends.cuda.layout import group_parts
 from billfish.backends.cuda.memory import address
 from billfish.core.arrays import bfloat16

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from billfish.backends.cuda import driver, weights
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.layout import brick_shape, pack_codes, split, unpack_codes
 
 

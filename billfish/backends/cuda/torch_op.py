@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from billfish.backends.cuda.array_products import linear_torch
-from billfish.backends.cuda.kind import read_kind
+from billfish.backends.cuda.axes import read_kind
 from billfish.backends.cuda.memory import as_tensor
+from billfish.backends.cuda.products import linear_torch
 from billfish.backends.cuda.weights import About, DeviceWeights
 from billfish.core.torch_modes import is_watched
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.byte_plans import BytePlan, byte_plan
-from billfish.backends.cuda.describe import Description, describe, describe_planes
+from billfish.backends.cuda.axes import COURSE, Description, Kind, describe, describe_planes, read_kind
 from billfish.backends.cuda.driver import (
     BFLOAT16,
     BYTES,
@@ -25,11 +24,10 @@ from billfish.backends.cuda.driver import (
     native,
     synchronize,
 )
-from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm, plan
+from billfish.backends.cuda.plans import BytePlan, Gemm, byte_plan, plan
 from billfish.core.errors import DataError, complaint
 from billfish.core.format import Format, Planes
 from billfish.core.formats.structure import structure_of

@@ -21,7 +21,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend, DeviceWeights, weights
 from billfish.backends.cuda.driver import device, tensor_map
 from billfish.backends.cuda.memory import OurRoom, address
-from billfish.backends.cuda.plans import Gemm, Shape, Small, fitting, launch_large, launch_small, plan
+from billfish.backends.cuda.plans import Gemm, LargeShape, Small, fitting, launch_large, launch_small, plan
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import FORMATS, Format
 
@@ -131,7 +131,9 @@ def test_every_fp4_code_times_the_identity(dtype, rows):
     assert torch.equal(y.T.float().cpu(), torch.from_numpy(bf.dequantize(q, backend="reference")))
 
 
-@pytest.mark.parametrize("shape", [None, Shape(16, teams=2, tall=2), Shape(32, teams=2, tall=2), Shape(64), Shape(128)])
+@pytest.mark.parametrize(
+    "shape", [None, LargeShape(16, teams=2, tall=2), LargeShape(32, teams=2, tall=2), LargeShape(64), LargeShape(128)]
+)
 @pytest.mark.parametrize(("name", "most"), [("u4", 15), ("u8", 255)])
 def test_any_zero_point_is_as_good_as_the_middle(shape, name, most):
     """Codes around it, and x that does not cancel out: what is rounded for a whole group alike would add up."""
@@ -162,26 +164,26 @@ def test_any_zero_point_is_as_good_as_the_middle(shape, name, most):
 
 
 SHAPES = [
-    Shape(256, stages=3),
-    Shape(128, tall=2, batch=1),
-    Shape(128, buffers=2, batch=1),
-    Shape(64, stages=8, batch=4),
-    Shape(32, 4, 2, stages=8, batch=4),
-    Shape(16, 4, 2, tall=2, stages=8),
-    Shape(32, tall=2, stages=6),
-    Shape(16, teams=2, tall=2, stages=12, buffers=2, batch=1),
-    Shape(16, teams=2, tall=4, stages=8, buffers=2, batch=1),
-    Shape(32, teams=2, tall=4, stages=6, buffers=2, batch=1),
-    Shape(32, teams=2, tall=2, stages=8, split=2),
-    Shape(16, teams=2, tall=2, stages=12, split=3),
-    Shape(128, split=3),
-    Shape(64, stages=6, split=2),
-    Shape(32, teams=2, stages=10, split=3, batch=4),
-    Shape(16, 4, 2, stages=8, split=2),
-    Shape(16, teams=2, stages=10, split=3),
-    Shape(128, tall=2, paired=True),
-    Shape(128, paired=True),
-    Shape(32, 4, stages=8, paired=True),
+    LargeShape(256, stages=3),
+    LargeShape(128, tall=2, batch=1),
+    LargeShape(128, buffers=2, batch=1),
+    LargeShape(64, stages=8, batch=4),
+    LargeShape(32, 4, 2, stages=8, batch=4),
+    LargeShape(16, 4, 2, tall=2, stages=8),
+    LargeShape(32, tall=2, stages=6),
+    LargeShape(16, teams=2, tall=2, stages=12, buffers=2, batch=1),
+    LargeShape(16, teams=2, tall=4, stages=8, buffers=2, batch=1),
+    LargeShape(32, teams=2, tall=4, stages=6, buffers=2, batch=1),
+    LargeShape(32, teams=2, tall=2, stages=8, split=2),
+    LargeShape(16, teams=2, tall=2, stages=12, split=3),
+    LargeShape(128, split=3),
+    LargeShape(64, stages=6, split=2),
+    LargeShape(32, teams=2, stages=10, split=3, batch=4),
+    LargeShape(16, 4, 2, stages=8, split=2),
+    LargeShape(16, teams=2, stages=10, split=3),
+    LargeShape(128, tall=2, paired=True),
+    LargeShape(128, paired=True),
+    LargeShape(32, 4, stages=8, paired=True),
 ]
 
 

@@ -18,14 +18,12 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
+from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, STAGES
-from billfish.backends.cuda.describe import describe
+from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
-from billfish.backends.cuda.kind import Kind
-from billfish.backends.cuda.layers import PAGE
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
+from billfish.backends.cuda.plans import Gemm, LargeShape, Plan, launch_large, plan
 from billfish.backends.cuda.weights import PLAIN, stored_codes
 from billfish.core.format import FORMATS
 
@@ -230,7 +228,7 @@ def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
         assert registers * launch.threads * int(macros["RESIDENT"]) <= 65536
 
 
-LARGEST = (Shape(256, stages=3), Shape(128, tall=2, batch=1), Shape(128, tall=2, paired=True))
+LARGEST = (LargeShape(256, stages=3), LargeShape(128, tall=2, batch=1), LargeShape(128, tall=2, paired=True))
 CROWDED = [
     Kind(element, "ScaleF16", *rest) for element in ("Int4", "Int8", "E2M1") for rest in (("NONE", 8), ("MINIMUM", 4))
 ]
@@ -315,7 +313,7 @@ def test_plans_fit_the_device(kind, device):
                     assert device is H200
 
 
-def tiles(shape: Shape, m: int, n: int) -> list[list[tuple[int, range]]]:
+def tiles(shape: LargeShape, m: int, n: int) -> list[list[tuple[int, range]]]:
     """Strips and rows of x of all tiles, as struct Tile of gemm_large.cu counts them."""
     together = 2 * shape.strips - 1 if shape.paired else shape.strips
     pair, across, found = 1 + shape.paired, -(-m // shape.width), []
@@ -330,7 +328,7 @@ def tiles(shape: Shape, m: int, n: int) -> list[list[tuple[int, range]]]:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(128, tall=2, paired=True), Shape(128, paired=True), Shape(64, tall=2)], ids=str
+    "shape", [LargeShape(128, tall=2, paired=True), LargeShape(128, paired=True), LargeShape(64, tall=2)], ids=str
 )
 def test_tiles_are_all_of_y_and_nothing_twice(shape):
     for m, n in ((128, 28672), (300, 4096), (1, 1), (65, 65), (129, 449), (128, 64 * 11), (256, 64 * 13)):

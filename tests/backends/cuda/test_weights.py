@@ -17,11 +17,10 @@ from foreign_formats import FOREIGN
 import billfish as bf
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import CudaBackend
-from billfish.backends.cuda.array_products import can_be_read, row_stride
-from billfish.backends.cuda.describe import describe, why_not
+from billfish.backends.cuda.axes import Kind, describe, read_kind, why_not
 from billfish.backends.cuda.driver import Buffer, Device, current
-from billfish.backends.cuda.kind import Kind, read_kind
 from billfish.backends.cuda.plans import Gemm, plan
+from billfish.backends.cuda.products import can_be_read, row_stride
 from billfish.backends.cuda.weights import ROWS_AT_ONCE, About, DeviceWeights, brick_kernel, read_about
 from billfish.core.arrays import bfloat16
 from billfish.core.elements import U4B8, U8, Integer, Table
