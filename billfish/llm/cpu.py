@@ -16,7 +16,7 @@ from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.errors import ModelError, complaint
 from billfish.core.formats.structure import structure_of
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor

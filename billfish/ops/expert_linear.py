@@ -12,9 +12,8 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.core.activations import check_activations
 from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
-from billfish.core.gated_activation import check_gate
+from billfish.core.mixture import check_gate, checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.typing import Activations, AnyArray, ArrayT, Gate
 from billfish.ops.linear import rows_input
 

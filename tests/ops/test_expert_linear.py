@@ -22,7 +22,7 @@ from billfish.backends.cpu.experts import pack_experts
 from billfish.backends.cpu.plain import PLAIN_TYPES
 from billfish.core.arrays import FLOATS
 from billfish.core.format import FORMATS
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES
 
 E, N, K = 5, 24, 512
 BACKENDS = ("cpu", "reference")

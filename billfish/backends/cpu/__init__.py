@@ -34,9 +34,8 @@ from billfish.core.arrays import FLOATS, Input
 from billfish.core.errors import BackendUnavailable, FormatError, complaint
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES, checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 

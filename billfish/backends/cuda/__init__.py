@@ -23,7 +23,7 @@ from billfish.backends.cuda.experts import DeviceExperts, pack_gate_up
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.plans import why_exact, why_not_given
 from billfish.backends.cuda.products import dequantize, direct, linear_blocks, linear_cupy, linear_numpy
-from billfish.backends.cuda.weights import DeviceWeights, read_about
+from billfish.backends.cuda.weights import DeviceWeights, read_brick_info
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import Format, Planes
@@ -126,7 +126,7 @@ class CudaBackend(Backend):
 
     def from_tensors(self, tensors: Sequence[Any], about: str) -> DeviceWeights:
         bricks, row_scale, *planes = tensors
-        return DeviceWeights(read_about(about), bricks, row_scale, tuple(planes))
+        return DeviceWeights(read_brick_info(about), bricks, row_scale, tuple(planes))
 
     def direct(self, weights: DeviceWeights) -> Direct:
         return direct(weights, self)

@@ -29,10 +29,10 @@ from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, OurRoom, Room, TorchRoom, address, room_for, send
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, Gemm, gate_ctas, plan_experts
 from billfish.backends.cuda.products import DEFAULT_STREAM, can_be_read, row_stride
-from billfish.backends.cuda.weights import About, pack_to, record, stored_codes
+from billfish.backends.cuda.weights import BrickInfo, pack_to, record, stored_codes
 from billfish.core.arrays import Input
+from billfish.core.mixture import checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing
 
 GATE_ROWS = 8  # of gate, then as many of up, and so on: device.cuh's GATE
 
@@ -58,7 +58,7 @@ class DeviceExperts:
         with room.current():
             bricks = room.empty(experts * each)
             for e, (matrix, description) in enumerate(zip(stack, found, strict=True)):
-                about = About(kind, (n, k), description.shift)
+                about = BrickInfo(kind, (n, k), description.shift)
                 stored = stored_codes(matrix, description.shift)
                 codes, macros = (description.codes, {}) if stored is None else stored
                 pack_to(address(bricks) + e * each, about, send(codes, room), group_parts(description), room, **macros)

@@ -10,7 +10,7 @@ import pytest
 from cuda_on_cpu import at, compiled_file
 
 from billfish.backends.cuda.plans import ExpertRouting
-from billfish.core.gated_activation import open_gate
+from billfish.core.mixture import open_gate
 
 
 @cache
