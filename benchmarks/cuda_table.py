@@ -25,11 +25,11 @@ import torch
 import billfish
 from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.axes import Kind
+from billfish.backends.cuda.device_weights import BrickInfo
 from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
 from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import Gemm, Plan, plan
-from billfish.backends.cuda.weights import BrickInfo
 from billfish.core.files import write_atomically
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]

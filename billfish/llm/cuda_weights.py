@@ -8,8 +8,8 @@ import numpy as np
 
 from billfish.backends.cuda.axes import why_not
 from billfish.backends.cuda.decoder import DeviceMatrix, Layer, Shape, sent
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
-from billfish.backends.cuda.weights import DeviceWeights
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import ModelTensors, Tensor

@@ -20,7 +20,7 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import weights
+from billfish.backends.cuda import device_weights
 from billfish.backends.cuda.axes import describe_planes
 from billfish.backends.cuda.layout import group_parts
 from billfish.backends.cuda.memory import address
@@ -122,7 +122,7 @@ def fake(monkeypatch):
             driver.foreign[memory.data_ptr()] = memory.numpy()
         return address(memory)
 
-    monkeypatch.setattr(weights, "address", noted)
+    monkeypatch.setattr(device_weights, "address", noted)
     monkeypatch.setattr("billfish.backends.cuda.memory.address", noted)
     yield driver
     driver.forget()

@@ -1,6 +1,6 @@
 """The CUDA engine: kernels in CUDA C++ that NVRTC compiles at first use, for torch, CuPy and NumPy arrays.
 
-    format planes -> the kernel axes (axes.py) -> bricks on the GPU (layout.py, weights.py)
+    format planes -> the kernel axes (axes.py) -> bricks on the GPU (layout.py, device_weights.py)
     x, bricks -> a plan for the product (plans.py) -> a launch (driver.py) -> y
 
 Nothing here is imported from CUDA until a product is to run on it: without a GPU or without `billfish[cuda]` the
@@ -18,12 +18,12 @@ from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, 
 from billfish.backends.cuda import experts
 from billfish.backends.cuda.axes import usual_kind, why_not
 from billfish.backends.cuda.compile import check_compiler
+from billfish.backends.cuda.device_weights import DeviceWeights, read_brick_info
 from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.experts import DeviceExperts, pack_gate_up
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.plans import why_exact, why_not_given
 from billfish.backends.cuda.products import dequantize, direct, linear_blocks, linear_cupy, linear_numpy
-from billfish.backends.cuda.weights import DeviceWeights, read_brick_info
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import Format, Planes

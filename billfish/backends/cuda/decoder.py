@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import (
     Buffer,
     KernelLaunch,
@@ -35,7 +36,6 @@ from billfish.backends.cuda.driver import (
 )
 from billfish.backends.cuda.memory import address
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas, launches, most_work
-from billfish.backends.cuda.weights import DeviceWeights
 from billfish.core.errors import BackendUnavailable
 
 PAGE = 64  # positions; pages.cuh has the same number

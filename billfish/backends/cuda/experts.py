@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from billfish.backends.base import ExpertBlock, ExpertProduct
 from billfish.backends.cuda.axes import Kind, describe_alike
+from billfish.backends.cuda.device_weights import BrickInfo, pack_to, record, stored_codes
 from billfish.backends.cuda.driver import Device, KernelLaunch, copy_in, copy_out, device, no_tensor_map, tensor_map
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, OurRoom, Room, TorchRoom, address, room_for, send
 from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, ExpertRouting, Gemm, gate_ctas, plan_experts
 from billfish.backends.cuda.products import DEFAULT_STREAM, can_be_read, row_stride
-from billfish.backends.cuda.weights import BrickInfo, pack_to, record, stored_codes
 from billfish.core.arrays import Input
 from billfish.core.mixture import checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends.base import Backend, Direct, Product
+from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, DeviceWeights, native_parts
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
 from billfish.backends.cuda.plans import BytePlan, Gemm, given_plan, why_not_given
-from billfish.backends.cuda.weights import ROWS_AT_ONCE, DeviceWeights, native_parts
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from billfish.backends.cuda.axes import read_kind
+from billfish.backends.cuda.device_weights import BrickInfo, DeviceWeights
 from billfish.backends.cuda.memory import as_tensor
 from billfish.backends.cuda.products import linear_torch
-from billfish.backends.cuda.weights import BrickInfo, DeviceWeights
 from billfish.core.torch_modes import is_watched
 
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("no Hopper GPU", allow_module_level=True)
 
 from billfish.backends.cuda import DeviceWeights  # noqa: E402
+from billfish.backends.cuda.device_weights import native_parts  # noqa: E402
 from billfish.backends.cuda.driver import device, native  # noqa: E402
 from billfish.backends.cuda.plans import (  # noqa: E402
     ByteShape,
@@ -22,7 +23,6 @@ from billfish.backends.cuda.plans import (  # noqa: E402
     byte_plan,
     launch_bytes,
 )
-from billfish.backends.cuda.weights import native_parts  # noqa: E402
 
 GPU = device()
 BOUND = 3e-3  # of docs/cuda.md

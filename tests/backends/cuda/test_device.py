@@ -18,7 +18,7 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import CudaBackend, DeviceWeights, weights
+from billfish.backends.cuda import CudaBackend, DeviceWeights, device_weights
 from billfish.backends.cuda.driver import device, tensor_map
 from billfish.backends.cuda.memory import OurRoom, address
 from billfish.backends.cuda.plans import Gemm, LargeShape, Small, fitting, launch_large, launch_small, plan
@@ -443,7 +443,7 @@ def test_weights_that_die_while_another_stream_reads_them():
 
 def test_weights_that_were_made_without_torch(monkeypatch):
     """As with CuPy alone: torch then reads the same memory."""
-    monkeypatch.setattr(weights, "room_for", lambda place: OurRoom(0))
+    monkeypatch.setattr(device_weights, "room_for", lambda place: OurRoom(0))
     q = random_tensor("q4_k", 96, 512, 32, {})
     held = packed(q)
     monkeypatch.undo()
@@ -527,7 +527,7 @@ def test_more_rows_than_a_grid_has_in_its_second_axis(monkeypatch):
     q = random_tensor("u4b8", 16, k, -1, {})
     x = torch.randn((m, k), device="cuda").half()
     y = bf.quantized_linear(x, q)
-    for rows in (slice(0, 9), slice(weights.ROWS_AT_ONCE - 3, weights.ROWS_AT_ONCE + 3), slice(m - 5, m)):
+    for rows in (slice(0, 9), slice(device_weights.ROWS_AT_ONCE - 3, device_weights.ROWS_AT_ONCE + 3), slice(m - 5, m)):
         assert torch.equal(y[rows], bf.quantized_linear(x[rows], q))
 
 

@@ -21,10 +21,10 @@ from billfish.backends.cuda import packed as saved
 from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
 from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
+from billfish.backends.cuda.device_weights import PLAIN, stored_codes
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
 from billfish.backends.cuda.packed import PackedBricks
 from billfish.backends.cuda.plans import Gemm, LargeShape, Plan, launch_large, plan
-from billfish.backends.cuda.weights import PLAIN, stored_codes
 from billfish.core.format import FORMATS
 
 # ---- the layout; test_decode.py reads it back ------------------------------------------------------------------

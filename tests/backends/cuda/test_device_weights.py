@@ -18,10 +18,10 @@ import billfish as bf
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import CudaBackend
 from billfish.backends.cuda.axes import Kind, describe, read_kind, why_not
+from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, BrickInfo, DeviceWeights, brick_kernel, read_brick_info
 from billfish.backends.cuda.driver import Buffer, Device, current
 from billfish.backends.cuda.plans import Gemm, plan
 from billfish.backends.cuda.products import can_be_read, row_stride
-from billfish.backends.cuda.weights import ROWS_AT_ONCE, BrickInfo, DeviceWeights, brick_kernel, read_brick_info
 from billfish.core.arrays import bfloat16
 from billfish.core.elements import U4B8, U8, Integer, Table
 from billfish.core.format import FORMATS, Format, GroupValues, Planes
