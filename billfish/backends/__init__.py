@@ -9,10 +9,10 @@ from typing import NamedTuple
 from billfish.backends.base import Backend, Problem
 from billfish.core.errors import BackendUnavailable, DTypeError, complaint
 
-__all__ = ["BACKENDS", "Backend", "Entry", "Problem", "choose"]
+__all__ = ["BACKENDS", "Backend", "BackendEntry", "Problem", "choose"]
 
 
-class Entry(NamedTuple):
+class BackendEntry(NamedTuple):
     """A backend, before anybody needs it."""
 
     name: str
@@ -28,13 +28,13 @@ def _anything(problem: Problem) -> bool:
 class Backends(MutableMapping[str, Backend]):
     """Backends by name, the highest priority first."""
 
-    def __init__(self, *entries: Entry) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, *entries: BackendEntry) -> None:
+        self.entries: dict[str, BackendEntry] = {}
         self._made: dict[str, Backend] = {}
         for entry in entries:
             self.register(entry)
 
-    def register(self, entry: Entry) -> None:
+    def register(self, entry: BackendEntry) -> None:
         """One more backend, whoever wrote it."""
         entries = [*self.entries.values(), entry]
         self.entries = {entry.name: entry for entry in sorted(entries, key=lambda entry: -entry.priority)}
@@ -51,7 +51,7 @@ class Backends(MutableMapping[str, Backend]):
         if not isinstance(backend, Backend):
             raise DTypeError(complaint("BACKENDS", repr(name), f"a {type(backend).__name__}", "a Backend object"))
         if name not in self.entries:
-            self.register(Entry(name, "", -1, _anything))
+            self.register(BackendEntry(name, "", -1, _anything))
         self._made[name] = backend
 
     def __delitem__(self, name: str) -> None:
@@ -66,12 +66,12 @@ class Backends(MutableMapping[str, Backend]):
 
 
 BACKENDS = Backends(
-    Entry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
-    Entry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
-    Entry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
-    Entry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
-    Entry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
-    Entry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
+    BackendEntry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
+    BackendEntry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
+    BackendEntry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
+    BackendEntry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
+    BackendEntry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
+    BackendEntry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
 )
 """The backends by name, the highest priority first. `backend=` takes these names."""
 

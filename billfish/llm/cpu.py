@@ -10,8 +10,7 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.axes import why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts
-from billfish.backends.cpu.packed import PackedWeights
-from billfish.backends.cpu.plain import PlainWeights
+from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.errors import ModelError, complaint

@@ -9,7 +9,7 @@ import pytest
 from common import gaussian
 
 import billfish as bf
-from billfish.backends import BACKENDS, Entry, Problem, choose
+from billfish.backends import BACKENDS, BackendEntry, Problem, choose
 from billfish.backends.reference import ReferenceBackend
 
 PROBLEM = Problem("matmul", bf.FORMATS["q4_0"], 32, 1, 4, 64, np.dtype(np.float32))
@@ -30,7 +30,7 @@ class Picky(ReferenceBackend):
 @pytest.fixture
 def picky():
     """One more backend is one line: where its class is, how good it is, and what it is for."""
-    BACKENDS.register(Entry("picky", f"{__name__}.Picky", 40, lambda problem: problem.operation == "matmul"))
+    BACKENDS.register(BackendEntry("picky", f"{__name__}.Picky", 40, lambda problem: problem.operation == "matmul"))
     yield
     del BACKENDS["picky"]
 

@@ -19,7 +19,7 @@ from common import assert_same_bits
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.experts import pack_experts
-from billfish.backends.cpu.plain import PLAIN_TYPES
+from billfish.backends.cpu.packed import PLAIN_TYPES
 from billfish.core.arrays import FLOATS
 from billfish.core.format import FORMATS
 from billfish.core.mixture import GATES
