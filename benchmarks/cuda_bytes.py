@@ -23,10 +23,9 @@ import billfish as bf
 from benchmarks import cuda_table
 from benchmarks.cuda_table import Weights, captured, stream, take_turns
 from benchmarks.random_model import SHAPES, write_random_model
-from billfish.backends.cuda.byte_plans import launches
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.driver import device
-from billfish.backends.cuda.kind import Kind
-from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.plans import Gemm, launches
 from billfish.core.activations import quantize_rows
 from billfish.core.files import write_atomically
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from benchmarks.metal_profile.mlx_kernels import MLX_FORMATS, PLACE, PLANES, header, mlx_arrays
 from billfish.backends import emulator
-from billfish.backends.metal.choose import up
+from billfish.backends.metal.kernels import up
 from billfish.core.quantized_experts import QuantizedExperts
 
 Array = NDArray[Any]

@@ -16,9 +16,8 @@ from benchmarks.products.peers import Case, Peer, Prepared, copies_for, select
 from benchmarks.products.peers.cuda import CUDA_PEERS, Captured
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.byte_plans import why_as_it_is
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, device
-from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.plans import Gemm, why_as_it_is
 from billfish.core.errors import BackendUnavailable
 
 READ_BYTES = 32 * MEBIBYTE  # at once, as a product reads its weights

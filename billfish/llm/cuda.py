@@ -13,7 +13,7 @@ import numpy as np
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
+from billfish.backends.cuda.decoder import CHOICE, PAGE, DeviceDecoder, StepMemory, captured, sent
 from billfish.backends.cuda.driver import (
     Pinned,
     check,
@@ -25,7 +25,6 @@ from billfish.backends.cuda.driver import (
     free_bytes,
     synchronize,
 )
-from billfish.backends.cuda.layers import CHOICE, PAGE, Step
 from billfish.core.errors import BackendUnavailable, BillfishError, DataError, ModelError, complaint
 from billfish.core.typing import Activations
 from billfish.llm.cuda_kv_cache import CudaCache, PagePool
@@ -101,7 +100,7 @@ class CudaDecoder(Decoder):
             self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
         self._pool = PagePool(self._layers.shape, self._ordinal, self._stream, self._lock)
         self._chosen = Pinned(TOGETHER, self._ordinal)
-        self._prompts: Step | None = None
+        self._prompts: StepMemory | None = None
         self._tokens: TokenSteps | None = None
 
     @property
@@ -239,7 +238,7 @@ class CudaDecoder(Decoder):
         if group:
             yield group
 
-    def _prompt_step(self) -> Step:
+    def _prompt_step(self) -> StepMemory:
         if self._prompts is None:
             self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
         return self._prompts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from threading import RLock
 
+from billfish.backends.cuda.decoder import PAGE, Shape
 from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes, synchronize
-from billfish.backends.cuda.layers import PAGE, Shape
 from billfish.core.errors import BillfishError, ModelError, complaint
 from billfish.llm.config import Config
 from billfish.llm.kv_cache import Cache

@@ -18,7 +18,7 @@ from llm_models import Small, write_model
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import decoder, layers
+from billfish.backends.cuda import decoder
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
@@ -41,7 +41,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, layers, cuda, cuda_kv_cache):
+        for module in (decoder, cuda, cuda_kv_cache):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -156,7 +156,7 @@ class FakeGpu(FakeDriver):
             table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
                 -1, pages_of_text
             )
-            pages = table[texts, positions // layers.PAGE]
+            pages = table[texts, positions // decoder.PAGE]
             for page in pages:
                 self._room(int(page), 1)
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
@@ -205,7 +205,7 @@ def check_fed(gpu: FakeGpu, text: list[int], pages: list[int]) -> None:
     """The last step at each position of a text had its token, in the page of that position."""
     last = {position: (token, page) for step in gpu.fed for token, position, page in step if page in pages}
     for position, token in enumerate(text):
-        assert last[position] == (token, pages[position // layers.PAGE]), position
+        assert last[position] == (token, pages[position // decoder.PAGE]), position
 
 
 def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):

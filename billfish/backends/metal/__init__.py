@@ -1,6 +1,6 @@
 """The Metal engine: kernels for Apple GPUs, called through MLX, and the same kernels on any CPU in an emulator.
 
-    format planes -> MetalWeights (layout.py) -> the kernel for the shape (choose.py) -> y (bridge.py)
+    format planes -> MetalWeights (layout.py) -> the kernel for the shape and the call (kernels.py) -> y
 
 `metal` takes MLX arrays and returns MLX arrays; nothing is copied to the host. `metal-emulator` runs the same text, to
 test it: it is slow.
@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, NumpyBackend, Problem, Product
 from billfish.backends.metal import experts
-from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.experts import MetalExperts
+from billfish.backends.metal.kernels import Kernels
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, lay_out_experts
 from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input, MlxArrays
 from billfish.core.errors import BackendUnavailable
 from billfish.core.formats.meaning import decodes_plainly
-from billfish.core.gated_activation import open_gate
+from billfish.core.mixture import checked_ids, checked_routing, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing
 from billfish.core.tensor import QuantizedTensor
 
 MLX = MlxArrays()

@@ -17,12 +17,11 @@ from foreign_formats import FOREIGN
 import billfish as bf
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda import CudaBackend
-from billfish.backends.cuda.array_products import can_be_read, row_stride
-from billfish.backends.cuda.describe import describe, why_not
+from billfish.backends.cuda.axes import Kind, describe, read_kind, why_not
+from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, BrickInfo, DeviceWeights, brick_kernel, read_brick_info
 from billfish.backends.cuda.driver import Buffer, Device, current
-from billfish.backends.cuda.kind import Kind, read_kind
 from billfish.backends.cuda.plans import Gemm, plan
-from billfish.backends.cuda.weights import ROWS_AT_ONCE, About, DeviceWeights, brick_kernel, read_about
+from billfish.backends.cuda.products import can_be_read, row_stride
 from billfish.core.arrays import bfloat16
 from billfish.core.elements import U4B8, U8, Integer, Table
 from billfish.core.format import FORMATS, Format, GroupValues, Planes
@@ -218,7 +217,7 @@ def test_scales_of_other_types_come_back(fake, dtype):
 def assert_comes_back(q: bf.QuantizedTensor) -> None:
     backend = BACKENDS["cuda"]
     packed = backend.pack(q)
-    packed = DeviceWeights(read_about(packed.about.spelled()), packed.bricks, packed.row_scale, packed.planes)
+    packed = DeviceWeights(read_brick_info(packed.about.spelled()), packed.bricks, packed.row_scale, packed.planes)
     found = backend.unpack(packed, q.format, q.shape, q.group_size)
     assert found.keys() == q.storage.keys()
     for name, array in q.storage.items():
@@ -267,10 +266,10 @@ DEVICES = [Device(0, "NVIDIA H200", (9, 0), 132, 232448 - 1024), Device(0, "NVID
 def test_grids_are_large_enough_for_any_matrix(device):
     n, k = 2**24 + 16, 2**20
     for name in ("pack", "unpack", "dequantize"):
-        grid = brick_kernel(name, About(KIND, (n, k)), 32).grid
+        grid = brick_kernel(name, BrickInfo(KIND, (n, k)), 32).grid
         assert grid == ((2**20 + 1) * 2**13, 1)
     n = 1_048_576 + 16
-    assert brick_kernel("pack", About(KIND, (n, 8)), 32).grid[0] == 65537
+    assert brick_kernel("pack", BrickInfo(KIND, (n, 8)), 32).grid[0] == 65537
     for m in (1, 8, 16, 64, 1000, ROWS_AT_ONCE):
         for invariant in (False, True):
             found = plan(Gemm(KIND, m, n, 128, batch_invariant=invariant), device)

@@ -1,4 +1,6 @@
-"""Which experts the rows of x chose, and how much each counts: checked, and sorted by expert."""
+"""What a mixture of experts computes besides products: which experts the rows of x chose, checked and sorted; and the
+gated activation between its products, the names and the formulas in NumPy.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import FLOAT_NAMES, FLOATS, Input
-from billfish.core.errors import DataError, DTypeError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
 
 ID_TYPES = ("int32", "int64", "uint32")  # of NumPy, torch and MLX
 
@@ -60,3 +62,34 @@ def rows_by_expert(ids: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:
     order = np.argsort(flat, kind="stable")
     chosen, first = np.unique(flat[order], return_index=True)
     return dict(zip(chosen.tolist(), np.split(order, first[1:]), strict=True)) if flat.size else {}
+
+
+# By the number that kernels know an activation by.
+GATES = ("silu", "gelu", "clamped_silu")
+# Of "clamped_silu", as gpt-oss has it.
+CLAMP, STEEPNESS = 7.0, 1.702
+
+
+def check_gate(call: str, activation: str) -> str:
+    """Raises unless `activation` is one of GATES."""
+    if activation not in GATES:
+        raise FormatError(complaint(call, "activation", repr(activation), " or ".join(map(repr, GATES))))
+    return activation
+
+
+def open_gate(gate: NDArray[np.float32], up: NDArray[np.float32], activation: str) -> NDArray[np.float32]:
+    """h of gate and up, all of one shape: computed in float64, rounded once.
+
+    "silu": silu(gate) * up. "gelu": gelu(gate) * up, by its tanh formula. "clamped_silu": with g = min(gate, 7) and
+    u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1).
+    """
+    g, u = gate.astype(np.float64), up.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation == "clamped_silu":
+            g, u = np.minimum(g, CLAMP), np.clip(u, -CLAMP, CLAMP) + 1
+            z = STEEPNESS * g
+        elif activation == "gelu":
+            z = np.sqrt(8 / np.pi) * (g + 0.044715 * g**3)
+        else:
+            z = g
+        return (g / (1 + np.exp(-z)) * u).astype(np.float32)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.byte_plans import BytePlan, byte_plan
-from billfish.backends.cuda.describe import Description, describe, describe_planes
+from billfish.backends.cuda.axes import COURSE, Description, Kind, describe, describe_planes, read_kind
 from billfish.backends.cuda.driver import (
     BFLOAT16,
     BYTES,
@@ -25,11 +24,10 @@ from billfish.backends.cuda.driver import (
     native,
     synchronize,
 )
-from billfish.backends.cuda.kind import COURSE, Kind, read_kind
 from billfish.backends.cuda.layout import brick_shape, group_parts
 from billfish.backends.cuda.memory import Memory, Room, address, as_tensor, fetch, room_for, room_of, send
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm, plan
+from billfish.backends.cuda.plans import BytePlan, Gemm, byte_plan, plan
 from billfish.core.errors import DataError, complaint
 from billfish.core.format import Format, Planes
 from billfish.core.formats.structure import structure_of
@@ -45,7 +43,7 @@ PRODUCTS_KEPT = 1024  # of one matrix, each for another number of rows
 
 
 @dataclass(frozen=True)
-class About:
+class BrickInfo:
     """Weights, apart from the memory they are in."""
 
     kind: Kind
@@ -58,12 +56,12 @@ class About:
 
 
 @lru_cache(maxsize=4096)
-def read_about(text: str) -> About:
-    """What `About.spelled` spelled."""
+def read_brick_info(text: str) -> BrickInfo:
+    """What `BrickInfo.spelled` spelled."""
     about = json.loads(text)
     n, k = about["shape"]
     planes = tuple((name, dtype, tuple(shape)) for name, dtype, shape in about["planes"])
-    return About(read_kind(about["kind"]), (n, k), about["shift"], planes)
+    return BrickInfo(read_kind(about["kind"]), (n, k), about["shift"], planes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +72,7 @@ class DeviceWeights:
     back; a few percent of the memory, up to a tenth where groups are small.
     """
 
-    about: About
+    about: BrickInfo
     bricks: Memory
     row_scale: Memory  # float32 [N]
     planes: tuple[Memory, ...] = ()
@@ -103,7 +101,7 @@ class DeviceWeights:
         """codes: as pack.cu finds them by these macros. planes: all the others."""
         room = room_for(place)
         specs = tuple((name, plane.dtype.name, plane.shape) for name, plane in planes.items())
-        about = About(description.kind, description.shape, description.shift, specs)
+        about = BrickInfo(description.kind, description.shape, description.shift, specs)
         with room.current():
             bricks = pack_bricks(about, send(codes, room), group_parts(description), room, **macros)
             row_scale = send(description.row_scale, room)
@@ -116,7 +114,7 @@ class DeviceWeights:
 
         So a bfloat16 number is not rounded, if it is no less than 2^-31 of its row's largest.
         """
-        about, room = About(PLAIN, (w.shape[0], w.shape[1])), room_for(place)
+        about, room = BrickInfo(PLAIN, (w.shape[0], w.shape[1])), room_for(place)
         row_scale = np.ones(len(w), np.float32)
         with room.current():
             codes = room.empty(2 * w.size)
@@ -141,11 +139,11 @@ class DeviceWeights:
         room = room_for(place)
         with room.current():
             bricks, row_scale = send(packed.bricks, room), send(packed.row_scale, room)
-        return cls(About(packed.kind, packed.shape), bricks, row_scale)
+        return cls(BrickInfo(packed.kind, packed.shape), bricks, row_scale)
 
     def without_planes(self) -> DeviceWeights:
         """The same bricks, which then cannot be unpacked: what beside them is only for that is let go."""
-        return DeviceWeights(About(self.kind, self.shape), self.bricks, self.row_scale)
+        return DeviceWeights(BrickInfo(self.kind, self.shape), self.bricks, self.row_scale)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceWeights:
         """In other memory, so without the products, which know addresses."""
@@ -321,7 +319,7 @@ def stored_codes(tensor: QuantizedTensor, shift: int) -> tuple[NDArray[np.uint8]
     return held, {"FIELDS": fields, "SHIFT": str(shift), **sizes}
 
 
-def pack_bricks(about: About, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> Memory:
+def pack_bricks(about: BrickInfo, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> Memory:
     """Bricks of codes on the device and of what follows these in every brick. The device is current."""
     down, along = brick_shape(*about.shape)
     bricks = room.empty(down * along * about.kind.brick_bytes)
@@ -329,7 +327,7 @@ def pack_bricks(about: About, codes: Memory, groups: NDArray[np.uint8], room: Ro
     return bricks
 
 
-def pack_to(bricks: int, about: About, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> None:
+def pack_to(bricks: int, about: BrickInfo, codes: Memory, groups: NDArray[np.uint8], room: Room, **macros: str) -> None:
     """The same to the memory at `bricks`."""
     beside = send(groups, room)
     pointers = address(codes), address(beside), bricks
@@ -337,7 +335,7 @@ def pack_to(bricks: int, about: About, codes: Memory, groups: NDArray[np.uint8],
     synchronize(room.stream)  # `codes` and `beside` must stay until the kernel has read them
 
 
-def brick_kernel(name: str, about: About, threads: int, **macros: str) -> KernelLaunch:
+def brick_kernel(name: str, about: BrickInfo, threads: int, **macros: str) -> KernelLaunch:
     """A kernel with a CTA for each brick: pack, unpack or dequantize."""
     down, along = brick_shape(*about.shape)
     defined = tuple(sorted((about.kind.macros() | macros).items()))

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device
-from billfish.backends.cuda.plans import Gemm
-from billfish.backends.cuda.weights import DeviceWeights
+from billfish.backends.base import Backend, Direct, Product
+from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, DeviceWeights, native_parts
+from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
+from billfish.backends.cuda.plans import BytePlan, Gemm, given_plan, why_not_given
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 DEFAULT_STREAM = 0
 STRIDES = 1 << 31  # kernels take a stride as an int
@@ -158,3 +163,115 @@ def dequantize(weights: DeviceWeights, out: Input) -> None:
             weights.dequantize(cupy.cuda.get_current_stream().ptr, out.dtype_name, target.data.ptr)
     if target is not source:
         source[...] = target
+
+
+# ---- for a torch layer, in as few steps as Python can take -----------------------------------------------------------
+
+
+KEPT = 1024  # shapes of x, each with its launch
+
+
+def direct(weights: DeviceWeights, backend: Backend) -> Direct:
+    """See `Backend.direct`. x is float16 or bfloat16, on the weights' device, and as the kernel can read it in place.
+
+    A launch is kept for each shape of x. No device is made current: the launch takes its own.
+    """
+    torch = sys.modules["torch"]
+    halves, ordinal = (torch.float16, torch.bfloat16), weights.room.ordinal
+    stream_of = torch._C._cuda_getCurrentRawStream
+    kept: dict[Any, tuple[Any, int, tuple[int, ...]]] = {}
+
+    def plan(x: Tensor, bias: Tensor | None, invariant: bool) -> tuple[Any, int, tuple[int, ...]] | None:
+        """(the launch, numbers from row to row of x, the shape of y)"""
+        n, k = weights.shape
+        rows = x.numel() // k
+        if x.dtype not in halves or x.shape[-1:] != (k,) or not 0 < rows <= ROWS_AT_ONCE or (rows > 1 and k % 8):
+            return None
+        float_bias = bias is not None and bias.dtype == torch.float32
+        if bias is not None and (bias.shape != (n,) or not (float_bias or bias.dtype == x.dtype)):
+            return None
+        bfloat16 = x.dtype == torch.bfloat16
+        product = weights.product(Gemm(weights.kind, rows, n, k, bfloat16, float_bias, None, invariant))
+        return (product, row_stride(k), (*x.shape[:-1], n)) if product is not None else None
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        at = x.data_ptr()
+        if x.get_device() != ordinal or at & 15 or not x.is_contiguous():
+            return None
+        bias_at, bias_like = 0, None
+        if bias is not None:
+            if bias.get_device() != ordinal or not bias.is_contiguous():
+                return None
+            bias_at, bias_like = bias.data_ptr(), (bias.shape, bias.dtype)
+        key = x.shape, x.dtype, bias_like, backend.batch_invariant
+        found = kept.get(key)
+        if found is None:
+            found = plan(x, bias, backend.batch_invariant)
+            if found is None:
+                return None
+            if len(kept) >= KEPT:
+                kept.clear()
+            kept[key] = found
+        launch, stride, shape = found
+        y = x.new_empty(shape)
+        stream = stream_of(ordinal)
+        if stream not in weights.streams:
+            weights.note(stream)
+        launch(stream, at, stride, bias_at, y.data_ptr())
+        return y
+
+    return multiply
+
+
+# ---- x in blocks of q8_0 or q8_1 -------------------------------------------------------------------------------------
+
+
+BLOCK = 32
+
+
+def linear_blocks(product: Product) -> Any:
+    """y [M, N] = x @ W.T: x uint8 [M, K / 32 blocks]; y float32 of x's library, in x's place."""
+    x, weights = product.x, product.weights
+    assert isinstance(x, Input)
+    reason = why_not_given(weights.kind)
+    if reason:  # scales of this tensor are of another kind than those of most
+        raise BackendUnavailable(f"[cuda] {reason}")
+    (n, k), (m, row_bytes) = weights.shape, x.shape
+    plan = given_plan(Gemm(weights.kind, m, n, k), device(weights.room.ordinal), row_bytes // (k // BLOCK))
+    if x.device == "cpu":
+        return x.like(_blocks_numpy(x.numpy(), weights, plan))
+    if x.kind == "cupy":
+        cupy = sys.modules["cupy"]
+        with x.source.device:
+            blocks, y = cupy.ascontiguousarray(x.source), cupy.empty((m, n), cupy.float32)
+            work = cupy.empty(plan.work_bytes, cupy.uint8)
+            _launch_blocks(
+                cupy.cuda.get_current_stream().ptr, weights, plan, blocks.data.ptr, y.data.ptr, work.data.ptr, m
+            )
+            return y
+    torch = sys.modules["torch"]
+    with torch.cuda.device(x.source.device):
+        stream = int(torch.cuda.current_stream().cuda_stream)
+        weights.note(stream)
+        blocks = x.source.contiguous()
+        y = torch.empty((m, n), dtype=torch.float32, device=blocks.device)
+        work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=blocks.device)
+        _launch_blocks(stream, weights, plan, blocks.data_ptr(), y.data_ptr(), work.data_ptr(), m)
+        return y
+
+
+def _blocks_numpy(blocks: Any, weights: DeviceWeights, plan: BytePlan) -> Any:
+    y, ordinal = np.empty((len(blocks), weights.shape[0]), np.float32), weights.room.ordinal
+    with current(ordinal):
+        sizes = blocks.nbytes, y.nbytes, plan.work_bytes
+        x_there, y_there, work = (Buffer(size, ordinal) for size in sizes)
+        copy_in(x_there.pointer, blocks, 0)
+        _launch_blocks(0, weights, plan, x_there.pointer, y_there.pointer, work.pointer, len(blocks))
+        copy_out(y, y_there.pointer, 0)
+    return y
+
+
+def _launch_blocks(stream: int, weights: DeviceWeights, plan: BytePlan, blocks: int, y: int, work: int, m: int) -> None:
+    native(plan.quantize, weights.room.ordinal)(stream, blocks, work, weights.shape[1], plan.stride)
+    for part in native_parts(plan, weights, m):
+        part(stream, work, plan.stride, 0, y)
