@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -30,15 +31,24 @@ class Quantizer:
     """Quantizes the tensors that `billfish quantize` would: matrices, but for the embedding, the head and what is
     quantized already. `left` says which of them had to stay, and why."""
 
-    def __init__(self, wanted: str, path: Path, method: str = "mse", statistics: Statistics | None = None) -> None:
+    def __init__(
+        self,
+        wanted: str,
+        path: Path,
+        method: str = "mse",
+        statistics: Statistics | str | os.PathLike[str] | None = None,
+    ) -> None:
         """wanted: the name of a format, with a group size if it is not the format's own: "q4_0", "fp4:64"; or a mix,
         such as "Q4_K_M", for the model at `path`. method, statistics: as in :func:`billfish.quantize_checkpoint`."""
         check_method(CALL, method)
         if method == "gptq" and statistics is None:
             raise DataError(complaint(CALL, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
+        if statistics is not None and not isinstance(statistics, Statistics):
+            statistics = Statistics.load(statistics)
         name, colon, group = wanted.partition(":")
-        mix = mix_named(name, "billfish")
+        mix = mix_named(name, "billfish", CALL)
         format = get_format(mix.format if mix else name, CALL)
+        self.wanted, self.quantized = wanted, 0
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
         group_size = _group_size(format, group) if colon else None
@@ -49,6 +59,8 @@ class Quantizer:
         """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
         for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
             print(f"not quantized: {line}", file=out)
+        if not self.quantized and not self.left:
+            print(f"not quantized: quantize={self.wanted!r} finds no unquantized matrix in this model", file=out)
 
     def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""
@@ -60,6 +72,8 @@ class Quantizer:
         if k % format.block_size:
             self.left.append(Remark(name, f"K = {k} is no multiple of {format.block_size}, as {format.name} needs"))
             return tensor
+
+        self.quantized += 1
 
         def quantized(matrix: Array, expert: int | None = None) -> QuantizedTensor:
             method, known = self._how.settings(name, tensor.shape, expert)

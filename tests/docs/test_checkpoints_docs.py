@@ -13,7 +13,7 @@ import pytest
 from checkpoint_folders import write_folder
 
 import billfish as bf
-from billfish.cli.main import main, parser
+from billfish.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -55,4 +55,4 @@ def test_every_command_line_is_one_that_we_have():
     for text in (PAGE, README):
         for line in re.findall(r"^    billfish ((?:inspect|quantize|convert|verify) .*)$", text, re.MULTILINE):
             words = [re.sub(r"\|.*", "", word.strip("[]'")) for word in line.split("#")[0].split()]
-            parser().parse_args(words)
+            parser_of(words[0]).parse_args(words[1:])
