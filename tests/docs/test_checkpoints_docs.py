@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import textwrap
@@ -43,8 +42,7 @@ def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
     shown = re.findall(r"^    \$ billfish (.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE)
     assert [line.split()[0] for line, _ in shown] == ["quantize", "verify"]
     for line, text in shown:
-        with contextlib.suppress(SystemExit):
-            assert main(shlex.split(line)) == 0
+        assert main(shlex.split(line)) == line.startswith("verify")  # which finds differences
         printed = capsys.readouterr().out
         if line.startswith("verify"):  # of which the page has the end
             printed = printed[printed.index("\n\n") + 2 :]
