@@ -49,10 +49,9 @@ def run(arguments: argparse.Namespace) -> None:
         tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
         if against is not None and truth is None:
             truth = Truth(against, tokens, arguments.window or usual_window(model, against))
-        found = evaluate(
-            model, tokens, against=truth, activations=arguments.activations, window=arguments.window, progress=True
-        )
-        records.append(record_of(model, path, found, arguments.activations, arguments.window))
+        window = arguments.window or (usual_window(model) if truth is None else truth.window)
+        found = evaluate(model, tokens, against=truth, activations=arguments.activations, window=window, progress=True)
+        records.append(record_of(model, path, found, arguments.activations, window))
         if arguments.json:
             print(json.dumps(records[-1]), flush=True)
         del model
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def record_of(
-    model: Model, path: str | None, found: Evaluation, activations: str | None, window: int | None
+    model: Model, path: str | None, found: Evaluation, activations: str | None, window: int
 ) -> dict[str, Any]:
     """What JSON says of a model."""
     return {
