@@ -1,7 +1,5 @@
 """Products with experts beside ggml's mul_mat_id, in one run on this machine's CPU, taking turns.
 
-    python -m benchmarks.experts [--tokens 1,64] [--formats mxfp4_gguf,q4_k] [--threads 2] [--seconds 4] [--json FILE]
-
 E = 32 experts of 768 x 2048 (gate, up) and 2048 x 768 (down), 4 for each token, x rounded to 8 bits by both. One token
 chooses other experts each time, so that none is in a cache. `gate` and `down` are one product each, the native part of
 bf.expert_linear and one mul_mat_id. `block` is that of bf.experts with its activation and its sum, and of ggml the
@@ -12,26 +10,23 @@ beside those of y, against float64 with x as it is.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import billfish as bf
+from benchmarks import command, machine, records
+from benchmarks.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
+from benchmarks.peers.ggml import F32, I32, TYPES, Ggml, Library
 from benchmarks.products.engines import CpuEngine
-from benchmarks.products.limits import machine
-from benchmarks.products.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
-from benchmarks.products.peers.ggml import F32, I32, TYPES, Ggml, Library
-from benchmarks.products.peers.turns import take_turns
+from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu, set_threads
 from billfish.core.activations import DIGITS
-from billfish.core.files import write_atomically
 from billfish.core.gated_activation import GATES, open_gate
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 32, 4, 2048, 768
@@ -194,24 +189,6 @@ class Theirs(Prepared):
         self._ggml.free(self._context)
 
 
-def can_repack(ggml: Library, case: Case) -> bool:
-    """Whether ggml has kernels for mul_mat_id with all stacks in its CPU_REPACK buffer."""
-    if ggml.repack is None:
-        return False
-    able = True
-    for name in PARTS[case.part]:
-        n, k = SHAPES[name]
-        contexts = [ggml.context(1), ggml.context(3)]
-        stack = ggml.new_stack(contexts[0], TYPES[case.format], k, n, EXPERTS)
-        buffer = ggml.allocate(contexts[0], ggml.repack)
-        x, ids = ggml.new_stack(contexts[1], F32, k, 1, 1), ggml.new_matrix(contexts[1], I32, CHOSEN, 1)
-        able &= bool(ggml.supports(ggml.device, ggml.multiply_chosen(contexts[1], stack, x, ids)))
-        ggml.free_buffer(buffer)
-        for context in contexts:
-            ggml.free(context)
-    return able
-
-
 def relative_error(y: Floats, expected: NDArray[np.float64]) -> float:
     return float(np.sqrt(np.mean((y - expected) ** 2) / np.mean(expected**2)))
 
@@ -221,7 +198,7 @@ def measure(ggml: Library, case: Case, cold_bytes: int, budget: float) -> dict[s
         "billfish": Ours(case, cold_bytes),
         "ggml": Theirs(ggml, case, cold_bytes, ggml.plain),
     }
-    if can_repack(ggml, case) and ggml.repack is not None:
+    if all(ggml.repacks(TYPES[case.format], *SHAPES[name], EXPERTS, CHOSEN) for name in PARTS[case.part]):
         contenders["ggml-repack"] = Theirs(ggml, case, cold_bytes, ggml.repack)
     try:
         seconds = take_turns(contenders, case.x, budget)
@@ -234,45 +211,35 @@ def measure(ggml: Library, case: Case, cold_bytes: int, budget: float) -> dict[s
         for contender in contenders.values():
             contender.close()
     best = min(value for name, value in seconds.items() if name != "billfish")
-    return {
-        "part": case.part,
-        "format": case.format,
-        "tokens": case.tokens,
-        "milliseconds": {name: 1e3 * value for name, value in seconds.items()},
-        "error": errors,
-        "times_as_fast": best / seconds["billfish"],
-    }
+    about = {"part": case.part, "format": case.format, "tokens": case.tokens}
+    milliseconds = {name: 1e3 * value for name, value in seconds.items()}
+    return about | {"milliseconds": milliseconds, "error": errors, "times_as_fast": best / seconds["billfish"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,64")
-    parser.add_argument("--formats", default="mxfp4_gguf,q4_k")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each contender of a row")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    set_threads(arguments.threads)
+    parser = command.parser(__spec__, __doc__, threads=2)
+    parser.listed("--tokens", "tokens", "1,64", command.positives)
+    parser.listed("--formats", "formats", "mxfp4_gguf,q4_k")
+    parser.listed("--parts", "parts", ",".join(PARTS))
+    parser.option("--seconds", "seconds for each contender of a row", 4.0, float, "S")
+    flags = parser.parse_args()
+    set_threads(flags.threads)
     peer = Ggml(repack=False)
     peer.load()
-    peer.library.set_threads(peer.library.backend, arguments.threads)
+    peer.library.set_threads(peer.library.backend, flags.threads)
     cold_bytes = CpuEngine().cold_bytes()
     found = []
     print(f"{'':24}{'tokens':>7}{'ms, best':>10}{'ms of ggml, repacked':>24}{'times':>7}   errors")
-    for format in arguments.formats.split(","):
-        for tokens in map(int, arguments.tokens.split(",")):
-            for part in arguments.parts.split(","):
-                row = measure(peer.library, Case(part, format, tokens), cold_bytes, arguments.seconds)
-                found.append(row)
-                ms = row["milliseconds"]
-                theirs = f"{ms['ggml']:.3f}, " + (f"{ms['ggml-repack']:.3f}" if "ggml-repack" in ms else "none")
-                errors = ", ".join(f"{name} {value:.2e}" for name, value in row["error"].items())
-                times = f"{ms['billfish']:>10.3f}{theirs:>24}{row['times_as_fast']:>7.2f}"
-                print(f"{format + ' ' + part:24}{tokens:>7}{times}   {errors}", flush=True)
-    if arguments.json is not None:
-        about = {"machine": machine(), "ggml": peer.version(), "threads": arguments.threads, "rows": found}
-        write_atomically(arguments.json, json.dumps(about, indent=1).encode() + b"\n")
+    for format, tokens, part in itertools.product(flags.formats, flags.tokens, flags.parts):
+        row = measure(peer.library, Case(part, format, tokens), cold_bytes, flags.seconds)
+        found.append(row)
+        ms = row["milliseconds"]
+        theirs = f"{ms['ggml']:.3f}, " + (f"{ms['ggml-repack']:.3f}" if "ggml-repack" in ms else "none")
+        errors = ", ".join(f"{name} {value:.2e}" for name, value in row["error"].items())
+        times = f"{ms['billfish']:>10.3f}{theirs:>24}{row['times_as_fast']:>7.2f}"
+        print(f"{format + ' ' + part:24}{tokens:>7}{times}   {errors}", flush=True)
+    about = {"machine": machine.machine(), "ggml": peer.version(), "threads": flags.threads}
+    records.write(flags.json, about | {"rows": found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Many clients at once, some of them rude: is every answer the right one, and does the server forget them all?
 
-    python -m benchmarks.serving_storm [--model FILE] [--requests 5000] [--clients 32] [--json FILE]
+    python -m tests.support.serving_storm [--model FILE] [--requests 5000] [--clients 32] [--json FILE]
 
 A pool of prompts with seeds and lengths is first answered by `generate` alone, in exact mode. Then clients send them to
 `billfish serve` at random: whole, as streams, several answers at once, read slowly, left half-way, as vectors, or with
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import billfish
-from benchmarks.products.limits import cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.serving_client import ServerProcess, billfish_server, events, posted
 from billfish.core.files import write_atomically
 from billfish.llm import Model, default_model, load

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.products.peers.base import Case, Peer, Prepared, Rotated, copies_for, load_package
+from benchmarks.peers.base import Case, Peer, Prepared, Rotated, copies_for, load_package
 
 
 class Torch(Peer):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.products.peers.base import Case, Floats, Peer, Prepared, copies_for
+from benchmarks.peers.base import Case, Floats, Peer, Prepared, copies_for
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import get_format
 from billfish.core.tensor import QuantizedTensor
@@ -61,7 +61,7 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         pointer, size, integer, long = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-        loaded = [_open(folder, name) for name in ("ggml-base", "ggml-cpu")]
+        loaded = [open_library(folder, name) for name in ("ggml-base", "ggml-cpu")]
 
         def function(name: str, result: Any, *arguments: Any) -> Any:
             for library in loaded:
@@ -69,7 +69,7 @@ class Library:
                     found = getattr(library, name)
                     found.restype, found.argtypes = result, arguments
                     return found
-            raise BackendUnavailable(f"[bench] ggml: no {name} in the libraries of {folder}; a newer version has it")
+            raise BackendUnavailable(f"ggml has no {name} in {folder}. A newer version has it.")
 
         # It tells standard error of every tensor that it repacks.
         self._silent = ctypes.CFUNCTYPE(None, integer, ctypes.c_char_p, pointer)(lambda level, text, data: None)
@@ -117,16 +117,36 @@ class Library:
         graph = self.graph_overhead(graph_nodes, False) if graph_nodes else 0
         return int(self.init(InitParameters(tensors * self.tensor_overhead() + graph, None, True)))
 
+    def repacks(self, type: int, n: int, k: int, experts: int = 0, chosen: int = 0) -> bool:
+        """Ask ggml itself, as llama.cpp does: which types it repacks depends on the machine and on the shape. With
+        `experts`, of a stack of which `chosen` are multiplied."""
+        if self.repack is None:
+            return False
+        contexts = [self.context(1), self.context(3)]
+        if experts:
+            weights = self.new_stack(contexts[0], type, k, n, experts)
+            x, ids = self.new_stack(contexts[1], F32, k, 1, 1), self.new_matrix(contexts[1], I32, chosen, 1)
+        else:
+            weights, x = self.new_matrix(contexts[0], type, k, n), self.new_matrix(contexts[1], F32, k, 1)
+        buffer = self.allocate(contexts[0], self.repack)  # never written to, so it takes no memory
+        operands = (contexts[1], weights, x)
+        product = self.multiply_chosen(*operands, ids) if experts else self.multiply(*operands)
+        supported = bool(self.supports(self.device, product))
+        self.free_buffer(buffer)
+        for context in contexts:
+            self.free(context)
+        return supported
 
-def _open(folder: Path, name: str) -> ctypes.CDLL:
+
+def open_library(folder: Path, name: str) -> ctypes.CDLL:
     names = (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll")
     path = next((folder / n for n in names if (folder / n).exists()), None)
     if path is None:
-        raise BackendUnavailable(f"[bench] ggml: no {names[0]} in {folder}; pip install llama-cpp-python")
+        raise BackendUnavailable(f"ggml: no {names[0]} in {folder}. Run: pip install llama-cpp-python")
     try:
         return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise BackendUnavailable(f"[bench] ggml: {error}; pip install llama-cpp-python") from None
+        raise BackendUnavailable(f"ggml: {error}. Run: pip install llama-cpp-python") from None
 
 
 def library_folder() -> Path:
@@ -136,8 +156,8 @@ def library_folder() -> Path:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise BackendUnavailable(
-            f"[bench] ggml: no package llama_cpp; pip install llama-cpp-python, or let {FOLDER_VARIABLE} name a folder "
-            "with libggml-base and libggml-cpu"
+            f"ggml: llama_cpp is missing. Set {FOLDER_VARIABLE} to a folder with libggml-base and libggml-cpu, or "
+            "run: pip install llama-cpp-python"
         )
     return Path(spec.origin).parent / "lib"
 
@@ -170,27 +190,12 @@ class Ggml(Peer):
         name = _type_name(case)
         if name not in TYPES:
             return False, f"it has no {case.label}"
-        block = get_format(name, "bench").block_size
+        block = get_format(name).block_size
         if case.k % block:
             return False, f"its {name} takes K in multiples of {block}"
-        if self.repack and not self._can_repack(TYPES[name], case):
+        if self.repack and not self.library.repacks(TYPES[name], case.n, case.k):
             return False, f"it does not repack {name} [{case.n}, {case.k}] on this machine"
         return True, ""
-
-    def _can_repack(self, type: int, case: Case) -> bool:
-        """Ask ggml itself, as llama.cpp does: which types it repacks depends on the machine and on the shape."""
-        ggml = self.library
-        if ggml.repack is None:
-            return False
-        contexts = [ggml.context(1), ggml.context(2)]
-        weights = ggml.new_matrix(contexts[0], type, case.k, case.n)
-        buffer = ggml.allocate(contexts[0], ggml.repack)  # never written to, so it takes no memory
-        product = ggml.multiply(contexts[1], weights, ggml.new_matrix(contexts[1], F32, case.k, 1))
-        supported = bool(ggml.supports(ggml.device, product))
-        ggml.free_buffer(buffer)
-        for context in contexts:
-            ggml.free(context)
-        return supported
 
     def prepare(self, case: Case, cold_bytes: int, threads: int) -> Prepared:
         ggml = self.library

@@ -1,4 +1,4 @@
-"""Who takes part in `llm_speed.py`: llama.cpp, ik_llama.cpp and billfish, at the level of single calls.
+"""Language models for `llm_speed.py`: llama.cpp, ik_llama.cpp and billfish, at the level of single calls.
 
 A contender holds one text, or one token after the other of several.
 """
@@ -30,11 +30,11 @@ class Contender(ABC):
 
     @abstractmethod
     def feed(self, tokens: list[int]) -> None:
-        """Go on with the text, and compute the scores after its last token."""
+        """Go on with the text, and compute the logits after its last token."""
 
     @abstractmethod
     def step(self, tokens: list[int]) -> None:
-        """Go on with as many texts as there are tokens, each by one, and compute the scores after each.
+        """Go on with as many texts as there are tokens, each by one, and compute the logits after each.
 
         Ours chooses the best token, too.
         """
