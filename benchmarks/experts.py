@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import billfish as bf
 from benchmarks import command, machine, records
 from benchmarks.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
-from benchmarks.peers.ggml import F32, I32, TYPES, Ggml, Library
+from benchmarks.peers.ggml import F32, I32, TYPES, Ggml, Library, OnGgml
 from benchmarks.products.engines import CpuEngine
 from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu, set_threads
@@ -127,66 +127,39 @@ class Ours(Prepared):
         return y
 
 
-class Theirs(Prepared):
+class Theirs(OnGgml):
     """The same in one graph of ggml. What a block has between its products is left out: `down` gets rows of its own."""
 
-    def __init__(self, ggml: Library, case: Case, cold_bytes: int, buffer: int) -> None:
-        self._ggml, self.case = ggml, case
-        blocks = {name: stack.storage["blocks"] for name, stack in case.stacks.items()}
-        count = copies_for(sum(array.nbytes for array in blocks.values()), cold_bytes)
+    def __init__(self, ggml: Library, case: Case, cold_bytes: int, buffer: Any) -> None:
+        self.case, self._names = case, PARTS[case.part]
+        blocks = [np.ascontiguousarray(case.stacks[name].storage["blocks"]) for name in self._names]
+        count = copies_for(sum(array.nbytes for array in blocks), cold_bytes)
         self.copies = count * len(case.draws)
-        self._context = ggml.context(count * len(blocks))
-        self._weights = [{name: self._new_stack(name) for name in blocks} for _ in range(count)]
-        self._buffer = ggml.allocate(self._context, buffer)
-        for copy in self._weights:
-            for name, tensor in copy.items():
-                ggml.write(tensor, np.ascontiguousarray(blocks[name]).ctypes.data, 0, blocks[name].nbytes)
-        self._bound: tuple[Any, Any] | None = None
-        self._y: Any = None
-
-    def _new_stack(self, name: str) -> Any:
-        n, k = SHAPES[name]
-        return self._ggml.new_stack(self._context, TYPES[self.case.format], k, n, EXPERTS)
+        shapes = [(*reversed(SHAPES[name]), EXPERTS) for name in self._names]
+        super().__init__(ggml, TYPES[case.format], list(zip(shapes, blocks, strict=True)) * count, buffer)
 
     def bind(self, x: Floats) -> Callable[[], object]:
         ggml, case = self._ggml, self.case
-        nodes = self.copies * len(PARTS[case.part])
-        leaves = len(self._weights) * len(PARTS[case.part]) + len(case.draws) + 2
-        context = ggml.context(nodes + leaves, graph_nodes=nodes + leaves)
+        nodes = len(self._weights) * (len(case.draws) + 1) + len(case.draws) + 2  # leaves count too
+        context = ggml.context(nodes, graph_nodes=nodes)
         rows = {1: np.ascontiguousarray(x.reshape(case.tokens, 1, -1)) if x.ndim == 2 else x}
         if case.part == "block":
             rows[CHOSEN] = np.random.default_rng(4).standard_normal((case.tokens, CHOSEN, INNER), np.float32)
-        inputs = {key: ggml.new_stack(context, F32, a.shape[2], a.shape[1], a.shape[0]) for key, a in rows.items()}
-        ids = [ggml.new_matrix(context, I32, CHOSEN, case.tokens) for _ in case.draws]
-        graph = ggml.new_graph(context, nodes + leaves, False)
-        for i, chosen in enumerate(ids):
-            for copy in self._weights:
-                for name, tensor in copy.items():
-                    own = inputs[CHOSEN if case.part == "block" and name == "down" else 1]
-                    product = ggml.multiply_chosen(context, tensor, own, chosen)
-                    ggml.add_to_graph(graph, product)
-                    if i == 0 and copy is self._weights[0] and self._y is None:
-                        self._y = product
-        self._bound = (context, ggml.allocate(context, ggml.plain))
-        for key, array in rows.items():
-            ggml.write(inputs[key], array.ctypes.data, 0, array.nbytes)
-        for tensor, draw in zip(ids, case.draws, strict=True):
-            ggml.write(tensor, draw.ctypes.data, 0, draw.nbytes)
-        return lambda: ggml.compute(ggml.backend, graph)
+        inputs = {key: ggml.new(context, F32, *reversed(array.shape)) for key, array in rows.items()}
+        ids = [ggml.new(context, I32, CHOSEN, case.tokens) for _ in case.draws]
+        graph, products = ggml.new_graph(context, nodes, False), []
+        for chosen in ids:
+            for tensor, name in zip(self._weights, itertools.cycle(self._names), strict=False):
+                own = inputs[CHOSEN if case.part == "block" and name == "down" else 1]
+                products.append(ggml.multiply_chosen(context, tensor, own, chosen))
+                ggml.add_to_graph(graph, products[-1])
+        self._y = products[0]
+        given = [(inputs[key], array) for key, array in rows.items()]
+        return self._compute(context, graph, given + list(zip(ids, case.draws, strict=True)))
 
     def result(self) -> Floats:
         """Of the first stack: the whole block of ggml's would need what was left out."""
-        name = PARTS[self.case.part][0]
-        y = np.empty((self.case.tokens, CHOSEN, SHAPES[name][0]), np.float32)
-        self._ggml.read(self._y, y.ctypes.data, 0, y.nbytes)
-        return y
-
-    def close(self) -> None:
-        if self._bound is not None:
-            self._ggml.free_buffer(self._bound[1])
-            self._ggml.free(self._bound[0])
-        self._ggml.free_buffer(self._buffer)
-        self._ggml.free(self._context)
+        return self._read(self.case.tokens, CHOSEN, SHAPES[self._names[0]][0])
 
 
 def relative_error(y: Floats, expected: NDArray[np.float64]) -> float:

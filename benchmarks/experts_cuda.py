@@ -26,7 +26,6 @@ EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 4096, 14336
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 BYTES_PER_WEIGHT = U4B8.brick_bytes / (16 * 128)
 BANDWIDTH, TENSOR = 4.0e12, 650e12  # bytes and operations in a second, as the dense kernels reach them
-GOALS = {1: 0.075, 64: 0.28, 1024: 1.4, 4096: 5.0}  # milliseconds
 
 
 def random_experts(n: int, k: int, gated: bool) -> DeviceExperts:
@@ -111,10 +110,9 @@ class Case:
         contenders = {"experts": captured(self.calls, self.block), "dense": captured(self.calls, self.dense())}
         seconds = graph_medians(contenders, self.calls)
         milliseconds, dense = 1e3 * seconds["experts"], 1e3 * seconds["dense"]
-        goal = GOALS.get(self.tokens)
         print(
             f"{self.tokens:5} tokens: {milliseconds:.4f} ms, predicted {predicted(self.tokens):.4f}, "
-            f"goal {goal}, dense {dense:.4f} ({milliseconds / dense:.2f}), error {error:.1e}",
+            f"dense {dense:.4f} ({milliseconds / dense:.2f}), error {error:.1e}",
             flush=True,
         )
         return {

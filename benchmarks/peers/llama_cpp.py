@@ -6,10 +6,9 @@ A contender holds one text, or one token after the other of several.
 from __future__ import annotations
 
 import importlib.metadata
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from billfish.llm import Model
 from billfish.llm.kv_cache import Cache
@@ -19,20 +18,17 @@ MOST_STREAMS = 16
 BATCH = 512  # rows of a prompt that the peers take at a time
 
 
-class Contender(ABC):
+class Contender(Protocol):
     """Every method returns when its work is done."""
 
     name: str
 
-    @abstractmethod
     def forget(self, keep: int) -> None:
         """Keep the first tokens of the text, or, with 0, nothing of all texts."""
 
-    @abstractmethod
     def feed(self, tokens: list[int]) -> None:
         """Go on with the text, and compute the logits after its last token."""
 
-    @abstractmethod
     def step(self, tokens: list[int]) -> None:
         """Go on with as many texts as there are tokens, each by one, and compute the logits after each.
 
@@ -40,36 +36,26 @@ class Contender(ABC):
         """
 
 
-class Peer(Contender):
-    """The C interface that llama.cpp and ik_llama.cpp have in common, which `api` has as ctypes."""
+class Peer:
+    """The C interface that llama.cpp and ik_llama.cpp have in common, which `api` has as ctypes. `choices` are fields
+    of the context's parameters."""
 
+    name: str
     install: str  # what pip is told
 
-    def __init__(self, api: Any, path: Path, threads: int, positions: int) -> None:
+    def __init__(self, api: Any, path: Path, threads: int, positions: int, **choices: Any) -> None:
         self.version = f"{self.install} {importlib.metadata.version(self.install)}"
         self._api = api
         api.llama_backend_init()
         model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = positions, BATCH, BATCH, MOST_STREAMS
-        params.n_threads = params.n_threads_batch = threads
-        self.set(params)
+        choices |= {"n_ctx": positions, "n_batch": BATCH, "n_ubatch": BATCH, "n_seq_max": MOST_STREAMS}
+        for name, value in (choices | {"n_threads": threads, "n_threads_batch": threads}).items():
+            setattr(params, name, value)
         self._context = api.llama_init_from_model(model, params)
         assert self._context, f"{self.version} makes no context"
         self._batch = api.llama_batch_init(BATCH, 0, 1)
         self._lengths = [0] * MOST_STREAMS
-
-    @abstractmethod
-    def set(self, params: Any) -> None:
-        """Choices of this library."""
-
-    @abstractmethod
-    def remove(self, start: int) -> None:
-        """What the first text has from a position on."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove everything."""
 
     def forget(self, keep: int) -> None:
         if keep:
@@ -105,11 +91,9 @@ class LlamaCpp(Peer):
     def __init__(self, path: Path, threads: int, positions: int) -> None:
         import llama_cpp
 
-        super().__init__(llama_cpp, path, threads, positions)
+        # Unified: otherwise each text has a part of the positions for itself.
+        super().__init__(llama_cpp, path, threads, positions, kv_unified=True)
         self._memory = llama_cpp.llama_get_memory(self._context)
-
-    def set(self, params: Any) -> None:
-        params.kv_unified = True  # otherwise each text has a part of the positions for itself
 
     def remove(self, start: int) -> None:
         self._api.llama_memory_seq_rm(self._memory, 0, start, -1)
@@ -126,10 +110,7 @@ class IkLlamaCpp(Peer):
     def __init__(self, path: Path, threads: int, positions: int) -> None:
         from ik_llama_cpp import _ctypes_api
 
-        super().__init__(_ctypes_api, path, threads, positions)
-
-    def set(self, params: Any) -> None:
-        params.flash_attn = False
+        super().__init__(_ctypes_api, path, threads, positions, flash_attn=False)
 
     def remove(self, start: int) -> None:
         self._api._lib.llama_kv_cache_seq_rm(self._api.ctypes.c_void_p(self._context), 0, start, -1)
@@ -138,7 +119,7 @@ class IkLlamaCpp(Peer):
         self._api.llama_kv_cache_clear(self._context)
 
 
-class Ours(Contender):
+class Ours:
     def __init__(self, model: Model, activations: str, positions: int) -> None:
         self.name = f"billfish {activations}"
         self._decoder, self._activations = model.decoder, activations

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import command, machine, plots, records
 from benchmarks.machine import Limits
 from benchmarks.peers import Case, Peer, Prepared, select
-from benchmarks.products.engines import OUTLIER, CpuEngine, Engine, MetalEngine, errors
+from benchmarks.products.engines import OUTLIER, CpuEngine, MetalEngine, errors
 from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.core.activations import ACTIVATIONS
@@ -31,7 +31,7 @@ from billfish.core.format import get_format
 from billfish.core.tables import print_table
 
 OURS = "billfish"
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (CpuEngine, MetalEngine)}
+ENGINES = {engine.name: engine for engine in (CpuEngine, MetalEngine)}
 COLD_ROWS = 16  # up to this M, weights are rotated
 PATIENCE = 10.0  # seconds: a peer that would take longer for one pass is left out
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -118,7 +118,6 @@ class Bench:
 
     def __init__(self, settings: Settings, limits: Limits | None = None, progress: TextIO | None = None) -> None:
         self.engine, self.settings = ENGINES[settings.backend](), settings
-        self.engine.require()
         self.progress = sys.stderr if progress is None else progress
         self.cold_bytes = settings.cold_bytes or self.engine.cold_bytes()
         self.peers, notes = select(settings.peers, self.engine.peers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.machine import ATTEMPTS, MEBIBYTE, GpuLimits, Limits, last_level_cache
-from benchmarks.peers import PEERS, Case, Peer, Prepared, copies_for
+from benchmarks.peers import PEERS, Case, Prepared, copies_for
 from benchmarks.peers.base import Floats
 from benchmarks.peers.mlx import Mlx, Together
 from benchmarks.timing import best
@@ -26,35 +25,8 @@ from billfish.ops.linear import dequantize
 PEAK_SIZE = 4096  # of the dense product that measures a GPU's arithmetic
 
 
-class Engine(ABC):
-    """A backend, its peers and the limits of its hardware."""
-
-    name: str
-    activations: str  # unless the command line says otherwise
-    peers: tuple[Peer, ...]
-
-    def require(self) -> None:  # noqa: B027  (the CPU is always there)
-        """Raises BackendUnavailable where the hardware is not there."""
-
-    @abstractmethod
-    def about(self) -> dict[str, object]:
-        """What the record says of the hardware besides the machine."""
-
-    @abstractmethod
-    def cold_bytes(self) -> int:
-        """So many bytes of weights, used in turn, come from memory every time."""
-
-    @abstractmethod
-    def limits(self, cold_bytes: int) -> Limits:
-        """Measured."""
-
-    @abstractmethod
-    def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
-        """Our own contender, and the bytes of one copy of its weights."""
-
-
-class CpuEngine(Engine):
-    """The CPU engine, x in float32."""
+class CpuEngine:
+    """The CPU engine, x in float32: its kernels, its peers and the limits of its hardware."""
 
     name, activations, peers = "cpu", "q8", PEERS
 
@@ -62,15 +34,18 @@ class CpuEngine(Engine):
         self.backend: CpuBackend = BACKENDS["cpu"]
 
     def about(self) -> dict[str, object]:
+        """What the record says of the hardware besides the machine."""
         return {"isa": self.backend.level}
 
     def cold_bytes(self) -> int:
+        """So many bytes of weights, used in turn, come from memory every time."""
         return max(128 * MEBIBYTE, 4 * last_level_cache())
 
     def limits(self, cold_bytes: int) -> Limits:
         return Limits.measure(self.backend.level, cold_bytes)
 
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
+        """Our own contender, and the bytes of one copy of its weights."""
         weights = self.backend.pack(case.tensor())
         copies = copies_for(weights.nbytes, cold_bytes) - 1
         rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
@@ -97,15 +72,14 @@ class InOneCall(Prepared):
         return self._y
 
 
-class MetalEngine(Engine):
-    """The Metal engine through MLX, x in float16, beside `mx.quantized_matmul`."""
+class MetalEngine:
+    """The same of the Metal engine through MLX, x in float16, beside `mx.quantized_matmul`."""
 
     name, activations, peers = "metal", "exact", (Mlx(device="gpu"),)
 
     def __init__(self) -> None:
+        """Raises BackendUnavailable without MLX or an Apple GPU."""
         self.backend: MetalBackend = BACKENDS["metal"]
-
-    def require(self) -> None:
         self.peers[0].load()
         self.mx = self.peers[0].mx
         if not self.mx.metal.is_available():

@@ -57,7 +57,6 @@ def test_records_and_peers(like_a_mac):
 def test_limits_are_measured(like_a_mac, monkeypatch):
     monkeypatch.setattr("benchmarks.products.engines.PEAK_SIZE", 32)
     engine = products.ENGINES["metal"]()
-    engine.require()
     limits = engine.limits(1 << 20)
     assert limits.read_bytes_per_second > 0
     assert limits.fma_operations_per_second > 0

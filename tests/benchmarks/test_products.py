@@ -208,7 +208,7 @@ def test_a_wrong_result_is_no_result(monkeypatch):
         (["--threads", "0"], ["--threads", "'0'", "positive integer"]),
         (["--backend", "abacus"], ["--backend", "'abacus'", "cpu", "metal"]),
         (["--json", "/no/such/folder/x"], ["--json", "'/no/such/folder/x'", "folder that exists"]),
-        (["--peers", "numpy,abacus"], ["--peers", "'abacus'", "all, none, onnxruntime, ggml, torch, mlx, numpy"]),
+        (["--peers", "numpy,abacus"], ["--peers", "'abacus'", "all, none, onnxruntime, ggml, mlx, numpy"]),
         (["--report", "x.json"], ["--report", "--backend metal", "cpu"]),
     ],
 )
@@ -288,8 +288,8 @@ def test_without_matplotlib_the_error_comes_before_the_work(monkeypatch, tmp_pat
 
 # ---- the peers --------------------------------------------------------------------------------------------------
 
-# How far a peer may be from the exact product of the same weights: with int8 activations (torch also rounds scales to
-# bfloat16), with float arithmetic; and a stand-in, whose weights are its own, from the product before quantization.
+# How far a peer may be from the exact product of the same weights: with int8 activations, with float arithmetic; and a
+# stand-in, whose weights are its own, from the product before quantization.
 TOLERANCE = {"q8": 0.015, "exact": 1e-4, "stand-in": 0.2}
 
 
