@@ -11,6 +11,7 @@ cache, in eager mode and in a CUDA graph. All take turns, and the median counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 import billfish as bf
 from benchmarks import command, machine, records
+from benchmarks.random_model import SHAPES
 from benchmarks.timing import best, captured, medians
 from billfish.backends.cpu import set_threads
 
@@ -26,14 +28,7 @@ FORMATS += ("mxfp4_gguf", "nvfp4_gguf")
 ATTEMPTS = 7
 CUDA_FORMAT: dict[str, Any] = {"format": "u4b8", "group_size": 128, "method": "rtn"}
 CUDA_CALLS, CUDA_TURNS, CUDA_TOKENS = 200, 50, 20  # calls in a turn; the queue of a GPU holds about 1,000
-MODEL = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
+MODEL = replace(SHAPES["8b"], layers=4)
 
 
 # ---- CPU --------------------------------------------------------------------------------------------------------
@@ -105,7 +100,7 @@ def model_with(merge: bool | None) -> Any:
 
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**MODEL)).half().eval()
+        model = LlamaForCausalLM(LlamaConfig(**MODEL.transformers())).half().eval()
     if merge is not None:
         bf.quantize_model(model, **CUDA_FORMAT, merge=merge, progress=False)
     return model

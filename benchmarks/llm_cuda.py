@@ -89,19 +89,7 @@ class Transformers:
         import transformers
 
         self.version = transformers.__version__
-        config = transformers.LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.feed_forward,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=shape.context,
-            rms_norm_eps=shape.norm_epsilon,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
-            tie_word_embeddings=shape.tied,
-            dtype=dtype,
-        )
+        config = transformers.LlamaConfig(**shape.transformers(), dtype=dtype)
         with torch.device(device):
             self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         self.token = torch.zeros((1, 1), dtype=torch.int64, device=device)

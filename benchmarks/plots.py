@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -51,15 +52,6 @@ ROOF_COLUMNS, ROOF_INCHES, LEGEND_INCHES = 3, (6.0, 4.4), 0.6
 ROOF = "the machine's limit"
 
 
-class Point(NamedTuple):
-    """One result: whose, at which M, and where in the picture."""
-
-    who: str
-    m: int
-    x: float
-    y: float
-
-
 def roofline(
     records: list[dict[str, Any]], limits: Limits, machine: Mapping[str, Any], versions: Mapping[str, str]
 ) -> Any:
@@ -92,17 +84,19 @@ def styles_of(peers: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {"billfish": OURS, **dict(zip(names, styles, strict=True))}
 
 
-def points_of(records: list[dict[str, Any]]) -> list[Point]:
+def points_of(records: list[dict[str, Any]]) -> list[SimpleNamespace]:
     """Ours and the peers' results. Across is always operations for each byte of *our* weights, so that all who answer
     the same question stand above one another, whatever they make of the weights."""
     return [
-        Point(who, r["m"], r["gops"] / r["weight_gbps"], r["gops"] * r["seconds"] / seconds)
+        SimpleNamespace(who=who, m=r["m"], x=r["gops"] / r["weight_gbps"], y=r["gops"] * r["seconds"] / seconds)
         for r in records
         for who, seconds in {"billfish": r["seconds"], **r["peers"]}.items()
     ]
 
 
-def _draw_panel(axes: Any, points: list[Point], read: float, peak: float, styles: dict[str, tuple[str, str]]) -> None:
+def _draw_panel(
+    axes: Any, points: list[SimpleNamespace], read: float, peak: float, styles: dict[str, tuple[str, str]]
+) -> None:
     ridge = peak / read
     left, right = min(ridge, *(p.x for p in points)) / 2, max(ridge, *(p.x for p in points)) * 2
     bottom = min(left * read, *(p.y for p in points)) / 2.5

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,14 @@ import torch
 
 import billfish as bf
 from benchmarks import command, machine, records
+from benchmarks.random_model import SHAPES
 
-# Rows and columns, and how many of a layer: queries and output, keys and values, gate and up, down.
-LAYER_SHAPES = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
-ENDS = {(128256, 4096): 2}  # embedding and head
 COMPARED_ROWS = 64
 
 
-def shapes(layers: int) -> dict[tuple[int, int], int]:
+def shapes(layers: int) -> Counter[tuple[int, int]]:
     """How many matrices of each shape the model has."""
-    return {shape: count * layers for shape, count in LAYER_SHAPES.items()} | ENDS
+    return Counter(replace(SHAPES["8b"], layers=layers).matrices().values())
 
 
 def relative_error(w: np.ndarray, q: bf.QuantizedTensor) -> float:

@@ -49,11 +49,10 @@ class Count:
     simdgroup_barriers: int
     matrix_multiplies: int
 
-    def ratio(self, *buffers: str) -> float:
-        """How often these buffers are read, all of them unless named."""
-        names = buffers or tuple(self.least)
-        least = sum(self.least.get(name, 0) for name in names)
-        return sum(self.read.get(name, 0) for name in names) / least if least else 0.0
+    def ratio(self) -> float:
+        """How often the buffers are read."""
+        least = sum(self.least.values())
+        return sum(self.read.values()) / least if least else 0.0
 
 
 def count_launches(owner: str, launches: Sequence[Launch], q: QuantizedTensor, m: int) -> Count:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from billfish.llm import Model
 from billfish.llm.kv_cache import Cache
@@ -18,27 +18,9 @@ MOST_STREAMS = 16
 BATCH = 512  # rows of a prompt that the peers take at a time
 
 
-class Contender(Protocol):
-    """Every method returns when its work is done."""
-
-    name: str
-
-    def forget(self, keep: int) -> None:
-        """Keep the first tokens of the text, or, with 0, nothing of all texts."""
-
-    def feed(self, tokens: list[int]) -> None:
-        """Go on with the text, and compute the logits after its last token."""
-
-    def step(self, tokens: list[int]) -> None:
-        """Go on with as many texts as there are tokens, each by one, and compute the logits after each.
-
-        Ours chooses the best token, too.
-        """
-
-
 class Peer:
     """The C interface that llama.cpp and ik_llama.cpp have in common, which `api` has as ctypes. `choices` are fields
-    of the context's parameters."""
+    of the context's parameters. Every method returns when its work is done."""
 
     name: str
     install: str  # what pip is told
@@ -58,6 +40,7 @@ class Peer:
         self._lengths = [0] * MOST_STREAMS
 
     def forget(self, keep: int) -> None:
+        """Keep the first tokens of the text, or, with 0, nothing of all texts."""
         if keep:
             self.remove(keep)
             self._lengths[0] = keep
@@ -66,11 +49,13 @@ class Peer:
             self._lengths = [0] * MOST_STREAMS
 
     def feed(self, tokens: list[int]) -> None:
+        """Go on with the text, and compute the logits after its last token."""
         for start in range(0, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
             self._decode(part, [0] * len(part), [start + len(part) == len(tokens)] * len(part))
 
     def step(self, tokens: list[int]) -> None:
+        """Go on with as many texts as there are tokens, each by one, and compute the logits after each."""
         self._decode(tokens, range(len(tokens)), [True] * len(tokens))
 
     def _decode(self, tokens: list[int], texts: Sequence[int], ends: list[bool]) -> None:
@@ -120,6 +105,8 @@ class IkLlamaCpp(Peer):
 
 
 class Ours:
+    """The same of a model of ours. `step` chooses the best token, too."""
+
     def __init__(self, model: Model, activations: str, positions: int) -> None:
         self.name = f"billfish {activations}"
         self._decoder, self._activations = model.decoder, activations
@@ -138,3 +125,6 @@ class Ours:
     def step(self, tokens: list[int]) -> None:
         passages = [(cache, [token]) for cache, token in zip(self._caches, tokens, strict=False)]
         self._decoder.choose(passages, [Sampling().sampler() for _ in tokens], self._activations)
+
+
+Contender = Peer | Ours

@@ -9,6 +9,7 @@ example: python -m benchmarks.products --formats q4_0,fp4:128 --m 1,16
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -37,22 +38,6 @@ PATIENCE = 10.0  # seconds: a peer that would take longer for one pass is left o
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure. :func:`parse` makes it of the words of the command line."""
-
-    cases: list[Case]
-    m: list[int]
-    threads: int
-    peers: str
-    json: Path | None
-    plot: Path | None
-    backend: str
-    report: Path | None  # of a Mac, see benchmarks.products.report
-    budget: float = 0.7  # seconds for each contender in each measurement
-    cold_bytes: int | None = None  # None: what the engine says
-
-
 def parser() -> command.Parser:
     made = command.parser(__spec__, __doc__)
     made.add_argument("--backend", choices=ENGINES, default="cpu", help="whose kernels (default: cpu)")
@@ -68,11 +53,13 @@ def parser() -> command.Parser:
     made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
     report = "with --backend metal: file for checks, times and counts, to be sent"
     made.add_argument("--report", type=command.new_file, metavar="FILE", help=report)
+    # Seconds for each contender of a measurement; bytes of weights that no cache holds, by default as the engine says.
+    made.set_defaults(budget=0.7, cold_bytes=None)
     return made
 
 
-def parse(made: command.Parser, words: Sequence[str] | None = None) -> Settings:
-    """The settings of a command line, checked. Raises BillfishError."""
+def parse(made: command.Parser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a command line, with the cases to measure. Raises BillfishError."""
     flags = made.parse_args(words)
     kinds = flags.activations or [ENGINES[flags.backend].activations]
     for kind in kinds:
@@ -80,10 +67,9 @@ def parse(made: command.Parser, words: Sequence[str] | None = None) -> Settings:
             made.error(f"--activations: unknown kind {kind!r}. Known: {', '.join(ACTIVATIONS)}.")
     if flags.report is not None and flags.backend != "metal":
         made.error(f"--report needs --backend metal, not {flags.backend}.")
-    cases = [_case(format, k, n, kind) for kind in kinds for k, n in flags.shapes for format in flags.formats]
-    threads = flags.threads or _cpu.threads()
-    check_threads("benchmark", "--threads", threads)
-    return Settings(cases, flags.m, threads, flags.peers, flags.json, flags.plot, flags.backend, flags.report)
+    flags.cases = [_case(format, k, n, kind) for kind in kinds for k, n in flags.shapes for format in flags.formats]
+    flags.threads = check_threads("benchmark", "--threads", flags.threads or _cpu.threads())
+    return flags
 
 
 def _case(format: str, k: int, n: int, activations: str) -> Case:
@@ -116,7 +102,9 @@ class Report:
 class Bench:
     """A run: `run()` measures until it is done or interrupted, and leaves `report`."""
 
-    def __init__(self, settings: Settings, limits: Limits | None = None, progress: TextIO | None = None) -> None:
+    def __init__(
+        self, settings: argparse.Namespace, limits: Limits | None = None, progress: TextIO | None = None
+    ) -> None:
         self.engine, self.settings = ENGINES[settings.backend](), settings
         self.progress = sys.stderr if progress is None else progress
         self.cold_bytes = settings.cold_bytes or self.engine.cold_bytes()
@@ -232,7 +220,7 @@ class Bench:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = None) -> Report:
+def run(settings: argparse.Namespace, limits: Limits | None = None, out: TextIO | None = None) -> Report:
     """Measure, print the table, write the files. `limits` are measured unless given."""
     if settings.plot is not None:
         plots.require()  # before the work, not after it

@@ -9,6 +9,7 @@ Without a Metal GPU all of it comes from the emulator, and the file says so: `"e
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -145,7 +146,7 @@ class MacReport:
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
-def run(settings: products.Settings, out: TextIO) -> MacReport:
+def run(settings: argparse.Namespace, out: TextIO) -> MacReport:
     """Check, time and count; the file is written whatever happens on the way."""
     for case in settings.cases:
         check_metal(case)
@@ -175,7 +176,7 @@ def run(settings: products.Settings, out: TextIO) -> MacReport:
     return report
 
 
-def _take_times(report: MacReport, settings: products.Settings, out: TextIO) -> bool:
+def _take_times(report: MacReport, settings: argparse.Namespace, out: TextIO) -> bool:
     """On the GPU; whether all were taken. What goes wrong there is a note."""
     bench = products.Bench(settings)
     report.times, report.limits = bench.report.records, asdict(bench.report.limits)

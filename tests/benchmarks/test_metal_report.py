@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +163,7 @@ def test_on_a_mac(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(Timed, "error", error)
     monkeypatch.setattr(products, "Bench", Timed)
     path = tmp_path / "mac.json"
-    settings = replace(parsed(backend="metal", formats="q4_1", shapes="512x96", m="1"), report=path)
+    settings = parsed(backend="metal", formats="q4_1", shapes="512x96", m="1", report=path)
     made = report.run(settings, io.StringIO())
     content = json.loads(path.read_text())
     assert (content["emulated"], content["complete"], made.complete) == (False, error is None, error is None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import billfish as bf
 from benchmarks import products
 from benchmarks.machine import Limits
@@ -18,9 +16,9 @@ def parsed(**flags):
 
 
 def settings(**flags):
-    return replace(
-        parsed(**{"shapes": "256x96", "m": "1,17", "peers": "none", **flags}), budget=0.0, cold_bytes=1 << 16
-    )
+    found = parsed(**({"shapes": "256x96", "m": "1,17", "peers": "none"} | flags))
+    found.budget, found.cold_bytes = 0.0, 1 << 16
+    return found
 
 
 def case_of(format, activations="q8", k=256, n=96, group_size=None):
