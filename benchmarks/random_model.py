@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -58,6 +59,21 @@ class Shape:
         ends = ["token_embd"] if self.tied else ["token_embd", "output"]
         sizes = {f"{name}.weight": (self.vocabulary, self.hidden) for name in ends}
         return sizes | {f"blk.{i}.{name}.weight": size for i in range(self.layers) for name, size in layer.items()}
+
+    def transformers(self) -> dict[str, Any]:
+        """The arguments of transformers.LlamaConfig."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.feed_forward,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_epsilon,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_base},
+            "tie_word_embeddings": self.tied,
+        }
 
     def norms(self) -> list[str]:
         """GGUF's names of the vectors [hidden]."""

@@ -1,4 +1,7 @@
-"""Random products on the GPU, each against float64: python -m benchmarks.cuda_random [how many] [seed]."""
+"""Random products on the GPU, each against float64. A thousand, or as many as the first argument says:
+
+python tests/backends/cuda/test_random_products.py [how many] [seed]
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import torch
 
 import billfish as bf
@@ -25,11 +29,10 @@ def random_weights(rng: np.random.Generator) -> bf.QuantizedTensor:
     return bf.quantize(w, format, group_size=int(rng.choice(sizes)), **options)
 
 
-def main() -> int:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000
-    rng = np.random.default_rng(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
-    worst, wrong, done, started = 0.0, 0, 0, time.time()
-    while done < count:
+def errors(count: int, seed: int) -> list[tuple[float, str]]:
+    """The error of each product as a part of what is allowed, and what it was."""
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < count:
         q = random_weights(rng)
         n, k = q.shape
         exact_weights = torch.from_numpy(bf.dequantize(q, backend="reference")).cuda()
@@ -43,16 +46,22 @@ def main() -> int:
             dense = torch.nn.functional.linear(x, exact_weights.to(dtype), bias).double()
             # Of few numbers, a lucky dense product may have no error at all: allow an eighth of a last place besides.
             allowed = 2 * (dense - exact).norm() + torch.finfo(dtype).eps / 8 * exact.norm() + 1e-30
-            ratio = float((y - exact).norm() / allowed)
-            worst = max(worst, ratio)
-            if not ratio <= 1:
-                wrong += 1
-                print(f"mismatch: {q.format.name} [{n}, {k}] group {q.group_size}, M={m}, {dtype}: {ratio:.3g}")
-            done += 1
-    seconds = time.time() - started
-    print(f"{done} products, {wrong} mismatches, largest error {worst:.2f} of what is allowed, {seconds:.0f} s")
-    return int(wrong > 0)
+            what = f"{q.format.name} [{n}, {k}] group {q.group_size}, M={m}, {dtype}"
+            found.append((float((y - exact).norm() / allowed), what))
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_random_products():
+    assert [what for error, what in errors(1000, 0) if not error <= 1] == []
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    started = time.time()
+    found = errors(int((sys.argv[1:2] or ["1000"])[0]), int((sys.argv[2:3] or ["0"])[0]))
+    wrong = [f"mismatch: {what}: {error:.3g}" for error, what in found if not error <= 1]
+    print(*wrong, sep="\n")
+    worst = max(error for error, _ in found)
+    print(f"{len(found)} products, {len(wrong)} mismatches, largest error {worst:.2f} of what is allowed")
+    print(f"{time.time() - started:.0f} s")
+    sys.exit(bool(wrong))

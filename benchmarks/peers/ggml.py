@@ -9,33 +9,22 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
-from benchmarks.products.peers.base import Case, Floats, Peer, Prepared, copies_for
+from benchmarks.peers.base import Case, Floats, Peer, Prepared, copies_for
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import get_format
 from billfish.core.tensor import QuantizedTensor
 
-F32, I32 = 0, 26
-TYPES = {
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "q2_k": 10,
-    "q3_k": 11,
-    "q4_k": 12,
-    "q5_k": 13,
-    "q6_k": 14,
-    "iq4_nl": 20,
-    "mxfp4_gguf": 39,
-    "nvfp4_gguf": 40,
-}
+F32, I32 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.I32)
+NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl")
+NAMES += ("mxfp4_gguf", "nvfp4_gguf")
+TYPES = {name: int(GGMLQuantizationType[name.removesuffix("_gguf").upper()]) for name in NAMES}
 # Formats of other containers that a ggml type holds with the same codes and scales, by their group size.
 SAME = {
     ("u4b8", 32): "q4_0",
@@ -61,7 +50,7 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         pointer, size, integer, long = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
-        loaded = [_open(folder, name) for name in ("ggml-base", "ggml-cpu")]
+        loaded = [open_library(folder, name) for name in ("ggml-base", "ggml-cpu")]
 
         def function(name: str, result: Any, *arguments: Any) -> Any:
             for library in loaded:
@@ -69,7 +58,7 @@ class Library:
                     found = getattr(library, name)
                     found.restype, found.argtypes = result, arguments
                     return found
-            raise BackendUnavailable(f"[bench] ggml: no {name} in the libraries of {folder}; a newer version has it")
+            raise BackendUnavailable(f"ggml has no {name} in {folder}. A newer version has it.")
 
         # It tells standard error of every tensor that it repacks.
         self._silent = ctypes.CFUNCTYPE(None, integer, ctypes.c_char_p, pointer)(lambda level, text, data: None)
@@ -79,8 +68,8 @@ class Library:
         self.free = function("ggml_free", None, pointer)
         self.tensor_overhead = function("ggml_tensor_overhead", size)
         self.graph_overhead = function("ggml_graph_overhead_custom", size, size, ctypes.c_bool)
-        self.new_matrix = function("ggml_new_tensor_2d", pointer, pointer, integer, long, long)
-        self.new_stack = function("ggml_new_tensor_3d", pointer, pointer, integer, long, long, long)
+        self._new_matrix = function("ggml_new_tensor_2d", pointer, pointer, integer, long, long)
+        self._new_stack = function("ggml_new_tensor_3d", pointer, pointer, integer, long, long, long)
         self.multiply = function("ggml_mul_mat", pointer, pointer, pointer, pointer)
         self.multiply_chosen = function("ggml_mul_mat_id", pointer, pointer, pointer, pointer, pointer)
         self.new_graph = function("ggml_new_graph_custom", pointer, pointer, size, ctypes.c_bool)
@@ -117,16 +106,39 @@ class Library:
         graph = self.graph_overhead(graph_nodes, False) if graph_nodes else 0
         return int(self.init(InitParameters(tensors * self.tensor_overhead() + graph, None, True)))
 
+    def new(self, context: int, type: int, *shape: int) -> Any:
+        """A tensor of two or three dimensions."""
+        return (self._new_matrix if len(shape) == 2 else self._new_stack)(context, type, *shape)
 
-def _open(folder: Path, name: str) -> ctypes.CDLL:
+    def repacks(self, type: int, n: int, k: int, experts: int = 0, chosen: int = 0) -> bool:
+        """Ask ggml itself, as llama.cpp does: which types it repacks depends on the machine and on the shape. With
+        `experts`, of a stack of which `chosen` are multiplied."""
+        if self.repack is None:
+            return False
+        contexts, stacked = [self.context(1), self.context(3)], (experts,) if experts else ()
+        weights = self.new(contexts[0], type, k, n, *stacked)
+        buffer = self.allocate(contexts[0], self.repack)  # never written to, so it takes no memory
+        if experts:
+            x, ids = self.new(contexts[1], F32, k, 1, 1), self.new(contexts[1], I32, chosen, 1)
+            product = self.multiply_chosen(contexts[1], weights, x, ids)
+        else:
+            product = self.multiply(contexts[1], weights, self.new(contexts[1], F32, k, 1))
+        supported = bool(self.supports(self.device, product))
+        self.free_buffer(buffer)
+        for context in contexts:
+            self.free(context)
+        return supported
+
+
+def open_library(folder: Path, name: str) -> ctypes.CDLL:
     names = (f"lib{name}.so", f"lib{name}.dylib", f"{name}.dll")
     path = next((folder / n for n in names if (folder / n).exists()), None)
     if path is None:
-        raise BackendUnavailable(f"[bench] ggml: no {names[0]} in {folder}; pip install llama-cpp-python")
+        raise BackendUnavailable(f"ggml: no {names[0]} in {folder}. Run: pip install llama-cpp-python")
     try:
         return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     except OSError as error:
-        raise BackendUnavailable(f"[bench] ggml: {error}; pip install llama-cpp-python") from None
+        raise BackendUnavailable(f"ggml: {error}. Run: pip install llama-cpp-python") from None
 
 
 def library_folder() -> Path:
@@ -136,8 +148,8 @@ def library_folder() -> Path:
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         raise BackendUnavailable(
-            f"[bench] ggml: no package llama_cpp; pip install llama-cpp-python, or let {FOLDER_VARIABLE} name a folder "
-            "with libggml-base and libggml-cpu"
+            f"ggml: llama_cpp is missing. Set {FOLDER_VARIABLE} to a folder with libggml-base and libggml-cpu, or "
+            "run: pip install llama-cpp-python"
         )
     return Path(spec.origin).parent / "lib"
 
@@ -170,27 +182,12 @@ class Ggml(Peer):
         name = _type_name(case)
         if name not in TYPES:
             return False, f"it has no {case.label}"
-        block = get_format(name, "bench").block_size
+        block = get_format(name).block_size
         if case.k % block:
             return False, f"its {name} takes K in multiples of {block}"
-        if self.repack and not self._can_repack(TYPES[name], case):
+        if self.repack and not self.library.repacks(TYPES[name], case.n, case.k):
             return False, f"it does not repack {name} [{case.n}, {case.k}] on this machine"
         return True, ""
-
-    def _can_repack(self, type: int, case: Case) -> bool:
-        """Ask ggml itself, as llama.cpp does: which types it repacks depends on the machine and on the shape."""
-        ggml = self.library
-        if ggml.repack is None:
-            return False
-        contexts = [ggml.context(1), ggml.context(2)]
-        weights = ggml.new_matrix(contexts[0], type, case.k, case.n)
-        buffer = ggml.allocate(contexts[0], ggml.repack)  # never written to, so it takes no memory
-        product = ggml.multiply(contexts[1], weights, ggml.new_matrix(contexts[1], F32, case.k, 1))
-        supported = bool(ggml.supports(ggml.device, product))
-        ggml.free_buffer(buffer)
-        for context in contexts:
-            ggml.free(context)
-        return supported
 
     def prepare(self, case: Case, cold_bytes: int, threads: int) -> Prepared:
         ggml = self.library
@@ -216,51 +213,65 @@ def _ggml_tensor(case: Case) -> QuantizedTensor:
     return QuantizedTensor.from_planes(name, planes)
 
 
-class Graph(Prepared):
-    """One graph with a product for each copy, as a model has one for each layer."""
+class OnGgml(Prepared):
+    """Weights in a buffer of ggml's, and one graph at a time that multiplies with them."""
 
-    def __init__(self, ggml: Library, tensor: QuantizedTensor, case: Case, cold_bytes: int, buffer: int | None) -> None:
-        self._ggml, self._n, self._k = ggml, case.n, case.k
-        blocks = case.repeated(tensor.storage["blocks"])
-        self.copies = copies_for(blocks.nbytes, cold_bytes)
-        # GGUF keeps the one scale of an NVFP4 tensor apart; mul_mat knows nothing of it.
-        self._factor = np.float32(tensor.storage.get("global_scale", 1))
-        self._context = ggml.context(self.copies)
-        type = TYPES[tensor.format.name]
-        self._weights = [ggml.new_matrix(self._context, type, case.k, case.n) for _ in range(self.copies)]
+    def __init__(self, ggml: Library, type: int, weights: Sequence[tuple[tuple[int, ...], Any]], buffer: Any) -> None:
+        """weights: for each tensor its shape, ggml's way round, and its blocks."""
+        self._ggml, self._bound, self._y = ggml, None, None
+        self._context = ggml.context(len(weights))
+        self._weights = [ggml.new(self._context, type, *shape) for shape, _ in weights]
         self._buffer = ggml.allocate(self._context, buffer)
-        for copy in self._weights:
-            ggml.write(copy, blocks.ctypes.data, 0, blocks.nbytes)
-        self._bound: tuple[Any, Any] | None = None
-        self._y: Any = None
+        for tensor, (_, blocks) in zip(self._weights, weights, strict=True):
+            ggml.write(tensor, blocks.ctypes.data, 0, blocks.nbytes)
 
-    def bind(self, x: Floats) -> Callable[[], object]:
+    def _compute(self, context: Any, graph: Any, inputs: Sequence[tuple[Any, Any]]) -> Callable[[], object]:
+        """The graph, bound to arrays for its inputs."""
+        ggml = self._ggml
         self._unbind()
-        ggml, copies = self._ggml, self.copies
-        context = ggml.context(copies + 1, graph_nodes=2 * copies + 1)  # leaves count too
-        taken = ggml.new_matrix(context, F32, self._k, len(x))
-        graph = ggml.new_graph(context, 2 * copies + 1, False)
-        products = [ggml.multiply(context, copy, taken) for copy in self._weights]
-        for product in products:
-            ggml.add_to_graph(graph, product)
         self._bound = (context, ggml.allocate(context, ggml.plain))
-        ggml.write(taken, x.ctypes.data, 0, x.nbytes)
-        self._y, self._m = products[0], len(x)
+        for tensor, array in inputs:
+            ggml.write(tensor, array.ctypes.data, 0, array.nbytes)
         return lambda: ggml.compute(ggml.backend, graph)
 
-    def result(self) -> Floats:
-        y = np.empty((self._m, self._n), np.float32)
+    def _read(self, *shape: int) -> Floats:
+        y = np.empty(shape, np.float32)
         self._ggml.read(self._y, y.ctypes.data, 0, y.nbytes)
-        return y * self._factor
+        return y
 
     def _unbind(self) -> None:
         if self._bound is not None:
-            context, buffer = self._bound
-            self._ggml.free_buffer(buffer)
-            self._ggml.free(context)
+            self._ggml.free_buffer(self._bound[1])
+            self._ggml.free(self._bound[0])
             self._bound = None
 
     def close(self) -> None:
         self._unbind()
         self._ggml.free_buffer(self._buffer)
         self._ggml.free(self._context)
+
+
+class Graph(OnGgml):
+    """One graph with a product for each copy, as a model has one for each layer."""
+
+    def __init__(self, ggml: Library, tensor: QuantizedTensor, case: Case, cold_bytes: int, buffer: int | None) -> None:
+        self._n, self._k = case.n, case.k
+        blocks = case.repeated(tensor.storage["blocks"])
+        self.copies = copies_for(blocks.nbytes, cold_bytes)
+        # GGUF keeps the one scale of an NVFP4 tensor apart; mul_mat knows nothing of it.
+        self._factor = np.float32(tensor.storage.get("global_scale", 1))
+        super().__init__(ggml, TYPES[tensor.format.name], [((case.k, case.n), blocks)] * self.copies, buffer)
+
+    def bind(self, x: Floats) -> Callable[[], object]:
+        ggml, nodes = self._ggml, 2 * self.copies + 1  # leaves count too
+        context = ggml.context(self.copies + 1, graph_nodes=nodes)
+        taken = ggml.new(context, F32, self._k, len(x))
+        graph = ggml.new_graph(context, nodes, False)
+        products = [ggml.multiply(context, copy, taken) for copy in self._weights]
+        for product in products:
+            ggml.add_to_graph(graph, product)
+        self._y, self._m = products[0], len(x)
+        return self._compute(context, graph, [(taken, x)])
+
+    def result(self) -> Floats:
+        return self._read(self._m, self._n) * self._factor

@@ -1,4 +1,4 @@
-"""Who takes part in `llm_speed.py`: llama.cpp, ik_llama.cpp and billfish, at the level of single calls.
+"""Language models for `llm_speed.py`: llama.cpp, ik_llama.cpp and billfish, at the level of single calls.
 
 A contender holds one text, or one token after the other of several.
 """
@@ -6,7 +6,6 @@ A contender holds one text, or one token after the other of several.
 from __future__ import annotations
 
 import importlib.metadata
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,59 +18,29 @@ MOST_STREAMS = 16
 BATCH = 512  # rows of a prompt that the peers take at a time
 
 
-class Contender(ABC):
-    """Every method returns when its work is done."""
+class Peer:
+    """The C interface that llama.cpp and ik_llama.cpp have in common, which `api` has as ctypes. `choices` are fields
+    of the context's parameters. Every method returns when its work is done."""
 
     name: str
-
-    @abstractmethod
-    def forget(self, keep: int) -> None:
-        """Keep the first tokens of the text, or, with 0, nothing of all texts."""
-
-    @abstractmethod
-    def feed(self, tokens: list[int]) -> None:
-        """Go on with the text, and compute the scores after its last token."""
-
-    @abstractmethod
-    def step(self, tokens: list[int]) -> None:
-        """Go on with as many texts as there are tokens, each by one, and compute the scores after each.
-
-        Ours chooses the best token, too.
-        """
-
-
-class Peer(Contender):
-    """The C interface that llama.cpp and ik_llama.cpp have in common, which `api` has as ctypes."""
-
     install: str  # what pip is told
 
-    def __init__(self, api: Any, path: Path, threads: int, positions: int) -> None:
+    def __init__(self, api: Any, path: Path, threads: int, positions: int, **choices: Any) -> None:
         self.version = f"{self.install} {importlib.metadata.version(self.install)}"
         self._api = api
         api.llama_backend_init()
         model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = positions, BATCH, BATCH, MOST_STREAMS
-        params.n_threads = params.n_threads_batch = threads
-        self.set(params)
+        choices |= {"n_ctx": positions, "n_batch": BATCH, "n_ubatch": BATCH, "n_seq_max": MOST_STREAMS}
+        for name, value in (choices | {"n_threads": threads, "n_threads_batch": threads}).items():
+            setattr(params, name, value)
         self._context = api.llama_init_from_model(model, params)
         assert self._context, f"{self.version} makes no context"
         self._batch = api.llama_batch_init(BATCH, 0, 1)
         self._lengths = [0] * MOST_STREAMS
 
-    @abstractmethod
-    def set(self, params: Any) -> None:
-        """Choices of this library."""
-
-    @abstractmethod
-    def remove(self, start: int) -> None:
-        """What the first text has from a position on."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove everything."""
-
     def forget(self, keep: int) -> None:
+        """Keep the first tokens of the text, or, with 0, nothing of all texts."""
         if keep:
             self.remove(keep)
             self._lengths[0] = keep
@@ -80,11 +49,13 @@ class Peer(Contender):
             self._lengths = [0] * MOST_STREAMS
 
     def feed(self, tokens: list[int]) -> None:
+        """Go on with the text, and compute the logits after its last token."""
         for start in range(0, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
             self._decode(part, [0] * len(part), [start + len(part) == len(tokens)] * len(part))
 
     def step(self, tokens: list[int]) -> None:
+        """Go on with as many texts as there are tokens, each by one, and compute the logits after each."""
         self._decode(tokens, range(len(tokens)), [True] * len(tokens))
 
     def _decode(self, tokens: list[int], texts: Sequence[int], ends: list[bool]) -> None:
@@ -105,11 +76,9 @@ class LlamaCpp(Peer):
     def __init__(self, path: Path, threads: int, positions: int) -> None:
         import llama_cpp
 
-        super().__init__(llama_cpp, path, threads, positions)
+        # Unified: otherwise each text has a part of the positions for itself.
+        super().__init__(llama_cpp, path, threads, positions, kv_unified=True)
         self._memory = llama_cpp.llama_get_memory(self._context)
-
-    def set(self, params: Any) -> None:
-        params.kv_unified = True  # otherwise each text has a part of the positions for itself
 
     def remove(self, start: int) -> None:
         self._api.llama_memory_seq_rm(self._memory, 0, start, -1)
@@ -126,10 +95,7 @@ class IkLlamaCpp(Peer):
     def __init__(self, path: Path, threads: int, positions: int) -> None:
         from ik_llama_cpp import _ctypes_api
 
-        super().__init__(_ctypes_api, path, threads, positions)
-
-    def set(self, params: Any) -> None:
-        params.flash_attn = False
+        super().__init__(_ctypes_api, path, threads, positions, flash_attn=False)
 
     def remove(self, start: int) -> None:
         self._api._lib.llama_kv_cache_seq_rm(self._api.ctypes.c_void_p(self._context), 0, start, -1)
@@ -138,7 +104,9 @@ class IkLlamaCpp(Peer):
         self._api.llama_kv_cache_clear(self._context)
 
 
-class Ours(Contender):
+class Ours:
+    """The same of a model of ours. `step` chooses the best token, too."""
+
     def __init__(self, model: Model, activations: str, positions: int) -> None:
         self.name = f"billfish {activations}"
         self._decoder, self._activations = model.decoder, activations
@@ -157,3 +125,6 @@ class Ours(Contender):
     def step(self, tokens: list[int]) -> None:
         passages = [(cache, [token]) for cache, token in zip(self._caches, tokens, strict=False)]
         self._decoder.choose(passages, [Sampling().sampler() for _ in tokens], self._activations)
+
+
+Contender = Peer | Ours

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.products.peers.base import Case, Floats, Peer, Prepared, Rotated, copies_for, load_package
+from benchmarks.peers.base import Case, Floats, Peer, Prepared, Rotated, copies_for, load_package
 from billfish.core.elements import Integer, Signed
 from billfish.core.format import get_format
 
@@ -122,5 +122,5 @@ def _affine(case: Case) -> list[np.ndarray[Any, Any]]:
 
 def _fp4(case: Case, mode: str) -> list[np.ndarray[Any, Any]]:
     """GGUF's FP4 has the same codes and scales as ours, in another order of bytes; ours is MLX's."""
-    storage = get_format(mode, "bench").pack(case.planes)
+    storage = get_format(mode).pack(case.planes)
     return [np.ascontiguousarray(storage["packed"]).view(np.uint32), storage["scales"]]

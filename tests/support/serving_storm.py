@@ -1,6 +1,6 @@
 """Many clients at once, some of them rude: is every answer the right one, and does the server forget them all?
 
-    python -m benchmarks.serving_storm [--model FILE] [--requests 5000] [--clients 32] [--json FILE]
+    python -m tests.support.serving_storm [--model FILE] [--requests 5000] [--clients 32] [--json FILE]
 
 A pool of prompts with seeds and lengths is first answered by `generate` alone, in exact mode. Then clients send them to
 `billfish serve` at random: whole, as streams, several answers at once, read slowly, left half-way, as vectors, or with
@@ -14,6 +14,7 @@ import argparse
 import json
 import platform
 import random
+import re
 import sys
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import billfish
-from benchmarks.products.limits import cpu_name
+from benchmarks.machine import cpu_name
 from benchmarks.serving_client import ServerProcess, billfish_server, events, posted
 from billfish.core.files import write_atomically
 from billfish.llm import Model, default_model, load
@@ -260,13 +261,22 @@ def main() -> None:
         sys.exit(1)
 
 
+def memory_of(process: int) -> int:
+    """Bytes that a process holds (Linux); 0 elsewhere."""
+    try:
+        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
 def watched_memory(storm: Storm, server: ServerProcess) -> list[int]:
     """Run the storm: the server's memory after each fifth of it."""
     memory: list[int] = []
 
     def watch(count: int) -> None:
         if count >= (len(memory) + 1) * storm.requests // 5:
-            memory.append(server.memory())
+            memory.append(memory_of(server.process.pid))
             print(f"{count} of {storm.requests} requests, {memory[-1] / 1e6:.0f} MB", flush=True)
 
     storm.run(watch)

@@ -1,20 +1,19 @@
-"""The other libraries that `billfish bench` knows, one adapter a file, and which of them are to run."""
+"""The other libraries that `python -m benchmarks.products` knows, one adapter a file, and which of them are to run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.products.peers.base import Case, Peer, Prepared, copies_for
-from benchmarks.products.peers.ggml import Ggml
-from benchmarks.products.peers.mlx import Mlx
-from benchmarks.products.peers.numpy import Numpy
-from benchmarks.products.peers.onnxruntime import OnnxRuntime
-from benchmarks.products.peers.torch import Torch
-from billfish.core.errors import BackendUnavailable, complaint
+from benchmarks.peers.base import Case, Peer, Prepared, copies_for
+from benchmarks.peers.ggml import Ggml
+from benchmarks.peers.mlx import Mlx
+from benchmarks.peers.numpy import Numpy
+from benchmarks.peers.onnxruntime import OnnxRuntime
+from billfish.core.errors import BackendUnavailable
 
 __all__ = ["PEERS", "Case", "Peer", "Prepared", "copies_for", "select"]
 
-PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Torch(), Mlx(), Numpy())
+PEERS: tuple[Peer, ...] = (OnnxRuntime(), Ggml(repack=False), Ggml(repack=True), Mlx(), Numpy())
 
 
 def select(names: str, peers: Sequence[Peer] = PEERS) -> tuple[list[Peer], list[str]]:
@@ -30,8 +29,7 @@ def select(names: str, peers: Sequence[Peer] = PEERS) -> tuple[list[Peer], list[
     missing: dict[str, None] = {}
     for name in wanted:
         if name not in families:
-            takes = f"all, none, or some of {', '.join(families)}"
-            raise BackendUnavailable(complaint("bench", "--peers", repr(name), takes))
+            raise BackendUnavailable(f"--peers: unknown peer {name!r}. Known: all, none, {', '.join(families)}.")
         for peer in peers:
             if peer.family != name or peer in chosen:
                 continue

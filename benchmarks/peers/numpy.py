@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.products.peers.base import Case, Floats, Peer, Prepared, Rotated, copies_for
+from benchmarks.peers.base import Case, Floats, Peer, Prepared, Rotated, copies_for
 from billfish.core.errors import BackendUnavailable
 from billfish.core.machine import available_cores
 

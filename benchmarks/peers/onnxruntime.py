@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.products.peers.base import Case, Floats, Peer, Prepared, copies_for, load_package
+from benchmarks.peers.base import Case, Floats, Peer, Prepared, copies_for, load_package
 
 # MatMulNBits: w = (q - zero) * scale, with zero 8 or 128 unless it is given.
 INTEGERS = ("u4", "u4b8", "q4_0", "u8b128", "q8_0", "q8_1")

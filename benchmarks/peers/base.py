@@ -42,7 +42,7 @@ class Case:
 
     def restated(self, format: str, group_size: int) -> Case:
         """The same product, its weights quantized to another format."""
-        return replace(self, format=get_format(format, "bench"), group_size=group_size)
+        return replace(self, format=get_format(format), group_size=group_size)
 
     @cached_property
     def rows(self) -> Floats:
@@ -156,4 +156,4 @@ def load_package(package: str, install: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise BackendUnavailable(f"[bench] {package}: {error}; pip install {install}") from None
+        raise BackendUnavailable(f"{package} is not installed ({error}). Run: pip install {install}") from None
