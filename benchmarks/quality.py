@@ -43,8 +43,7 @@ from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibration import calibrate_checkpoint
-from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, default_text
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 

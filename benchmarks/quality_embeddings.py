@@ -15,7 +15,7 @@ from typing import Any
 
 import billfish as bf
 from benchmarks.sentence_embeddings import PACKAGE, embeddings
-from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.calibrate_checkpoint import default_text
 
 METHODS = ("rtn", "mse", "weighted", "gptq")
 PIECES, TOKENS, BATCH = 100, 64, 16  # of news, of each of them, and paragraphs that are calibrated with at a time

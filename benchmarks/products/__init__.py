@@ -32,7 +32,7 @@ from billfish.core import tables
 from billfish.core.activations import ACTIVATIONS
 from billfish.core.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
 from billfish.core.files import write_atomically
-from billfish.core.format import get_format
+from billfish.core.format import parse_format
 
 OURS = "billfish"
 ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (CpuEngine, MetalEngine, CudaEngine)}
@@ -97,14 +97,8 @@ def _case(format: str, shape: str, activations: str) -> Case:
     if len(sizes) != 2:
         raise ShapeError(complaint("bench", "--shapes", repr(shape), "KxN, such as 4096x14336"))
     k, n = (_positive("--shapes", size, "KxN, such as 4096x14336", shape) for size in sizes)
-    name, _, group = format.partition(":")
-    found = get_format(name, "bench")
+    found, group_size = parse_format(format, "bench")
     found.check_k("bench", k)
-    try:
-        group_size = int(group) if group else None
-    except ValueError:
-        takes = "a name that `billfish formats` lists, or with a group size, such as u4b8:128"
-        raise FormatError(complaint("bench", "--formats", repr(format), takes)) from None
     return Case(found, found.check_group_size("bench", group_size, k), k, n, activations)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from billfish.core.errors import BackendUnavailable
+from billfish.core import extras
 
 INK, FAINT = "#222222", "#BBBBBB"
 CHARACTERS = 13  # of a caption, for each inch of a picture's width
@@ -16,10 +15,7 @@ CHARACTERS = 13  # of a caption, for each inch of a picture's width
 
 def require() -> Any:
     """matplotlib's Figure, which needs no display."""
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise BackendUnavailable(f"[bench] --plot: {error}; pip install billfish[bench]") from None
+    return extras.require("matplotlib.figure", "bench").Figure
 
 
 def caption(machine: Mapping[str, Any], versions: Mapping[str, str]) -> str:

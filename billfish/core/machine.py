@@ -32,6 +32,11 @@ def available_cores() -> int:
     return _threads()
 
 
+def allowed_cores() -> int:
+    """The cores that this process may use, by its affinity alone."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def with_known_floats(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorator: inside the function this thread, and every thread that it starts, keeps subnormal numbers and rounds
     to nearest, whatever ``torch.set_flush_denormal(True)`` said. Kernels of the CPU engine do so by themselves; this is

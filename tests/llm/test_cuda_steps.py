@@ -369,6 +369,65 @@ def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, ca
     assert "The CPU runs it." in capsys.readouterr().err
 
 
+class Code(int):
+    """An error code of the driver."""
+
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp_path, monkeypatch, capsys):
+    """Not by the text of an error, which other errors may have as well."""
+    write_model(tmp_path / "model.gguf", SMALL)
+    allocate, left = gpu.cuMemAlloc, [5]
+
+    def some(nbytes: int) -> tuple:
+        left[0] -= 1
+        return allocate(nbytes) if left[0] >= 0 else (Code(2), 0)
+
+    monkeypatch.setattr(gpu, "cuMemAlloc", some)
+    with pytest.raises(BackendUnavailable, match="GB were packed when memory was full"):
+        load(tmp_path / "model.gguf", device="cuda")
+    monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(1), 0))  # of that name, and another code
+    with pytest.raises(bf.BillfishError, match="OUT_OF_MEMORY") as caught:
+        load(tmp_path / "model.gguf", device="cuda")
+    assert not isinstance(caught.value, (BackendUnavailable, MemoryError))
+
+
+def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkeypatch):
+    """`serve` spoke of llm.generate."""
+    monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(2), 0))
+    model.decoder._pool._free.clear()
+    with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
+        model.decoder.cache(64)
+    assert "llm.generate" not in str(caught.value)
+    with pytest.raises(bf.DataError, match=r"streams: got 3 with 200 positions each") as caught:
+        Engine(model, streams=3, context=200)
+    assert "llm.generate" not in str(caught.value)
+
+
+def test_a_cache_that_outlives_its_decoder_copies_on_a_stream_that_is_there(gpu, tmp_path, monkeypatch):
+    write_model(tmp_path / "model.gguf", SMALL)
+    model = load(tmp_path / "model.gguf", device="cuda")
+    cache = model.cache()
+    tokens_of(model.generate(counting(3, 100), max_tokens=5, cache=cache))
+    del model
+    gc.collect()
+    copied, streams = gpu.cuMemcpyDtoDAsync, []
+
+    def copy(to: int, source: int, nbytes: int, stream: int) -> tuple:
+        streams.append(stream)
+        return copied(to, source, nbytes, stream)
+
+    monkeypatch.setattr(gpu, "cuMemcpyDtoDAsync", copy)
+    other = cache.copy()
+    assert other.tokens == cache.tokens
+    assert streams
+    assert {*streams} <= gpu.objects
+    del cache, other
+    gc.collect()
+    assert not {*streams} & gpu.objects
+
+
 def test_tiny_temperatures_take_the_best():
     how = cuda.choices([Sampling(temperature=t).sampler() for t in (0.0, 1e-40, 0.5)])
     assert how["temperature"].tolist() == [0.0, 0.0, 0.5]

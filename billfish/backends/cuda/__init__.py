@@ -3,7 +3,7 @@
     format planes -> the kernel axes (axes.py) -> bricks on the GPU (layout.py, device_weights.py)
     x, bricks -> a plan for the product (plans.py) -> a launch (driver.py) -> y
 
-Nothing here is imported from CUDA until a product is to run on it: without a GPU or without `billfish[cuda]` the
+Nothing here is imported from CUDA until a product is to run on it: without a GPU or without the extra `cuda` the
 backend says no, with the reason.
 """
 

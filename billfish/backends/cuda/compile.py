@@ -1,6 +1,6 @@
 """CUDA C++ to machine code: NVRTC through cuda-core, once for each kernel and architecture, kept on disk.
 
-No GPU and no toolkit is needed, only `pip install billfish[cuda]`. The name of a file in the cache is a hash of all
+No GPU and no toolkit is needed, only the extra `cuda`. The name of a file in the cache is a hash of all
 that its content depends on, and it is written under a temporary name and renamed, so processes may share the folder.
 """
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.files import write_atomically
 from billfish.core.machine import cache_folder
 
 SOURCES = Path(__file__).parent
-INSTALL = "pip install 'billfish[cuda]'"
+INSTALL = how_to_install("cuda")
 
 
 def cuda_module(name: str) -> Any:

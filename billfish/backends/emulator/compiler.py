@@ -22,6 +22,7 @@ from billfish.backends.emulator.faults import CompileError
 from billfish.backends.emulator.hostile import flush_halves
 from billfish.backends.emulator.sites import annotate
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.machine import cache_folder
 
 HERE = Path(__file__).parent
@@ -97,7 +98,7 @@ def find_compiler() -> Compiler:
             return Compiler((path,), version.splitlines()[0], ("-march=x86-64-v3",) if x86 else ())
     raise BackendUnavailable(
         f"[metal_kernel] the Metal emulator compiles kernels with clang and found neither ziglang >= "
-        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: pip install 'billfish[metal-emulator]'"
+        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: {how_to_install('metal-emulator')}"
     )
 
 

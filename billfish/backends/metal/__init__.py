@@ -26,6 +26,7 @@ from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, 
 from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input, MlxArrays
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.formats.meaning import decodes_plainly
 from billfish.core.mixture import checked_ids, checked_routing, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
@@ -106,7 +107,7 @@ class MetalBackend(Backend):
         if sys.platform != "darwin":
             return False, "Metal is a part of macOS"
         if importlib.util.find_spec("mlx") is None:
-            return False, "no package mlx; pip install 'billfish[metal]'"
+            return False, f"no package mlx; {how_to_install('metal')}"
         import mlx.core as mx
 
         return (True, "Apple GPU, for MLX arrays") if mx.metal.is_available() else (False, NO_METAL)

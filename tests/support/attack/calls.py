@@ -227,9 +227,7 @@ def load(rng: random.Random) -> Any:
     path = rng.choice(
         ["", "\0", "x" * 5000, "/", "/dev/null", "/dev/zero", "/proc/self/mem", "\udcff", "~", "a\nb", *ODD]
     )
-    return rng.choice(
-        [bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load, bf.QuantizedTensor.load]
-    )(path)
+    return rng.choice([bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load])(path)
 
 
 def tokens(rng: random.Random) -> list[Any]:

@@ -7,22 +7,24 @@ done is written, so a run that was killed goes on with the layer that it was at,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.write.engine import Output, write
-from billfish.checkpoints.write.partial import partial_path
-from billfish.checkpoints.write.source_digest import Identity, identity, is_current
-from billfish.core.errors import CheckpointError, DataError, complaint
-from billfish.core.files import path_of, replacing
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.checkpoints.write.engine import Identity, Output, identity, is_current, partial_path, write
+from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.files import path_of, read_text, replacing
 from billfish.core.progress import Progress
 from billfish.core.version import __version__
 from billfish.llm.config import read_config
@@ -30,13 +32,12 @@ from billfish.llm.cpu import CpuDecoder, Observe
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ATTENTION, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors
-from billfish.quantizing.calibration_text import named_text, windows_of
-from billfish.statistics.inputs import CALL, InputStatistics
+from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
-from billfish.statistics.sums import Sums
 
 TOKENS, WINDOW = 32768, 512
+DEFAULT_NAME = "the text that billfish carries"
 # The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput. No layer has all.
 INPUTS = (
     ATTENTION[:3],
@@ -46,6 +47,7 @@ INPUTS = (
     STACKS[:2],
     STACKS[2:],
 )
+WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
 
 
@@ -112,7 +114,7 @@ class Calibration:
     def _inputs(self, names: tuple[str, ...]) -> Inputs:
         """What these matrices multiply."""
         *experts, _, k = self.shapes[names[0]]
-        return Inputs(names, (*experts, k))
+        return Inputs(names, (*experts, k), self.hessian)
 
     @property
     def layers(self) -> int:
@@ -120,10 +122,6 @@ class Calibration:
 
     def write(self, out: Path, progress: bool) -> None:
         """Compute the statistics, to a file that must not exist. Killed at any moment, the same call goes on."""
-        check_suffix(out, self.hessian)
-        if out.suffix == ".dat":
-            takes = "a name that ends in .safetensors or .gguf; Statistics.load(...).save(...) writes .dat"
-            raise CheckpointError(complaint(CALL, "output", out.name, takes))
         with Progress(len(self.inputs), "layers", enabled=progress) as bar:
             layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
             parts = [
@@ -137,7 +135,6 @@ class Calibration:
                 (self.text,),
                 self.run,
                 self.tokens,
-                self.hessian,
             )
             unchanged = functools.partial(is_current, self.tensors.source.tensors.files, self.sources)
             file = output_file(out.name, parts, about)
@@ -219,6 +216,68 @@ def calibrate_checkpoint(
     Killed at any moment, the same call goes on where it was, to the same bits.
     """
     out = path_of(CALL, dst)
+    check_suffix(out, hessian, WRITABLE)
     calibration = Calibration.of(path_of(CALL, src), text, hessian, tokens, window)
     calibration.write(out, progress)
     return Statistics.load(out)
+
+
+@contextlib.contextmanager
+def calibrated(
+    checkpoint: Checkpoint, out: Path, text: bool | str | os.PathLike[str], hessian: bool, progress: bool
+) -> Iterator[Statistics]:
+    """Statistics of the model of a checkpoint, in a file beside `out`. They stay there while the output may be
+    continued: after Ctrl-C, or an error of the system.
+
+    text: a file, or a bool for the text that the package carries.
+    """
+    if not checkpoint.files:
+        raise DataError(complaint(CALL, "calibrate", "tensors in memory", "a model in files; or bf.calibrate for it"))
+    calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
+    path = Path(f"{os.path.abspath(out)}.partial-statistics.safetensors")  # a name that nobody else has
+    if not path.exists() or Statistics.load(path).run != calibration.run:
+        path.unlink(missing_ok=True)
+        calibration.write(path, progress)
+    try:
+        yield Statistics.load(path)
+    except BillfishError as error:
+        if not isinstance(error.__context__, OSError):  # nothing that the same command continues
+            path.unlink(missing_ok=True)
+        raise
+    path.unlink()
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------
+
+
+def named_text(path: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """A text and its name; without a path, the text that the package carries."""
+    if path is None:
+        return default_text(), DEFAULT_NAME
+    return read_text(CALL, "text", path), Path(path).name
+
+
+def default_text() -> str:
+    """Prose, code, lists, numbers and several languages, written for this purpose."""
+    return resources.files("billfish.quantizing").joinpath("default_text.txt").read_text("utf-8")
+
+
+def windows_of(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> list[list[int]]:
+    """The first tokens of a text in windows that know nothing of each other, each with the token that the model expects
+    first. Those count as tokens, too."""
+    ids = tokenizer.encode(text, special=False, start=False)
+    start = [tokenizer.bos] if tokenizer.starts_with_bos and tokenizer.bos is not None else []
+    step = window - len(start)
+    if not ids or step < 1:
+        got = "no tokens" if not ids else f"windows of {window}"
+        raise DataError(complaint(CALL, "text", got, "a text, and windows that hold some of it"))
+    windows = [start + ids[at : at + step] for at in range(0, len(ids), step)]
+    kept: list[list[int]] = []
+    for part in windows:
+        left = tokens - sum(map(len, kept))
+        if left <= len(start):
+            break
+        kept.append(part[:left])
+    if not kept:
+        raise DataError(complaint(CALL, "tokens", tokens, f"from {1 + len(start)} on"))
+    return kept

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import billfish as bf
 from billfish.cli.main import main
 from billfish.llm.cpu import CpuDecoder
-from billfish.quantizing.calibration import Calibration
+from billfish.quantizing.calibrate_checkpoint import Calibration
 from billfish.statistics import Statistics
 from billfish.statistics.inputs import InputStatistics
 

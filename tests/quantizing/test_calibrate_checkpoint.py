@@ -15,8 +15,7 @@ from llm_models import Small, in_transformers, write_model
 import billfish as bf
 from billfish.cli.main import main
 from billfish.llm.cpu import CpuDecoder
-from billfish.quantizing.calibration import Calibration, Layers
-from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.calibrate_checkpoint import Calibration, Layers, default_text
 from billfish.statistics import Statistics
 
 TEXT = "ab abba, what is this? A few words of a text; 12 numbers and more. " * 6
@@ -58,7 +57,7 @@ def test_a_folder_has_the_statistics_of_its_file(tmp_path):
     bf.convert(tmp_path / "model.gguf", tmp_path / "folder", "plain", progress=False)
     of_file = bf.calibrate_checkpoint(tmp_path / "model.gguf", tmp_path / "a.safetensors", text=text)
     of_folder = bf.calibrate_checkpoint(tmp_path / "folder", tmp_path / "b.safetensors", text=text)
-    assert of_file.model_digest == of_folder.model_digest
+    assert of_file.shapes == of_folder.shapes
     name = "model.layers.1.mlp.down_proj.weight"
     np.testing.assert_allclose(of_file[name].squares, of_folder[name].squares, rtol=1e-4)
 
@@ -133,14 +132,14 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-o", "s.txt"], "a name that ends in .safetensors"),
-        (["-o", "s.dat"], "Statistics.load(...).save(...) writes .dat"),
-        (["-o", "s.gguf", "--hessian"], "llama.cpp's files have no place for it"),
+        (["-o", "s.txt"], "'s.txt' must end in .safetensors or .gguf."),
+        (["-o", "s.dat"], "'s.dat' must end in .safetensors or .gguf."),
+        (["-o", "s.gguf", "--hessian"], "'s.gguf' has no place for X^T X"),
         (["-o", "s.gguf", "--tokens", "0"], "tokens: got 0; takes a whole number from 1 on"),
         (["-o", "s.gguf", "--window", "1000"], "window: got 1000; takes from 1 to 128"),
         (["-o", "s.gguf", "--text", "nothing.txt"], "No such file"),
         (["-o", "s.gguf", "--text", "empty.txt"], "text: got no tokens"),
-        (["-o", "text.txt.safetensors"], "a path that exists"),
+        (["-o", "text.txt.safetensors"], " exists"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, monkeypatch, capsys, options, message):

@@ -1,7 +1,8 @@
-"""What `billfish inspect`, `quantize`, `convert` and `verify` print."""
+"""`billfish inspect`: what is in a checkpoint, from its headers."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import defaultdict
@@ -10,17 +11,20 @@ from typing import Any, TextIO
 import numpy as np
 
 from billfish.checkpoints.checkpoint import Checkpoint, load
-from billfish.checkpoints.conversion import convert, quantize_checkpoint
-from billfish.checkpoints.verification import verify
-from billfish.core.errors import FormatError, complaint
 from billfish.core.tables import table, terminal_width
 
-# ---- inspect ------------------------------------------------------------------------------------------------------
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a .gguf or .safetensors file, or a model's folder")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
-def inspect(path: str, as_json: bool, out: TextIO) -> None:
-    """Print what is in a checkpoint, from its headers."""
-    checkpoint = load(path)
+def run(arguments: argparse.Namespace) -> None:
+    print_checkpoint(load(arguments.path), arguments.json, sys.stdout)
+
+
+def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:
+    """A line for each tensor and for each format, or all of it as JSON."""
     if as_json:
         json.dump(_as_json(checkpoint), out, indent=1)
         print(file=out)
@@ -72,54 +76,3 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
         }
         tensors.append(fields | ({"unsupported": about.unsupported} if about.unsupported else {}))
     return {"path": str(checkpoint.path), "layouts": sorted(checkpoint.layouts), "tensors": tensors}
-
-
-# ---- quantize, convert and verify ---------------------------------------------------------------------------------
-
-
-def quantize_and_print(
-    source: str,
-    out: str,
-    format: str | None,
-    bits: float | None,
-    formats: str | None,
-    plan: str | None,
-    keep: list[str],
-    method: Any,
-    imatrix: str | None,
-    calibrate: bool | str,
-    **options: Any,
-) -> None:
-    """`billfish quantize`. Rules read REGEX=FORMAT, REGEX=FORMAT:GROUP, or REGEX=keep."""
-    if calibrate is True or (method == "gptq" and not calibrate and imatrix is None):
-        print("calibrating with the text that billfish carries; --calibrate TEXT takes another", file=sys.stderr)
-    rules, known = dict(map(_rule, keep)), {"method": method, "statistics": imatrix, "calibrate": calibrate}
-    if format is not None:
-        for name, value in (("formats", formats), ("plan", plan)):
-            if value is not None:
-                raise FormatError(complaint("quantize", f"--{name}", f"{value!r} beside --format", "it beside --bits"))
-        print(quantize_checkpoint(source, out, format, keep=rules, **known, **options))
-        return
-    from billfish.quantizing.bit_budget import quantize_to_bits  # here: it runs the model
-
-    assert bits is not None
-    print(quantize_to_bits(source, out, bits, formats, plan, rules, **known, **options))
-
-
-def convert_and_print(source: str, out: str, to: Any, **options: Any) -> None:
-    """`billfish convert`."""
-    print(convert(source, out, to, **options))
-
-
-def verify_and_print(a: str, b: str) -> bool:
-    """`billfish verify`; whether all values are the same."""
-    report = verify(a, b)
-    print(report.text(terminal_width(sys.stdout)))
-    return report.same
-
-
-def _rule(text: str) -> tuple[str, str]:
-    pattern, equals, choice = text.rpartition("=")
-    if not equals:
-        raise FormatError(complaint("quantize", "keep", repr(text), "REGEX=FORMAT[:GROUP], or REGEX=keep"))
-    return pattern, choice
