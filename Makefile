@@ -87,6 +87,7 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
 	$(BIN)/mypy
 
 format: $(VENV)/test.stamp

@@ -26,13 +26,12 @@ from benchmarks.random_model import SHAPES as MODELS
 from benchmarks.random_model import write_random_model
 from benchmarks.timing import captured, graph_medians
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.byte_plans import launches
+from billfish.backends.cuda.axes import Kind
+from billfish.backends.cuda.device_weights import BrickInfo
 from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
-from billfish.backends.cuda.kind import Kind
 from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import Gemm, plan
-from billfish.backends.cuda.weights import About
+from billfish.backends.cuda.plans import Gemm, launches, plan
 from billfish.core.activations import quantize_rows
 
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672)]
@@ -84,7 +83,7 @@ def random_weights(kind: Kind, k: int, n: int) -> DeviceWeights:
         offsets = (torch.rand(shape, device="cuda") + middle).half().view(torch.uint8)
         bricks[:, kind.code_bytes + kind.group_bytes :] = offsets
     row_scale = torch.full((n,), 2.0**-8, device="cuda").view(torch.uint8)
-    return DeviceWeights(About(kind, (n, k)), bricks.ravel(), row_scale)
+    return DeviceWeights(BrickInfo(kind, (n, k)), bricks.ravel(), row_scale)
 
 
 def stream() -> int:

@@ -27,7 +27,7 @@ from benchmarks.products.engines import CpuEngine
 from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu, set_threads
 from billfish.core.activations import DIGITS
-from billfish.core.gated_activation import GATES, open_gate
+from billfish.core.mixture import GATES, open_gate
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 32, 4, 2048, 768
 SHAPES = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}

@@ -17,10 +17,9 @@ from benchmarks import command, machine, records
 from benchmarks.cuda_products import U4B8, random_weights, stream
 from benchmarks.timing import captured, graph_medians
 from billfish.backends.cuda import DeviceExperts, DeviceWeights, experts
-from billfish.backends.cuda.expert_plans import Routing
 from billfish.backends.cuda.experts import NOTHING, Numbers, Visits
 from billfish.backends.cuda.memory import TorchRoom
-from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.plans import ExpertRouting, Gemm
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 4096, 14336
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -64,12 +63,14 @@ class Case:
 
     def visits(self, i: int) -> Visits:
         ids = Numbers(self.ids[i % self.calls].data_ptr(), "int32")
-        return Visits(self.room, Routing(self.tokens, CHOSEN, EXPERTS), ids, False)
+        return Visits(self.room, ExpertRouting(self.tokens, CHOSEN, EXPERTS), ids, False)
 
     def block(self, i: int) -> None:
         x, weights = Numbers(self.x.data_ptr(), "float16", HIDDEN), Numbers(self.weights.data_ptr(), "float32")
         stacks = self.gate_up, self.down
-        experts.block(self.visits(i), x, [stacks[0]], stacks[1], "silu", [NOTHING], NOTHING, weights, self.y.data_ptr())
+        experts.launch_block(
+            self.visits(i), x, [stacks[0]], stacks[1], "silu", [NOTHING], NOTHING, weights, self.y.data_ptr()
+        )
 
     def dense(self) -> Any:
         rows = self.tokens * CHOSEN

@@ -38,12 +38,12 @@ from benchmarks import command, records, tables
 from benchmarks.checkpoint_memory import peak_bytes
 from benchmarks.peers.ggml import TYPES
 from benchmarks.sentence_embeddings import embeddings, mini_lm
+from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibration import calibrate_checkpoint
-from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, default_text
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 
@@ -79,8 +79,8 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
 
 def named(format: str) -> Case:
     """FORMAT or FORMAT:GROUP."""
-    name, _, size = format.partition(":")
-    return {"format": name, "group_size": int(size) if size else bf.get_format(name).default_group_size}
+    found, size = parse_format(format, "--formats")
+    return {"format": found.name, "group_size": size or found.default_group_size}
 
 
 def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:

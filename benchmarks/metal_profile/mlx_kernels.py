@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends import emulator
-from billfish.backends.metal.choose import up
+from billfish.backends.metal.kernels import up
 from billfish.core.tensor import QuantizedTensor
 
 Array = NDArray[Any]

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +90,36 @@ class HeldArray(Entry):
         return cut_array(given.numpy(), rows, columns, experts)
 
 
-def checkpoint_of(given: object, name: str) -> Checkpoint:
-    """A model of torch or MLX, or tensors by name, as a checkpoint that is called `name`."""
+class SavedLayer(Protocol):
+    """A quantized layer of a model, as :func:`billfish.save` sees it.
+
+    A module that has such layers says so in a method `saved_layers() -> Mapping[str, SavedLayer]`, by their paths below
+    the module: "" for itself. Beside its bias, a layer's arrays in the state dict are what the matrix is made of.
+    """
+
+    format: str
+    group_size: int
+    in_features: int
+    out_features: int
+    # permutation: [K], of a layer whose columns are in another order (act-order)
+
+    def quantized(self) -> QuantizedTensor: ...
+
+    def weights_key(self) -> Hashable: ...  # equal for layers that share their weights
+
+
+def checkpoint_of(given: Any, name: str) -> Checkpoint:
+    """A model of torch or MLX, tensors by name, or one quantized tensor, as a checkpoint that is called `name`."""
     if isinstance(given, Checkpoint):
         return given
+    if isinstance(given, (QuantizedTensor, QuantizedExperts)):
+        given = {"weight": given}
     if isinstance(given, Mapping) and not hasattr(given, "named_modules"):  # a Module of MLX is a dict
         entries = {str(key): _entry(str(key), value) for key, value in given.items()}
         return Checkpoint.of_entries(name, _some(entries), {})
+    if not hasattr(given, "named_modules"):
+        takes = "a torch.nn.Module, an mlx.nn.Module, a QuantizedTensor, or a mapping from names to tensors"
+        raise DTypeError(complaint(CALL, "model_or_tensors", f"a {type(given).__name__}", takes))
     return Checkpoint.of_entries(name, _some(_model_entries(given)), _config(given))
 
 
@@ -121,43 +144,35 @@ def _model_entries(model: Any) -> dict[str, Entry]:
 
     Of tied parameters the first name is taken.
     """
-    from billfish.nn.layer_base import MarlinLinear, layer_class  # here, as billfish.nn reads checkpoints
-
-    layer_type = layer_class(CALL, model)
-    arrays: dict[str, Any] = layer_type.parameter_arrays(model)
-    every_name = {"remove_duplicate": False} if layer_type.kind == "torch" else {}
-    layers: dict[str, Any] = {}
-    for path, module in model.named_modules(**every_name):
-        if isinstance(module, MarlinLinear):
-            layers[path] = module
-        elif hasattr(module, "joint_parts"):
-            layers |= {f"{path}.{part}" if path else part: rows for part, rows in module.joint_parts().items()}
+    if hasattr(model, "state_dict"):  # torch
+        modules, arrays = model.named_modules(remove_duplicate=False), model.state_dict(keep_vars=True)
+    else:
+        modules, arrays = model.named_modules(), dict(sys.modules["mlx.utils"].tree_flatten(model.parameters()))
+    layers: dict[str, SavedLayer] = {}
+    for path, module in modules:
+        for below, layer in getattr(module, "saved_layers", dict[str, SavedLayer])().items():
+            layers[".".join(filter(None, (path, below)))] = layer
     entries: dict[str, Entry] = {}
     seen = set[Hashable]()
     for name, array in arrays.items():
         path, _, part = name.rpartition(".")
-        layer = layers.get(path)
-        if layer is not None and part not in (get_format(layer.format).storage_names[0], "bias"):
-            continue  # what the matrix is made of
-        if _memory(array) in seen:
+        held = None if part == "bias" else layers.get(path)
+        key = _memory(array) if held is None else held.weights_key()
+        if key in seen:
             continue
-        seen.add(_memory(array))
-        if layer is None or part == "bias":
+        seen.add(key)
+        if held is None:
             entries[name] = HeldArray(name, array)
         else:
+            _check_memory(Input(CALL, name, array))
             matrix = f"{path}.weight" if path else "weight"
-            entries[matrix] = _layer_entry(matrix, layer, array)
+            entries[matrix] = _layer_entry(matrix, held)
     return entries
 
 
-def _layer_entry(name: str, layer: Any, array: Any) -> Entry:
-    parallel = sys.modules.get("billfish.nn.parallel")
-    if parallel is not None and isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear)):
-        got = f"a {type(layer).__name__}, a part of a matrix"
-        raise CheckpointError(complaint(CALL, name, got, "whole layers: save before the model is spread"))
-    _check_memory(Input(CALL, name, array))
-    order = getattr(layer, "permutation", None) is not None
+def _layer_entry(name: str, layer: SavedLayer) -> Entry:
     shape = (layer.out_features, layer.in_features)
+    order = getattr(layer, "permutation", None) is not None
     return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)
 
 
@@ -168,7 +183,7 @@ def _check_memory(array: Input) -> None:
 
 
 def _memory(array: Any) -> Hashable:
-    """The same for arrays that are tied. torch may give a tensor out as several objects on the same memory."""
+    """Equal for arrays that are tied. torch may give a tensor out as several objects on the same memory."""
     if hasattr(array, "data_ptr") and array.data_ptr():
         return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype)
     return id(array)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import textwrap
 from typing import Any
 
-from billfish.core.errors import BackendUnavailable
+from billfish.core import extras
 
 INK = "#222222"
 CHARACTERS = 13  # of a caption, for each inch of a picture's width
@@ -15,10 +14,7 @@ CHARACTERS = 13  # of a caption, for each inch of a picture's width
 
 def require() -> Any:
     """matplotlib's Figure, which needs no display."""
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise BackendUnavailable(f"[bench] --plot: {error}; pip install billfish[bench]") from None
+    return extras.require("matplotlib.figure", "bench").Figure
 
 
 def add_caption(figure: Any, text: str) -> None:

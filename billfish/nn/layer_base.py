@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -49,6 +49,8 @@ class MarlinLinear:
         def __call__(self, x: ArrayT) -> ArrayT: ...
         def quantized(self) -> QuantizedTensor: ...
         def repack(self) -> None: ...
+        @property
+        def storage(self) -> list[Any]: ...
 
     @overload
     def __new__(cls, *arguments: Any, framework: Literal["torch"], **settings: Any) -> TorchLayer: ...
@@ -78,6 +80,16 @@ class MarlinLinear:
     def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
         """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
+
+    def saved_layers(self) -> dict[str, Self]:
+        """For :func:`billfish.save`, see :class:`billfish.checkpoints.in_memory.SavedLayer`."""
+        return {"": self}
+
+    def weights_key(self) -> Hashable:
+        """Equal for layers that share their weights."""
+        first = self.storage[0]
+        address = first.data_ptr() if hasattr(first, "data_ptr") else id(first)
+        return address, self.format, self.group_size, tuple(first.shape)
 
     def describe(self, bias: bool, act_order: bool) -> str:
         """What a repr says: sizes, format, group and bits."""

@@ -13,7 +13,7 @@ from bench_support import settings
 import billfish as bf
 from benchmarks import products
 from benchmarks.machine import GpuLimits
-from billfish.backends.metal import MetalBackend, bridge, lay_out
+from billfish.backends.metal import MetalBackend, kernels, lay_out
 
 FAKE = GpuLimits(1e9, 4e9, 4e9)
 
@@ -34,8 +34,8 @@ def like_a_mac(monkeypatch):
 
     for module in ("billfish.backends.metal", "benchmarks.products.engines"):
         monkeypatch.setattr(f"{module}.lay_out", with_numbers)
-    monkeypatch.setattr(bridge.Kernels, "multiply", multiply)
-    monkeypatch.setattr(MetalBackend, "kernels", bridge.Kernels(lambda **arguments: None))
+    monkeypatch.setattr(kernels.Kernels, "multiply", multiply)
+    monkeypatch.setattr(MetalBackend, "kernels", kernels.Kernels(lambda **arguments: None))
 
 
 def test_records_and_peers(like_a_mac):

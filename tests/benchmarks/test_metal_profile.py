@@ -22,8 +22,7 @@ from benchmarks.metal_profile.mlx_kernels import MLX_FORMATS, mlx_kernel, run_ml
 from benchmarks.metal_profile.operations import count_operations
 from billfish.backends import emulator
 from billfish.backends.emulator import Launch
-from billfish.backends.emulator.charge import CLASSES
-from billfish.backends.emulator.counting import Instructions
+from billfish.backends.emulator.counting import CLASSES, Instructions
 from billfish.backends.metal import lay_out
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 import billfish as bf
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.checkpoints.write import engine, export
-from billfish.checkpoints.write.source_digest import identity
+from billfish.checkpoints.write.engine import identity
 
 # ---- what belongs to a model --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -233,6 +233,10 @@ class JointPart(NamedTuple):
     def out_features(self) -> int:
         return self.end - self.start
 
+    def weights_key(self) -> Hashable:
+        """See :class:`billfish.checkpoints.in_memory.SavedLayer`."""
+        return self.layer.weights_key(), self.start
+
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [its rows, K]."""
         return self.layer.quantized().take_rows(range(self.start, self.end))
@@ -292,8 +296,8 @@ class Merged(torch.nn.Module):
             if isinstance(layer, MarlinLinear):
                 yield name, layer, sizes
 
-    def joint_parts(self) -> dict[str, JointPart]:
-        """The parts of joint layers by their names, for whoever writes their matrices one by one."""
+    def saved_layers(self) -> dict[str, JointPart]:
+        """The parts of joint layers by their names, for :func:`billfish.save`."""
         found: dict[str, JointPart] = {}
         for _, layer, sizes in self._joint_layers():
             ends = itertools.accumulate(sizes.values())

@@ -16,10 +16,13 @@ from cuda_support import make
 
 import billfish as bf
 from billfish.backends import BACKENDS, Problem
-from billfish.backends.cuda.byte_plans import (
+from billfish.backends.cuda.axes import Kind, describe, usual_kind, why_not
+from billfish.backends.cuda.layout import brick_shape, pack, split
+from billfish.backends.cuda.plans import (
+    BYTE_STAGE_NS,
     ROW_BYTES,
-    STAGE_NS,
     ByteShape,
+    Gemm,
     byte_plan,
     given_plan,
     launch_bytes,
@@ -28,10 +31,6 @@ from billfish.backends.cuda.byte_plans import (
     why_exact,
     why_not_given,
 )
-from billfish.backends.cuda.describe import describe, usual_kind, why_not
-from billfish.backends.cuda.kind import Kind
-from billfish.backends.cuda.layout import brick_shape, pack, split
-from billfish.backends.cuda.plans import Gemm
 from billfish.core.activations import quantize_rows
 from billfish.core.format import FORMATS
 from billfish.core.scales import decode_e4m3
@@ -160,7 +159,7 @@ def plan_of(kind: Kind, activations: str, m: int, n: int = 4096, k: int = 4096, 
     ("way", "width"),
     [
         case(way, width, often=width in (128, *list(widths)[-1:]))
-        for way, (widths, _) in STAGE_NS.items()
+        for way, (widths, _) in BYTE_STAGE_NS.items()
         for width in widths
     ],
 )
