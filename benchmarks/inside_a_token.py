@@ -57,7 +57,7 @@ def measured(threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = command.parser(__spec__, __doc__, threads=2)
     parser.add_argument("--from", dest="record", type=Path, metavar="FILE", help="record to draw (default: measure)")
-    parser.add_argument("--plot", type=command.new_file, metavar="FILE", help="picture; needs billfish[bench]")
+    parser.add_argument("--plot", type=command.new_file, metavar="FILE", help="picture; needs matplotlib")
     flags = parser.parse_args()
     results = json.loads(flags.record.read_text()) if flags.record else measured(flags.threads)
     print(tables.token(results) + tables.least(results))

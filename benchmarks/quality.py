@@ -38,6 +38,7 @@ from benchmarks import command, records, tables
 from benchmarks.checkpoint_memory import peak_bytes
 from benchmarks.peers.ggml import TYPES
 from benchmarks.sentence_embeddings import embeddings, mini_lm
+from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
@@ -78,8 +79,8 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
 
 def named(format: str) -> Case:
     """FORMAT or FORMAT:GROUP."""
-    name, _, size = format.partition(":")
-    return {"format": name, "group_size": int(size) if size else bf.get_format(name).default_group_size}
+    found, size = parse_format(format, "--formats")
+    return {"format": found.name, "group_size": size or found.default_group_size}
 
 
 def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:

@@ -20,6 +20,7 @@ import torch
 import billfish as bf
 from benchmarks import command, machine, records
 from benchmarks.random_model import SHAPES
+from billfish.core.format import parse_format
 
 COMPARED_ROWS = 64
 
@@ -36,8 +37,8 @@ def relative_error(w: np.ndarray, q: bf.QuantizedTensor) -> float:
 
 def record(name: str, method: Any, tensors: dict[tuple[int, int], torch.Tensor], layers: int) -> dict[str, Any]:
     """One format and one method over the whole model."""
-    format, _, size = name.partition(":")
-    settings: dict[str, Any] = {"group_size": int(size) if size else None, "method": method}
+    format, size = parse_format(name, "--formats")
+    settings: dict[str, Any] = {"group_size": size, "method": method}
     sample = next(iter(tensors.values()))[:COMPARED_ROWS]
     here = sample.float().cpu().numpy()
     on_gpu, on_cpu = (relative_error(here, bf.quantize(w, format, **settings)) for w in (sample, here))

@@ -37,7 +37,7 @@ def parser() -> command.Parser:
     made.listed("--formats", "formats", "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4")
     made.listed("--shapes", "KxN of the weights", "4096x4096,4096x14336", command.shapes)
     made.listed("--m", "rows of x", "1,2,4,8,64,512", command.positives)
-    picture = "picture to draw; needs billfish[bench]"
+    picture = "picture to draw; needs matplotlib"
     made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
     return made
 

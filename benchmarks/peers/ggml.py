@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from benchmarks.peers.base import Case, Floats, Peer, Prepared, copies_for
+from billfish.checkpoints.gguf_header import NUMBERS
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import get_format
 from billfish.core.tensor import QuantizedTensor
 
-F32, I32 = int(GGMLQuantizationType.F32), int(GGMLQuantizationType.I32)
+F32, I32 = NUMBERS["F32"], NUMBERS["I32"]
 NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl")
 NAMES += ("mxfp4_gguf", "nvfp4_gguf")
-TYPES = {name: int(GGMLQuantizationType[name.removesuffix("_gguf").upper()]) for name in NAMES}
+TYPES = {name: NUMBERS[name.removesuffix("_gguf").upper()] for name in NAMES}
 # Formats of other containers that a ggml type holds with the same codes and scales, by their group size.
 SAME = {
     ("u4b8", 32): "q4_0",

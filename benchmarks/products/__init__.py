@@ -28,7 +28,7 @@ from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu, check_threads
 from billfish.core.activations import ACTIVATIONS
 from billfish.core.errors import BillfishError
-from billfish.core.format import get_format
+from billfish.core.format import parse_format
 from billfish.core.tables import print_table
 
 OURS = "billfish"
@@ -49,7 +49,7 @@ def parser() -> command.Parser:
     threads = "CPU threads of all contenders (default: all cores)"
     made.add_argument("--threads", type=command.positive, metavar="N", help=threads)
     made.option("--peers", "all, none, or names such as ggml,numpy", "all", str, "LIST")
-    picture = "roofline picture to draw; needs billfish[bench]"
+    picture = "roofline picture to draw; needs matplotlib"
     made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
     report = "with --backend metal: file for checks, times and counts, to be sent"
     made.add_argument("--report", type=command.new_file, metavar="FILE", help=report)
@@ -73,12 +73,9 @@ def parse(made: command.Parser, words: Sequence[str] | None = None) -> argparse.
 
 
 def _case(format: str, k: int, n: int, activations: str) -> Case:
-    name, _, group = format.partition(":")
-    found = get_format(name)
-    found.check_k("benchmark", k)
-    if group and not group.removeprefix("-").isdecimal():
-        raise BillfishError(f"--formats: {format!r} has no group size after its colon, such as u4b8:128.")
-    return Case(found, found.check_group_size("benchmark", int(group) if group else None, k), k, n, activations)
+    found, group_size = parse_format(format, "--formats")
+    found.check_k("--shapes", k)
+    return Case(found, found.check_group_size("--formats", group_size, k), k, n, activations)
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------

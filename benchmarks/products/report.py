@@ -68,7 +68,9 @@ def bridges(emulated: bool) -> dict[str, Multiply]:
         return MLX.to_numpy(quantized_linear(mx.array(x), q, backend="metal"))
 
     def by_torch(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
-        device: AbstractContextManager[None] = emulator.mps() if emulated else nullcontext()
+        from billfish.nn.torch import emulated_mps  # with torch
+
+        device: AbstractContextManager[None] = emulated_mps.mps() if emulated else nullcontext()
         with device:
             y = quantized_linear(torch.from_numpy(x).to("mps"), q, backend="mps")
             return np.asarray(y.cpu().numpy())
