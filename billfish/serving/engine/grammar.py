@@ -198,7 +198,8 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether nothing but an end may come."""
-        return bool(self._state.is_stopped())
+        with self._errors():
+            return bool(self._state.is_stopped())
 
     def _errors(self) -> AbstractContextManager[None]:
         return library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
@@ -206,3 +207,15 @@ class Matcher:
     def _check(self) -> None:
         if self._state.is_error():
             raise ValueError(self._state.get_error())
+
+
+class CompiledGrammar:
+    """A grammar for the vocabulary of one model. Answers of one request share it: llguidance limits the lexer states
+    of all of them together, so that requests must not."""
+
+    def __init__(self, native: Any, size: int) -> None:
+        self._native, self._size = native, size
+
+    def matcher(self) -> Matcher:
+        """One for one answer."""
+        return Matcher(self._native.deep_copy(), self._size)

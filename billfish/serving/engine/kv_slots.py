@@ -10,7 +10,7 @@ from itertools import count
 
 from billfish.llm.decoder import Decoder
 from billfish.llm.kv_cache import Cache, shared_length
-from billfish.serving.schedule import Cuts
+from billfish.serving.engine.scheduler import Cuts
 
 
 class Slot:
@@ -75,6 +75,11 @@ class Slots:
         if not keep:
             slot.hold(0)
         slot.taken, slot.last_used = False, next(self._time) if keep else -1
+
+    def clear(self) -> None:
+        """Empty all slots and give them back."""
+        for slot in self._slots:
+            self.give_back(slot, keep=False)
 
     def _nearest(self, prompt: list[int]) -> tuple[Slot, int]:
         """The slot with the longest beginning of the prompt, and how much of that is of use."""

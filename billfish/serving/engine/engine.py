@@ -6,10 +6,11 @@ A thread of its own makes the steps. `submit` and `embed` put work into a queue,
 from __future__ import annotations
 
 import atexit
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from threading import Condition, current_thread
 from types import TracebackType
@@ -21,12 +22,12 @@ from billfish.core.errors import DataError, ModelError, complaint, explained
 from billfish.core.typing import Activations
 from billfish.llm.kv_cache import shared_length
 from billfish.llm.model import Model
-from billfish.serving.grammar import Grammar, Vocabulary
-from billfish.serving.grammar_compiler import CompiledGrammar, GrammarCompiler, start_thread
-from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
-from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
-from billfish.serving.schedule import SMALLEST, cuts_for, share_out
-from billfish.serving.slots import Slots
+from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
+from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
+from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
+from billfish.serving.engine.kv_slots import Slots
+from billfish.serving.engine.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.scheduler import SMALLEST, cuts_for, share_out
 
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
@@ -66,9 +67,9 @@ class Engine:
         self._cuts = cuts_for(decoder, self._activations)
         try:
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
-        except MemoryError:
-            got = f"{streams} with {self.context} positions each, more than memory has room for"
-            raise DataError(complaint(CALL, "streams", got, "fewer, or a shorter context")) from None
+        except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
+            got = f"{streams} of {self.context} tokens each, more than memory has room for ({error})"
+            raise DataError(complaint(CALL, "streams", got, "fewer --streams or a smaller --context")) from None
         self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
@@ -96,16 +97,22 @@ class Engine:
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compile a grammar for :class:`Request`. Make one for each request. Raises as
-        :meth:`billfish.serving.grammar_compiler.GrammarCompiler.compile` does."""
+        :meth:`billfish.serving.engine.grammar_compiler.GrammarCompiler.compile` does."""
         return self._grammars.compile(grammar)
 
-    def embed(self, tokens: Sequence[int]) -> Future[NDArray[np.float32]]:
-        """The vector [hidden] of a text, as :meth:`billfish.llm.Model.embed_text` gives it. It may be cancelled as long
-        as it is not there. Raises as `submit` does."""
-        self._check(list(tokens))
-        job = Embedding(list(tokens), self.model)
+    def embed(self, texts: Sequence[list[int]]) -> Future[list[NDArray[np.float32]]]:
+        """A vector [hidden] for each text, as :meth:`billfish.llm.Model.embed_text` gives it. All texts together have
+        one place in the queue. The future may be cancelled as long as it is not done. Raises as `submit` does."""
+        for text in texts:
+            self._check(text)
+        job = Embedding(texts, self.model)
         self._put(job)
         return job.future
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
 
     def counts(self) -> EngineCounts:
         """What has been done, and what is."""
@@ -155,11 +162,10 @@ class Engine:
         with self._changed:
             if self._closing:
                 self._refused += 1
-                raise ServerClosing(complaint(CALL, "request", "one while the engine closes", "none any more"))
+                raise ServerClosing("The engine is closing. Retry later.")
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
                 self._refused += 1
-                takes = f"at most {self.queue_limit} that wait: try again later"
-                raise QueueFull(complaint(CALL, "request", "one more than can wait", takes))
+                raise QueueFull(f"The queue is full ({self.queue_limit} requests waiting). Retry later.")
             self._waiting.append(job)
             self._changed.notify()
 
@@ -170,12 +176,32 @@ class Engine:
     # ---- the engine's thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+                    if not (self._waiting or self._running):
+                        return
+                try:
+                    self._step()
+                except BaseException as error:  # a panic inside llguidance is no Exception
+                    logging.getLogger("billfish.serving").exception("a step of the engine failed")
+                    self._fail_all(explained(error))
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
-                if not (self._waiting or self._running):
-                    return
-            self._step()
+                self._closing = True  # nothing waits for a thread that has ended
+
+    def _fail_all(self, error: str) -> None:
+        """End whatever runs or waits. All slots are free afterwards."""
+        with self._changed:
+            jobs = [*self._waiting, *self._running]
+            self._waiting, self._running = [], []
+            self._slots.clear()
+        for job in jobs:
+            with suppress(Exception):
+                job.end("failed", error)
+                self._finished[job.finished] += 1
+                job.tell_end()
 
     def _step(self) -> None:
         self._end_cancelled()
@@ -191,6 +217,9 @@ class Engine:
                     job.read(length)
         self._steps += 1
         self._remove([job for job in jobs if job.finished])
+        for job in parts:
+            if isinstance(job, Embedding) and job.between_texts and not job.finished:
+                self._wait_again(job)
 
     def _bound(self, jobs: list[Job]) -> int:
         """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
@@ -233,23 +262,41 @@ class Engine:
         for job in jobs:
             job.tell_end()
 
-    def _start_waiting(self) -> None:
-        """In order. A prompt that begins like one that is being read waits for that one, and its slot stays free."""
+    def _wait_again(self, job: Embedding) -> None:
         with self._changed:
-            first = self._waiting[: self._slots.free]
-        for job in first:
+            job.between_texts = False
+            self._running.remove(job)
+            self._slots.give_back(job.slot, keep=False)
+            self._waiting.append(job)
+
+    def _start_waiting(self) -> None:
+        """In order. A prompt that begins like one that is being read waits for that one; others pass it."""
+        with self._changed:
+            waiting, free = list(self._waiting), self._slots.free
+        for job in waiting:
+            if not free:
+                break
             with _failing([job]):
                 if not self._is_being_read(job):
                     self._start(job)
-        self._remove([job for job in first if job.finished])
+                    free -= 1
+        self._remove([job for job in waiting if job.finished])
 
     def _is_being_read(self, job: Job) -> bool:
         """Whether a running answer will soon have read more of the prompt than any cache holds."""
-        if isinstance(job, Embedding):
+        if not isinstance(job, Answer):
             return False
-        readers = [reader.prompt for reader in self._running if isinstance(reader, Answer) and reader.left]
-        shared = max((shared_length(prompt, job.prompt) for prompt in readers), default=0)
-        return self._cuts.reusable(shared, len(job.prompt)) > self._slots.reuse(job.prompt)
+        if job.waits_for is not None:  # found in an earlier step
+            reader, length = job.waits_for
+            if not reader.finished and len(reader.slot.cache.tokens) < length:
+                return True
+        job.waits_for, most = None, self._slots.reuse(job.prompt)
+        for other in self._running:
+            if isinstance(other, Answer) and other.left > 0:
+                length = self._cuts.reusable(shared_length(other.prompt, job.prompt), len(job.prompt))
+                if length > most:
+                    job.waits_for, most = (other, length), length
+        return job.waits_for is not None
 
     def _start(self, job: Job) -> None:
         job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
@@ -267,6 +314,6 @@ def _failing(jobs: Sequence[Job]) -> Iterator[None]:
     """What is raised ends these jobs, and no others."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # a panic inside llguidance is no Exception
         for job in jobs:
             job.end("failed", explained(error))

@@ -1,4 +1,4 @@
-"""The process that tries JSON schemas. :mod:`billfish.serving.grammar_compiler` starts it as a script.
+"""The process that tries JSON schemas. :mod:`billfish.serving.engine.grammar_compiler` starts it as a script.
 
 A schema comes from a stranger, and llguidance may recurse without end or take exponential time and memory for it. So
 this process compiles it first. It holds the vocabulary and forks for each schema. The system ends a fork that takes

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.llm.sampler import Sampling
-
-if TYPE_CHECKING:
-    from billfish.serving.grammar_compiler import CompiledGrammar
+from billfish.serving.engine.grammar import CompiledGrammar
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit
+MOST_STOPS = 16
+LONGEST_STOP = 1000  # characters
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
 # by `Ticket.cancel`; by an error.
 REASONS = ("stop", "length", "cancelled", "failed")
@@ -46,7 +45,11 @@ class Request:
     def __post_init__(self) -> None:
         for name, good, takes in (
             ("max_tokens", self.max_tokens >= 1, "a whole number from 1 on"),
-            ("stop", all(self.stop), "texts of at least one character"),
+            (
+                "stop",
+                len(self.stop) <= MOST_STOPS and all(0 < len(stop) <= LONGEST_STOP for stop in self.stop),
+                f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters",
+            ),
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MOST_ALTERNATIVES,
