@@ -103,7 +103,7 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("response_format", "json", ['"json"', "an object", "type"]),
         ("response_format", {"type": "xml"}, ['"xml"', "text", "json_object", "json_schema"]),
         ("response_format", {"type": "json_schema"}, ["nothing", "schema"]),
-        ("response_format", {"type": "text", "json_schema": {"schema": {}}}, ['"json_schema"']),
+        ("response_format", {"type": "text", "json_schema": {"schema": {}}}, ["unknown field"]),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, ["odd"]),
         ("tools", [], ["a list of 0", "at least 1"]),
         ("tools", [{"type": "search"}], ['"search"', "function"]),
@@ -119,6 +119,8 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
         ("messages", ["ab"], ['"ab"', "an object", "role"]),
         ("messages", [{"role": "poet", "content": "ab"}], ['"poet"', "system", "developer", "user", "tool"]),
         ("messages", [{"role": "user"}], ["nothing", "text"]),
+        ("messages", [{"role": "assistant"}], ["nothing", "tool_calls"]),
+        ("messages", [{"content": "ab"}], ["messages[0].role", "nothing", "developer", "user"]),
         ("messages", [{"role": "tool", "content": "ab"}], ["tool_call_id", "nothing"]),
         ("messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], ['"image_url"', "text"]),
         ("messages", [{"role": "user", "content": "ab", "name": "x"}], ["messages[0].name", "unknown field"]),
@@ -222,6 +224,8 @@ def test_null_is_as_good_as_no_field(server):
         b'{"prompt": "ab", "temperature": NaN}',
         b'{"prompt": "ab", "temperature": Infinity}',
         b'{"prompt": "ab", "temperature": 1e999}',
+        b'{"prompt": "ab", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "ab", "seed": 1' + b"0" * 400 + b"}",
         b'{"prompt": "ab", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}",
@@ -229,7 +233,7 @@ def test_null_is_as_good_as_no_field(server):
         b"\x00" * 100,
         '{"prompt": "ab"}'.encode("utf-16"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_hostile_body_is_refused(server, body):
     assert refused(server, COMPLETIONS, body)["param"] in ("body", "prompt", "temperature", "seed")

@@ -15,9 +15,9 @@ from billfish.llm.kv_cache import shared_length
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
 from billfish.serving.engine.jobs import HeldText
-from billfish.serving.engine.kv_slots import Slots
+from billfish.serving.engine.kv_slots import Cuts, Slots
 from billfish.serving.engine.requests import Request
-from billfish.serving.engine.scheduler import Cuts, share_out
+from billfish.serving.engine.scheduler import share_out
 
 CUTS = Cuts(chunk=256, smallest=16)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from billfish.serving.api.request_bodies import Body, Options, Positive, only, too_long, wrong
-from billfish.serving.api.responses import Asked, Choice, Schema, Written, schema_errors, written
+from billfish.serving.api.responses import Asked, Choice, Written, schema_errors, written
 from billfish.serving.api.service import Service
 from billfish.serving.api.tool_calls import Call, Form, Tool, ToolChoice, read_tools
 from billfish.serving.engine.grammar import json_object, json_schema
@@ -32,12 +32,33 @@ class ToolCall(Body):
     id: str | None = None
 
 
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+Content = str | list[TextPart]
+
+
+class System(Body, tag_field="role", tag="system"):
+    content: Content
+
+
+class Developer(System, tag="developer"):  # OpenAI's newer word for system, which templates do not know
+    pass
+
+
+class User(System, tag="user"):
+    pass
+
+
+class Assistant(Body, tag_field="role", tag="assistant"):
+    content: Content | None = None
     tool_calls: list[ToolCall] = []
-    tool_call_id: str | None = None
+
+
+class ToolResult(Body, tag_field="role", tag="tool"):
+    tool_call_id: str
+    content: Content
     name: str | None = None
+
+
+Message = System | Developer | User | Assistant | ToolResult
 
 
 class JsonSchema(Body):
@@ -47,9 +68,16 @@ class JsonSchema(Body):
     strict: bool = False  # both are served: every answer keeps to the schema
 
 
-class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class TextFormat(Body, tag_field="type", tag="text"):
+    pass
+
+
+class JsonFormat(Body, tag_field="type", tag="json_object"):
+    pass
+
+
+class SchemaFormat(Body, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
 
 
 class ChatBody(Options, kw_only=True):
@@ -61,13 +89,9 @@ class ChatBody(Options, kw_only=True):
     tools: Annotated[list[Tool], Meta(min_length=1)] = []
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
+    response_format: TextFormat | JsonFormat | SchemaFormat | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] = []
     store: bool = False
-
-
-# Fields that only messages of one role have.
-OF_ROLES = {"tool_calls": "assistant", "tool_call_id": "tool", "name": "tool"}
 
 
 def read_chat(service: Service, body: ChatBody) -> Asked:
@@ -83,7 +107,13 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
     if len(body.messages) > service.limits.context:  # each has a token at least
         raise too_long("messages", f"{len(body.messages)} messages", service.limits)
     messages = [_read_message(f"messages[{index}]", message) for index, message in enumerate(body.messages)]
-    tools, schema = read_tools(body.tools, body.tool_choice), _read_format(body.response_format)
+    tools, schema = read_tools(body.tools, body.tool_choice), None
+    if isinstance(body.response_format, JsonFormat):
+        schema = (json_object(), "response_format")
+    if isinstance(body.response_format, SchemaFormat):
+        field = "response_format.json_schema.schema"
+        with schema_errors(field):
+            schema = (json_schema(body.response_format.json_schema.schema), field)
     if tools is not None and schema is not None:
         raise wrong("response_format", "a format beside tools", "one of the two")
 
@@ -95,7 +125,7 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
             raise wrong("messages" if tools is None else "tools", "functions", accepted)
     if tools is not None and tools.forced and form is not None:  # the prompt ends where the call's JSON begins
         with schema_errors("tools"):
-            opening, schema = form.opening, Schema(json_schema(tools.schema(form)), "tools")
+            opening, schema = form.opening, (json_schema(tools.schema(form)), "tools")
     text = template.render(messages, tools=None if tools is None else tools.definitions)
     prompt = service.encode("messages", text + opening)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
@@ -107,24 +137,17 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
 
 def _read_message(place: str, message: Message) -> dict[str, Any]:
     """What the template gets. Arguments of calls become objects, as templates write JSON themselves."""
-    for field, role in OF_ROLES.items():
-        if getattr(message, field) and message.role != role:
-            accepted = f"role and content; {field} with role {role}"
-            raise wrong(f"{place}.{field}", "an unknown field", accepted, "unsupported_field")
-    role = "system" if message.role == "developer" else message.role  # which templates do not know
-    content = message.content
-    if content is None and not message.tool_calls:
-        raise wrong(f"{place}.content", "nothing", "a text, or a list of parts of type text")
+    role, content = message.__struct_config__.tag, message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or [])
-    made: dict[str, Any] = {"role": role, "content": text}
-    if message.tool_calls:
-        calls = enumerate(message.tool_calls)
-        made["tool_calls"] = [_read_call(f"{place}.tool_calls[{index}]", call) for index, call in calls]
-    if role == "tool":
-        if message.tool_call_id is None:
-            raise wrong(f"{place}.tool_call_id", "nothing", "a text")
+    made: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    if isinstance(message, ToolResult):
         made["tool_call_id"] = message.tool_call_id
         made |= {} if message.name is None else {"name": message.name}
+    if isinstance(message, Assistant):
+        if content is None and not message.tool_calls:
+            raise wrong(f"{place}.content", "nothing", "a text, a list of parts of type text, or tool_calls beside it")
+        calls = [_read_call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
+        made |= {"tool_calls": calls} if calls else {}
     return made
 
 
@@ -137,20 +160,6 @@ def _read_call(place: str, call: ToolCall) -> dict[str, Any]:
         raise wrong(f"{place}.function.arguments", call.function.arguments, "a JSON object, as a text")
     made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
-
-
-def _read_format(wanted: ResponseFormat | None) -> Schema | None:
-    """None for any text."""
-    if wanted is None or wanted.type != "json_schema":
-        if wanted is not None and wanted.json_schema is not None:
-            accepted = '"type": "json_schema" beside it'
-            raise wrong("response_format.json_schema", "a schema", accepted, "unsupported_field")
-        return Schema(json_object(), "response_format") if wanted and wanted.type == "json_object" else None
-    if wanted.json_schema is None:
-        raise wrong("response_format.json_schema", "nothing", "an object with a schema")
-    field = "response_format.json_schema.schema"
-    with schema_errors(field):
-        return Schema(json_schema(wanted.json_schema.schema), field)
 
 
 class ChatChoice(Choice):

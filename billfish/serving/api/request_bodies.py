@@ -233,14 +233,15 @@ def _refusal(message: str, value: Any, kind: type[Body]) -> Refusal:
         inner = [node.get("items") if step.isdigit() else node.get("properties", {}).get(step) for node in nodes]
         nodes = [branch for node in inner if node for branch in _branches(node, schema["$defs"])]
         value = value[int(step)] if isinstance(value, list) else value.get(step) if isinstance(value, dict) else None
-    known = {name: node for each in nodes for name, node in each.get("properties", {}).items()}
+    known = dict[str, list[dict[str, Any]]]()
+    for name, node in ((name, node) for each in nodes for name, node in each.get("properties", {}).items()):
+        known.setdefault(name, []).extend(_branches(node, schema["$defs"]))
     if missing := re.match(r"Object missing required field `(\w+)`", message):
-        accepted = _accepted(_branches(known[missing[1]], schema["$defs"]))
-        return wrong(f"{place}.{missing[1]}".lstrip("."), "nothing", accepted)
-    if isinstance(value, dict) and message.startswith("Object contains unknown field"):
-        name = next((name for name in value if name not in known), "")
+        return wrong(f"{place}.{missing[1]}".lstrip("."), "nothing", _accepted(known[missing[1]]))
+    if isinstance(value, dict) and (found := re.match(r"Object contains unknown field `(.*?)`", message, re.DOTALL)):
+        name = next((name for name in value if name.startswith(found[1]) and name not in known), found[1])
         hint = did_you_mean(name[:LONGEST_NAME], known).removeprefix("; ")
-        got = f"an unknown field ({hint})" if hint else "an unknown field"
+        got = f"an unknown field ({hint})" if hint and name not in known else "an unknown field"
         return wrong(f"{place}.{name}".lstrip("."), got, ", ".join(known), "unsupported_field")
     return wrong(place or "body", shown(value), _accepted(nodes))
 

@@ -203,31 +203,25 @@ class Choice(ABC):
 
 
 @dataclass(frozen=True)
-class Schema:
-    """What all answers must be, and the field of the request that says so."""
-
-    grammar: Grammar
-    field: str
-
-
-@dataclass(frozen=True)
 class Asked:
     """A request that was read. choices: one for each of the engine's requests. prompts: how many texts are answered,
-    each by as many neighbouring requests. schema: to be compiled before the requests are submitted."""
+    each by as many neighbouring requests. schema: what all answers must be, and the field that says so; it is compiled
+    before the requests are submitted."""
 
     body: Options
     requests: Sequence[Request]
     choices: Sequence[Choice]
     prompts: int = 1
-    schema: Schema | None = None
+    schema: tuple[Grammar, str] | None = None
 
 
 async def respond(service: Service, asked: Asked, receive: Receive) -> ASGIApp:
     """The HTTP answer."""
     if asked.schema is not None:
-        with refusals(), schema_errors(asked.schema.field):
-            grammar = await while_there(service.engine.compile(asked.schema.grammar), receive)
-        asked = replace(asked, requests=[replace(request, grammar=grammar) for request in asked.requests])
+        grammar, field = asked.schema
+        with refusals(), schema_errors(field):
+            made = await while_there(service.engine.compile(grammar), receive)
+        asked = replace(asked, requests=[replace(request, grammar=made) for request in asked.requests])
     if asked.body.stream:
         return Events(_events(service, asked, receive))
     tickets: list[Ticket] = []

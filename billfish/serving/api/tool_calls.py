@@ -10,7 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -36,8 +36,8 @@ class Form:
     arguments: str
     listed: bool = False
 
-    def reader(self) -> Reader:
-        """One for one answer."""
+    def reader(self) -> MarkedCalls | WholeAnswer:
+        """Tells calls from the text around them in one answer. A call that is broken stays text."""
         return MarkedCalls(self) if self.closing else WholeAnswer(self)
 
 
@@ -75,18 +75,6 @@ class Call:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Reader(Protocol):
-    """Tells calls from the text around them. A call that is broken stays text."""
-
-    def read(self, text: str) -> Iterator[str | Call]:
-        """What can be told after this piece of the answer."""
-        ...
-
-    def finish(self) -> Iterator[str | Call]:
-        """The rest, when the answer is over."""
-        ...
-
-
 class MarkedCalls:
     """Calls between marks. The white space around them is no text."""
 
@@ -95,6 +83,7 @@ class MarkedCalls:
         self._call = re.compile(f"{re.escape(form.opening)}(.*?){re.escape(form.closing)}\\s*", re.DOTALL)
 
     def read(self, text: str) -> Iterator[str | Call]:
+        """What can be told after this piece of the answer."""
         self._held += text
         while found := self._call.search(self._held):
             before, self._held = self._held[: found.start()].rstrip(), self._held[found.end() :]
@@ -107,6 +96,7 @@ class MarkedCalls:
             yield before
 
     def finish(self) -> Iterator[str | Call]:
+        """The rest, when the answer is over."""
         held = self._held.strip()
         if held.startswith(self._form.opening):  # some models leave the closing mark out
             yield from calls_in(held.removeprefix(self._form.opening), self._form, self._held)
@@ -130,15 +120,11 @@ class WholeAnswer:
 
     def read(self, text: str) -> Iterator[str | Call]:
         self._held += text
-        start = self._held.lstrip()
-        self._is_text = self._is_text or not (start[:1] in ("", "{", "[") or self._begins_with_mark(start))
+        start, mark = self._held.lstrip(), self._form.opening or "{"
+        self._is_text = self._is_text or not (start[:1] in ("", "{", "[") or mark.startswith(start[: len(mark)]))
         if self._is_text:
             yield self._held
             self._held = ""
-
-    def _begins_with_mark(self, start: str) -> bool:
-        mark = self._form.opening
-        return mark != "" and mark.startswith(start[: len(mark)])
 
     def finish(self) -> Iterator[str | Call]:
         if self._held:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from threading import Condition, current_thread
 from types import TracebackType
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, ModelError, complaint, explained
 from billfish.core.typing import Activations
-from billfish.llm.kv_cache import shared_length
 from billfish.llm.model import Model
 from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
-from billfish.serving.engine.kv_slots import Slots
-from billfish.serving.engine.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
-from billfish.serving.engine.scheduler import SMALLEST, cuts_for, share_out
+from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
+from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.scheduler import is_being_read, share_out
 
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
@@ -68,7 +67,9 @@ class Engine:
         try:
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
         except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
-            got = f"{streams} of {self.context} tokens each, more than memory has room for ({error})"
+            got = f"{streams} of {self.context} tokens each, more than memory has room for"
+            why = str(error).removeprefix("[llm.generate] ")
+            got += f" ({why})" if why else ""
             raise DataError(complaint(CALL, "streams", got, "fewer --streams or a smaller --context")) from None
         self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
@@ -76,8 +77,7 @@ class Engine:
         self._running: list[Job] = []
         self._turns = count()
         self._closing = False
-        self._finished: Counter[str] = Counter()
-        self._refused = self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
         self._thread = start_thread(self._work, "billfish engine")
         atexit.register(self.close, finish=False)
 
@@ -117,18 +117,9 @@ class Engine:
     def counts(self) -> EngineCounts:
         """What has been done, and what is."""
         with self._changed:
-            return EngineCounts(
-                running=len(self._running),
-                waiting=len(self._waiting),
-                generated_tokens=self._generated_tokens,
-                prompt_tokens=self._prompt_tokens,
-                cached_tokens=self._cached_tokens,
-                steps=self._steps,
-                cache_bytes=self._slots.bytes_held,
-                cache_bytes_bound=self._slots.bytes_bound,
-                refused=self._refused,
-                finished={reason: self._finished[reason] for reason in REASONS},
-            )
+            running, waiting, finished = len(self._running), len(self._waiting), dict(self._counts.finished)
+            held = self._slots.bytes_held
+            return replace(self._counts, running=running, waiting=waiting, cache_bytes=held, finished=finished)
 
     def close(self, *, finish: bool = True) -> None:
         """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
@@ -161,10 +152,10 @@ class Engine:
     def _put(self, job: Job) -> None:
         with self._changed:
             if self._closing:
-                self._refused += 1
+                self._counts.refused += 1
                 raise ServerClosing("The engine is closing. Retry later.")
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
-                self._refused += 1
+                self._counts.refused += 1
                 raise QueueFull(f"The queue is full ({self.queue_limit} requests waiting). Retry later.")
             self._waiting.append(job)
             self._changed.notify()
@@ -200,14 +191,16 @@ class Engine:
         for job in jobs:
             with suppress(Exception):
                 job.end("failed", error)
-                self._finished[job.finished] += 1
+                self._counts.finished[job.finished] += 1
                 job.tell_end()
 
     def _step(self) -> None:
         self._end_cancelled()
         self._start_waiting()
-        jobs = list(self._running)
-        parts = share_out([job for job in jobs if job.left > 0], self._bound(jobs), self._cuts.smallest)
+        jobs, chunk = list(self._running), self._decoder.chunk
+        # Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it.
+        bound = chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
+        parts = share_out([job for job in jobs if job.left > 0], bound, self._cuts.smallest)
         for job in parts:
             job.turn = next(self._turns)
         self._answer([job for job in jobs if isinstance(job, Answer)], parts)
@@ -215,16 +208,11 @@ class Engine:
             if isinstance(job, Embedding):
                 with _failing([job]):
                     job.read(length)
-        self._steps += 1
+        self._counts.steps += 1
         self._remove([job for job in jobs if job.finished])
         for job in parts:
             if isinstance(job, Embedding) and job.between_texts and not job.finished:
                 self._wait_again(job)
-
-    def _bound(self, jobs: list[Job]) -> int:
-        """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
-        chunk = self._decoder.chunk
-        return chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
 
     def _answer(self, answers: list[Answer], parts: dict[Job, int]) -> None:
         """Read parts of prompts, and choose a token for each answer whose prompt is read."""
@@ -237,7 +225,7 @@ class Engine:
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
-        self._generated_tokens += len(chosen)
+        self._counts.generated_tokens += len(chosen)
         for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
             with _failing([job]):
                 job.take(token)
@@ -252,7 +240,7 @@ class Engine:
     def _remove(self, jobs: list[Job]) -> None:
         with self._changed:
             for job in jobs:
-                self._finished[job.finished] += 1
+                self._counts.finished[job.finished] += 1
                 if job in self._waiting:
                     self._waiting.remove(job)
                 else:
@@ -277,36 +265,20 @@ class Engine:
             if not free:
                 break
             with _failing([job]):
-                if not self._is_being_read(job):
+                if not is_being_read(job, self._running, self._slots, self._cuts):
                     self._start(job)
                     free -= 1
         self._remove([job for job in waiting if job.finished])
-
-    def _is_being_read(self, job: Job) -> bool:
-        """Whether a running answer will soon have read more of the prompt than any cache holds."""
-        if not isinstance(job, Answer):
-            return False
-        if job.waits_for is not None:  # found in an earlier step
-            reader, length = job.waits_for
-            if not reader.finished and len(reader.slot.cache.tokens) < length:
-                return True
-        job.waits_for, most = None, self._slots.reuse(job.prompt)
-        for other in self._running:
-            if isinstance(other, Answer) and other.left > 0:
-                length = self._cuts.reusable(shared_length(other.prompt, job.prompt), len(job.prompt))
-                if length > most:
-                    job.waits_for, most = (other, length), length
-        return job.waits_for is not None
 
     def _start(self, job: Job) -> None:
         job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
         with self._changed:
             self._waiting.remove(job)
             self._running.append(job)
-            self._prompt_tokens += len(job.prompt)
+            self._counts.prompt_tokens += len(job.prompt)
             if isinstance(job, Answer):
                 job.ticket.cached_tokens = len(job.slot.cache.tokens)
-                self._cached_tokens += job.ticket.cached_tokens
+                self._counts.cached_tokens += job.ticket.cached_tokens
 
 
 @contextmanager

@@ -15,9 +15,8 @@ from billfish.core.errors import BillfishError, explained
 from billfish.llm.model import Model
 from billfish.llm.sampler import Sampler
 from billfish.serving.engine.grammar import Matcher
-from billfish.serving.engine.kv_slots import Slot
+from billfish.serving.engine.kv_slots import Cuts, Slot, cuts_for
 from billfish.serving.engine.requests import Alternative, Piece, Request, Ticket, Token
-from billfish.serving.engine.scheduler import Cuts, cuts_for
 
 OnPiece = Callable[[Piece], object]
 Scored = tuple[int, float]  # a token, and the logarithm of its probability

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from billfish.core.errors import BillfishError, DataError, complaint
@@ -118,21 +118,21 @@ class Ticket:
         self._wake()
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineCounts:
     """What an engine has done since it began, and what it does now.
 
-    cache_bytes: of keys and values that are held, for answers that run and for prompts to come. cache_bytes_bound:
-    what they never exceed; it is set aside at the start. finished: answers by `REASONS`.
+    cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
+    exceeds; it is set aside at the start. finished: answers by `REASONS`.
     """
 
-    running: int
-    waiting: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    steps: int
-    cache_bytes: int
-    cache_bytes_bound: int
-    refused: int
-    finished: Mapping[str, int]
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    cache_bytes: int = 0
+    cache_bytes_bound: int = 0
+    refused: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
