@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from bench_support import parsed
-from billfish.cli.parser import parser
 
 import billfish as bf
 from benchmarks import products

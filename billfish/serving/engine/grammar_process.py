@@ -1,4 +1,4 @@
-"""The process that tries JSON schemas. :mod:`billfish.serving.grammar_compiler` starts it as a script.
+"""The process that tries JSON schemas. :mod:`billfish.serving.engine.grammar_compiler` starts it as a script.
 
 A schema comes from a stranger, and llguidance may recurse without end or take exponential time and memory for it. So
 this process compiles it first. It holds the vocabulary and forks for each schema. The system ends a fork that takes
@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 CPU_SECONDS = 2  # an ordinary schema takes 2 ms, one with 2,000 optional properties 0.8 s
@@ -26,6 +27,7 @@ WALL_SECONDS = 6
 MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
 STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
 ERROR_LENGTH = 500
+Encode = Callable[[str], "list[int] | None"]
 # Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
 # a schema cannot change that.
 OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
@@ -85,22 +87,26 @@ def build(library: Any, tokenizer: Any, schema: str) -> Any:
 
 
 class Tokens:
-    """A vocabulary that came as JSON, as llguidance takes it."""
+    """A vocabulary that came as JSON, as llguidance takes it. encode: the tokens of a text that the grammar leaves no
+    choice about; None for the longest ones that fit."""
 
-    def __init__(self, vocabulary: dict[str, Any]) -> None:
+    def __init__(
+        self, vocabulary: dict[str, Any], encode: Callable[[str], list[int] | None] = lambda text: None
+    ) -> None:
         self.tokens = [token.encode("latin-1") for token in vocabulary["tokens"]]
         self.special_token_ids, self.bos_token_id = vocabulary["special"], vocabulary["bos"]
-        self._ends = vocabulary["ends"]
+        self._ends, self._encode = vocabulary["ends"], encode
         self.eos_token_id = self._ends[0]
 
-    def native(self, library: Any) -> Any:
-        self._native = library.LLTokenizer(library.TokenizerWrapper(self), len(self.tokens), self._ends)
+    def native(self, library: Any, size: int | None = None) -> Any:
+        """An LLTokenizer."""
+        size = len(self.tokens) if size is None else size
+        self._native = library.LLTokenizer(library.TokenizerWrapper(self), size, self._ends)
         return self._native
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens of a text that the grammar leaves no choice about. Any will do here: no answer is generated."""
-        ids: list[int] = self._native.greedy_tokenize(text)
-        return ids
+        ids = self._encode(text)
+        return self._native.greedy_tokenize(text) if ids is None else ids
 
 
 def set_limits() -> None:

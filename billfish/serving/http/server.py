@@ -10,9 +10,9 @@ from types import FrameType
 import uvicorn
 
 from billfish.core.errors import DataError, complaint
-from billfish.serving.app import make_app
-from billfish.serving.keys import Keys
-from billfish.serving.service import Service
+from billfish.serving.api.service import Service
+from billfish.serving.http.app import make_app
+from billfish.serving.http.keys import Keys
 
 READER_SECONDS = 10  # for slow clients to read what was finished
 BACKLOG = 1024  # connections that wait to be accepted

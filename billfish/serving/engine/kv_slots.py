@@ -1,16 +1,55 @@
-"""The caches of an engine: one for each stream, all made at the start.
+"""The KV caches of an engine: one for each stream, all made at the start, and where prompts are cut to share them.
 
-A cache that nobody has keeps its text. A prompt that begins like the text of some cache begins with its keys and
-values.
+A free slot keeps its KV cache so that a later prompt with the same prefix can reuse it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import count
 
+from billfish.core.typing import Activations
 from billfish.llm.decoder import Decoder
 from billfish.llm.kv_cache import Cache, shared_length
-from billfish.serving.schedule import Cuts
+
+SMALLEST = 16
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where prompts are cut into parts.
+
+    chunk: what a decoder feeds at once of a prompt alone. smallest: of a part. Fewer rows may take other kernels than
+    many, and the numbers would differ in their last digits from those of the prompt alone.
+    """
+
+    chunk: int
+    smallest: int
+
+    def body(self, prompt: int) -> int:
+        """The tokens of a prompt without the few behind the last whole chunk, which are fed apart from them."""
+        tail = prompt % self.chunk
+        return prompt - tail if tail < self.smallest else prompt
+
+    def part(self, read: int, prompt: int, share: int) -> int:
+        """How many tokens of a prompt are read next: about `share`, and so many that no few are left."""
+        left, share = self.body(prompt) - read, max(share, self.smallest)
+        if left <= 0:
+            return prompt - read
+        return left if left < share + self.smallest else share
+
+    def reusable(self, shared: int, prompt: int) -> int:
+        """How many of the first tokens of a prompt need not be read if a cache holds `shared` of them. At least one
+        whole part is left."""
+        most = min(shared, self.body(prompt) - self.smallest)
+        return max(0, most // self.smallest * self.smallest)
+
+
+def cuts_for(decoder: Decoder, activations: Activations | None) -> Cuts:
+    """Which rows an expert gets depends on the part, and in exact mode its kernels on how many: parts are chunks then,
+    as of a prompt alone."""
+    whole = activations == "exact" and decoder.config.experts is not None
+    return Cuts(decoder.chunk, decoder.chunk if whole else SMALLEST)
 
 
 class Slot:
@@ -75,6 +114,11 @@ class Slots:
         if not keep:
             slot.hold(0)
         slot.taken, slot.last_used = False, next(self._time) if keep else -1
+
+    def clear(self) -> None:
+        """Empty all slots and give them back."""
+        for slot in self._slots:
+            self.give_back(slot, keep=False)
 
     def _nearest(self, prompt: list[int]) -> tuple[Slot, int]:
         """The slot with the longest beginning of the prompt, and how much of that is of use."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.core.extras import require
+from billfish.serving.engine import grammar_process
 
 CALL = "serving.json_schema"
 EXTRA = "serve"
@@ -99,7 +100,7 @@ def library_errors(call: str, argument: str, takes: str) -> Iterator[None]:
 
 
 class Vocabulary:
-    """The tokens of a model, as llguidance takes them: bytes, where control tokens are told apart by a first 0xff."""
+    """The tokens of a model, as llguidance takes them."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """size: of the scores, which may be more than there are tokens."""
@@ -112,67 +113,28 @@ class Vocabulary:
         with self._lock:  # it takes long: no two threads make it
             return self._native
 
-    def record(self) -> dict[str, Any]:
-        """The vocabulary as JSON, for grammar_process.py. Each byte of a token is a character."""
-        tokens = self._bytes
-        return {
-            "tokens": [token.decode("latin-1") for token in tokens.tokens],
-            "special": tokens.special_token_ids,
-            "bos": tokens.bos_token_id,
-            "ends": self._ends,
-        }
-
     @cached_property
-    def _ends(self) -> list[int]:
+    def _native(self) -> Any:
+        return grammar_process.Tokens(self.record(), self._encode).native(require("llguidance", EXTRA), self.size)
+
+    def record(self) -> dict[str, Any]:
+        """The vocabulary as JSON, for grammar_process.py. Each byte of a token is a character. Control tokens and those
+        that only fill up the vocabulary are in no text. They begin with 0xff."""
         ends = sorted(token for token in self._tokenizer.ends if token < self.size)
         if not ends:
             got = "one for a model without a token that ends answers"
             raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
-        return ends
+        special = [i for i, kind in enumerate(self._tokenizer.kinds[: self.size]) if kind in (CONTROL, UNUSED)]
+        tokens = [self._tokenizer.piece_bytes(i) for i in range(len(self._tokenizer.kinds[: self.size]))]
+        for i in special:
+            tokens[i] = b"\xff" + self._tokenizer.pieces[i].encode()
+        names = [token.decode("latin-1") for token in tokens]
+        return {"tokens": names, "special": special, "bos": self._tokenizer.bos, "ends": ends}
 
-    @cached_property
-    def _bytes(self) -> _Bytes:
-        return _Bytes(self._tokenizer, self.size, self._ends)
-
-    @cached_property
-    def _native(self) -> Any:
-        library = require("llguidance", EXTRA)
-        return library.LLTokenizer(library.TokenizerWrapper(self._bytes), self.size, self._ends)
-
-
-class _Bytes:
-    """What llguidance asks a tokenizer for. No text has control tokens, nor those that only fill up the vocabulary."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int, ends: list[int]) -> None:
-        no_text = [kind in (CONTROL, UNUSED) for kind in tokenizer.kinds[:size]]
-        self._tokenizer = tokenizer
-        self.bos_token_id, self.eos_token_id = tokenizer.bos, ends[0]
-        self.special_token_ids = [token for token, special in enumerate(no_text) if special]
-        self.tokens = [
-            b"\xff" + tokenizer.pieces[token].encode() if special else tokenizer.piece_bytes(token)
-            for token, special in enumerate(no_text)
-        ]
-        self._longest = max(map(len, self.tokens))
-
-    def __call__(self, text: str) -> list[int]:
-        """The tokens that a text which the grammar leaves no choice about should have."""
-        data, ids = text.encode(), self._tokenizer.encode(text, special=False, start=False)
-        if b"".join(self._tokenizer.piece_bytes(token) for token in ids) == data:
-            return ids
-        return self._longest_first(data)  # SentencePiece begins a text with a space that is not there
-
-    def _longest_first(self, data: bytes) -> list[int]:
-        ids, start = list[int](), 0
-        while start < len(data):
-            ends = range(min(len(data), start + self._longest), start, -1)
-            end = next(end for end in ends if data[start:end] in self._by_bytes)
-            ids.append(self._by_bytes[data[start:end]])
-            start = end
-        return ids
-
-    @cached_property
-    def _by_bytes(self) -> dict[bytes, int]:
-        return {data: token for token, data in enumerate(self.tokens)}
+    def _encode(self, text: str) -> list[int] | None:
+        """The tokens of a text. None where SentencePiece begins it with a space that is not there."""
+        ids = self._tokenizer.encode(text, special=False, start=False)
+        return ids if b"".join(map(self._tokenizer.piece_bytes, ids)) == text.encode() else None
 
 
 class Matcher:
@@ -198,7 +160,8 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether nothing but an end may come."""
-        return bool(self._state.is_stopped())
+        with self._errors():
+            return bool(self._state.is_stopped())
 
     def _errors(self) -> AbstractContextManager[None]:
         return library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
@@ -206,3 +169,15 @@ class Matcher:
     def _check(self) -> None:
         if self._state.is_error():
             raise ValueError(self._state.get_error())
+
+
+class CompiledGrammar:
+    """A grammar for the vocabulary of one model. Answers of one request share it: llguidance limits the lexer states
+    of all of them together, so that requests must not."""
+
+    def __init__(self, native: Any, size: int) -> None:
+        self._native, self._size = native, size
+
+    def matcher(self) -> Matcher:
+        """One for one answer."""
+        return Matcher(self._native.deep_copy(), self._size)

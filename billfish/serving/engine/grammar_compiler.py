@@ -16,15 +16,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from billfish.core.errors import BackendUnavailable, DataError, complaint
 from billfish.core.extras import folder_of, require
 from billfish.llm.chat_template import ENVIRONMENT
-from billfish.serving import grammar_process
-from billfish.serving.grammar import EXTRA, Grammar, Matcher, Vocabulary, library_errors
-from billfish.serving.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
-from billfish.serving.requests import QueueFull, ServerClosing
+from billfish.serving.engine import grammar_process
+from billfish.serving.engine.grammar import EXTRA, CompiledGrammar, Grammar, Vocabulary, library_errors
+from billfish.serving.engine.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
+from billfish.serving.engine.requests import QueueFull, ServerClosing
 
 CALL = "serving.json_schema"
 THREADS = 2  # schemas that are compiled at once
@@ -33,18 +33,6 @@ QUEUE_SECONDS = 10.0  # and how long they wait
 TRIED = 1024  # schemas that are known to compile, and need no process again
 THREAD_STACK_BYTES = 64 * 2**20  # more than STACK_BYTES: what the process could compile, the server can
 START_SECONDS = 20.0  # for the process to import llguidance and to read the vocabulary
-
-
-class CompiledGrammar:
-    """A grammar for the vocabulary of one model. Answers of one request share it: llguidance limits the lexer states
-    of all of them together, so that requests must not."""
-
-    def __init__(self, native: Any, size: int) -> None:
-        self._native, self._size = native, size
-
-    def matcher(self) -> Matcher:
-        """One for one answer."""
-        return Matcher(self._native.deep_copy(), self._size)
 
 
 class _Job(NamedTuple):

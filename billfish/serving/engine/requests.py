@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.llm.sampler import Sampling
-
-if TYPE_CHECKING:
-    from billfish.serving.grammar_compiler import CompiledGrammar
+from billfish.serving.engine.grammar import CompiledGrammar
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit
+MOST_STOPS = 16
+LONGEST_STOP = 1000  # characters
 # How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
 # by `Ticket.cancel`; by an error.
 REASONS = ("stop", "length", "cancelled", "failed")
@@ -46,7 +45,11 @@ class Request:
     def __post_init__(self) -> None:
         for name, good, takes in (
             ("max_tokens", self.max_tokens >= 1, "a whole number from 1 on"),
-            ("stop", all(self.stop), "texts of at least one character"),
+            (
+                "stop",
+                len(self.stop) <= MOST_STOPS and all(0 < len(stop) <= LONGEST_STOP for stop in self.stop),
+                f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters",
+            ),
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MOST_ALTERNATIVES,
@@ -115,21 +118,21 @@ class Ticket:
         self._wake()
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineCounts:
     """What an engine has done since it began, and what it does now.
 
-    cache_bytes: of keys and values that are held, for answers that run and for prompts to come. cache_bytes_bound:
-    what they never exceed; it is set aside at the start. finished: answers by `REASONS`.
+    cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
+    exceeds; it is set aside at the start. finished: answers by `REASONS`.
     """
 
-    running: int
-    waiting: int
-    generated_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    steps: int
-    cache_bytes: int
-    cache_bytes_bound: int
-    refused: int
-    finished: Mapping[str, int]
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    cache_bytes: int = 0
+    cache_bytes_bound: int = 0
+    refused: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))

@@ -6,10 +6,11 @@ A thread of its own makes the steps. `submit` and `embed` put work into a queue,
 from __future__ import annotations
 
 import atexit
-from collections import Counter
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from threading import Condition, current_thread
 from types import TracebackType
@@ -19,14 +20,13 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, ModelError, complaint, explained
 from billfish.core.typing import Activations
-from billfish.llm.kv_cache import shared_length
 from billfish.llm.model import Model
-from billfish.serving.grammar import Grammar, Vocabulary
-from billfish.serving.grammar_compiler import CompiledGrammar, GrammarCompiler, start_thread
-from billfish.serving.jobs import Answer, Embedding, Job, OnPiece
-from billfish.serving.requests import REASONS, EngineCounts, QueueFull, Request, ServerClosing, Ticket
-from billfish.serving.schedule import SMALLEST, cuts_for, share_out
-from billfish.serving.slots import Slots
+from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
+from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
+from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
+from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
+from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.scheduler import is_being_read, share_out
 
 CALL = "serving.Engine"
 USUAL_CONTEXT = 4096
@@ -66,17 +66,18 @@ class Engine:
         self._cuts = cuts_for(decoder, self._activations)
         try:
             self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
-        except MemoryError:
-            got = f"{streams} with {self.context} positions each, more than memory has room for"
-            raise DataError(complaint(CALL, "streams", got, "fewer, or a shorter context")) from None
+        except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
+            got = f"{streams} of {self.context} tokens each, more than memory has room for"
+            why = str(error).removeprefix("[llm.generate] ")
+            got += f" ({why})" if why else ""
+            raise DataError(complaint(CALL, "streams", got, "fewer --streams or a smaller --context")) from None
         self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
         self._changed = Condition()  # held for what follows
         self._waiting: list[Job] = []
         self._running: list[Job] = []
         self._turns = count()
         self._closing = False
-        self._finished: Counter[str] = Counter()
-        self._refused = self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
         self._thread = start_thread(self._work, "billfish engine")
         atexit.register(self.close, finish=False)
 
@@ -96,32 +97,29 @@ class Engine:
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """Compile a grammar for :class:`Request`. Make one for each request. Raises as
-        :meth:`billfish.serving.grammar_compiler.GrammarCompiler.compile` does."""
+        :meth:`billfish.serving.engine.grammar_compiler.GrammarCompiler.compile` does."""
         return self._grammars.compile(grammar)
 
-    def embed(self, tokens: Sequence[int]) -> Future[NDArray[np.float32]]:
-        """The vector [hidden] of a text, as :meth:`billfish.llm.Model.embed_text` gives it. It may be cancelled as long
-        as it is not there. Raises as `submit` does."""
-        self._check(list(tokens))
-        job = Embedding(list(tokens), self.model)
+    def embed(self, texts: Sequence[list[int]]) -> Future[list[NDArray[np.float32]]]:
+        """A vector [hidden] for each text, as :meth:`billfish.llm.Model.embed_text` gives it. All texts together have
+        one place in the queue. The future may be cancelled as long as it is not done. Raises as `submit` does."""
+        for text in texts:
+            self._check(text)
+        job = Embedding(texts, self.model)
         self._put(job)
         return job.future
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
 
     def counts(self) -> EngineCounts:
         """What has been done, and what is."""
         with self._changed:
-            return EngineCounts(
-                running=len(self._running),
-                waiting=len(self._waiting),
-                generated_tokens=self._generated_tokens,
-                prompt_tokens=self._prompt_tokens,
-                cached_tokens=self._cached_tokens,
-                steps=self._steps,
-                cache_bytes=self._slots.bytes_held,
-                cache_bytes_bound=self._slots.bytes_bound,
-                refused=self._refused,
-                finished={reason: self._finished[reason] for reason in REASONS},
-            )
+            running, waiting, finished = len(self._running), len(self._waiting), dict(self._counts.finished)
+            held = self._slots.bytes_held
+            return replace(self._counts, running=running, waiting=waiting, cache_bytes=held, finished=finished)
 
     def close(self, *, finish: bool = True) -> None:
         """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
@@ -154,12 +152,11 @@ class Engine:
     def _put(self, job: Job) -> None:
         with self._changed:
             if self._closing:
-                self._refused += 1
-                raise ServerClosing(complaint(CALL, "request", "one while the engine closes", "none any more"))
+                self._counts.refused += 1
+                raise ServerClosing("The engine is closing. Retry later.")
             if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
-                self._refused += 1
-                takes = f"at most {self.queue_limit} that wait: try again later"
-                raise QueueFull(complaint(CALL, "request", "one more than can wait", takes))
+                self._counts.refused += 1
+                raise QueueFull(f"The queue is full ({self.queue_limit} requests waiting). Retry later.")
             self._waiting.append(job)
             self._changed.notify()
 
@@ -170,18 +167,40 @@ class Engine:
     # ---- the engine's thread ------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+                    if not (self._waiting or self._running):
+                        return
+                try:
+                    self._step()
+                except BaseException as error:  # a panic inside llguidance is no Exception
+                    logging.getLogger("billfish.serving").exception("a step of the engine failed")
+                    self._fail_all(explained(error))
+        finally:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
-                if not (self._waiting or self._running):
-                    return
-            self._step()
+                self._closing = True  # nothing waits for a thread that has ended
+
+    def _fail_all(self, error: str) -> None:
+        """End whatever runs or waits. All slots are free afterwards."""
+        with self._changed:
+            jobs = [*self._waiting, *self._running]
+            self._waiting, self._running = [], []
+            self._slots.clear()
+        for job in jobs:
+            with suppress(Exception):
+                job.end("failed", error)
+                self._counts.finished[job.finished] += 1
+                job.tell_end()
 
     def _step(self) -> None:
         self._end_cancelled()
         self._start_waiting()
-        jobs = list(self._running)
-        parts = share_out([job for job in jobs if job.left > 0], self._bound(jobs), self._cuts.smallest)
+        jobs, chunk = list(self._running), self._decoder.chunk
+        # Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it.
+        bound = chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
+        parts = share_out([job for job in jobs if job.left > 0], bound, self._cuts.smallest)
         for job in parts:
             job.turn = next(self._turns)
         self._answer([job for job in jobs if isinstance(job, Answer)], parts)
@@ -189,13 +208,11 @@ class Engine:
             if isinstance(job, Embedding):
                 with _failing([job]):
                     job.read(length)
-        self._steps += 1
+        self._counts.steps += 1
         self._remove([job for job in jobs if job.finished])
-
-    def _bound(self, jobs: list[Job]) -> int:
-        """Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it."""
-        chunk = self._decoder.chunk
-        return chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
+        for job in parts:
+            if isinstance(job, Embedding) and job.between_texts and not job.finished:
+                self._wait_again(job)
 
     def _answer(self, answers: list[Answer], parts: dict[Job, int]) -> None:
         """Read parts of prompts, and choose a token for each answer whose prompt is read."""
@@ -208,7 +225,7 @@ class Engine:
             chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
             for job in feeding:
                 job.was_fed()
-        self._generated_tokens += len(chosen)
+        self._counts.generated_tokens += len(chosen)
         for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
             with _failing([job]):
                 job.take(token)
@@ -223,7 +240,7 @@ class Engine:
     def _remove(self, jobs: list[Job]) -> None:
         with self._changed:
             for job in jobs:
-                self._finished[job.finished] += 1
+                self._counts.finished[job.finished] += 1
                 if job in self._waiting:
                     self._waiting.remove(job)
                 else:
@@ -233,33 +250,35 @@ class Engine:
         for job in jobs:
             job.tell_end()
 
-    def _start_waiting(self) -> None:
-        """In order. A prompt that begins like one that is being read waits for that one, and its slot stays free."""
+    def _wait_again(self, job: Embedding) -> None:
         with self._changed:
-            first = self._waiting[: self._slots.free]
-        for job in first:
-            with _failing([job]):
-                if not self._is_being_read(job):
-                    self._start(job)
-        self._remove([job for job in first if job.finished])
+            job.between_texts = False
+            self._running.remove(job)
+            self._slots.give_back(job.slot, keep=False)
+            self._waiting.append(job)
 
-    def _is_being_read(self, job: Job) -> bool:
-        """Whether a running answer will soon have read more of the prompt than any cache holds."""
-        if isinstance(job, Embedding):
-            return False
-        readers = [reader.prompt for reader in self._running if isinstance(reader, Answer) and reader.left]
-        shared = max((shared_length(prompt, job.prompt) for prompt in readers), default=0)
-        return self._cuts.reusable(shared, len(job.prompt)) > self._slots.reuse(job.prompt)
+    def _start_waiting(self) -> None:
+        """In order. A prompt that begins like one that is being read waits for that one; others pass it."""
+        with self._changed:
+            waiting, free = list(self._waiting), self._slots.free
+        for job in waiting:
+            if not free:
+                break
+            with _failing([job]):
+                if not is_being_read(job, self._running, self._slots, self._cuts):
+                    self._start(job)
+                    free -= 1
+        self._remove([job for job in waiting if job.finished])
 
     def _start(self, job: Job) -> None:
         job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
         with self._changed:
             self._waiting.remove(job)
             self._running.append(job)
-            self._prompt_tokens += len(job.prompt)
+            self._counts.prompt_tokens += len(job.prompt)
             if isinstance(job, Answer):
                 job.ticket.cached_tokens = len(job.slot.cache.tokens)
-                self._cached_tokens += job.ticket.cached_tokens
+                self._counts.cached_tokens += job.ticket.cached_tokens
 
 
 @contextmanager
@@ -267,6 +286,6 @@ def _failing(jobs: Sequence[Job]) -> Iterator[None]:
     """What is raised ends these jobs, and no others."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # a panic inside llguidance is no Exception
         for job in jobs:
             job.end("failed", explained(error))

@@ -1,4 +1,7 @@
-"""Calls of functions in the text of an answer. The chat template decides how a call is written."""
+"""Functions: those that a client offers (`tools`, `tool_choice`), and the calls of them in the text of an answer.
+
+The chat template decides how a call is written.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from billfish.core.errors import ModelError
 from billfish.llm.chat_template import ChatTemplate
+from billfish.serving.api.request_bodies import Body, only, wrong
+from billfish.serving.engine.grammar import check_schema
 
 PROBE = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object"}}}
 
@@ -28,8 +36,8 @@ class Form:
     arguments: str
     listed: bool = False
 
-    def reader(self) -> Reader:
-        """One for one answer."""
+    def reader(self) -> MarkedCalls | WholeAnswer:
+        """Tells calls from the text around them in one answer. A call that is broken stays text."""
         return MarkedCalls(self) if self.closing else WholeAnswer(self)
 
 
@@ -67,18 +75,6 @@ class Call:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Reader(Protocol):
-    """Tells calls from the text around them. A call that is broken stays text."""
-
-    def read(self, text: str) -> Iterator[str | Call]:
-        """What can be told after this piece of the answer."""
-        ...
-
-    def finish(self) -> Iterator[str | Call]:
-        """The rest, when the answer is over."""
-        ...
-
-
 class MarkedCalls:
     """Calls between marks. The white space around them is no text."""
 
@@ -87,6 +83,7 @@ class MarkedCalls:
         self._call = re.compile(f"{re.escape(form.opening)}(.*?){re.escape(form.closing)}\\s*", re.DOTALL)
 
     def read(self, text: str) -> Iterator[str | Call]:
+        """What can be told after this piece of the answer."""
         self._held += text
         while found := self._call.search(self._held):
             before, self._held = self._held[: found.start()].rstrip(), self._held[found.end() :]
@@ -99,6 +96,7 @@ class MarkedCalls:
             yield before
 
     def finish(self) -> Iterator[str | Call]:
+        """The rest, when the answer is over."""
         held = self._held.strip()
         if held.startswith(self._form.opening):  # some models leave the closing mark out
             yield from calls_in(held.removeprefix(self._form.opening), self._form, self._held)
@@ -122,10 +120,8 @@ class WholeAnswer:
 
     def read(self, text: str) -> Iterator[str | Call]:
         self._held += text
-        start = self._held.lstrip()
-        self._is_text = self._is_text or not (
-            start[:1] in ("", "{", "[") or self._form.opening.startswith(start[: len(self._form.opening)])
-        )
+        start, mark = self._held.lstrip(), self._form.opening or "{"
+        self._is_text = self._is_text or not (start[:1] in ("", "{", "[") or mark.startswith(start[: len(mark)]))
         if self._is_text:
             yield self._held
             self._held = ""
@@ -148,3 +144,105 @@ def calls_in(text: str, form: Form, otherwise: str) -> list[str | Call]:
             return [otherwise]
         calls.append(Call(item["name"], json.dumps(arguments, ensure_ascii=False)))
     return calls or [otherwise]
+
+
+# ---- what a client offers -------------------------------------------------------------------------------------------
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # of schemas: keys are names
+VALUES = ("const", "enum", "default", "examples")  # hold JSON, not schemas
+
+
+class Function(Body):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a client offers. callable: the functions that an answer may call. forced: it must be a call of one."""
+
+    definitions: list[dict[str, Any]]
+    callable: list[Function]
+    forced: bool
+
+    def schema(self, form: Form) -> dict[str, Any]:
+        """Of an answer that must be one call."""
+        place = "#/items" if form.listed else "#"
+        many = len(self.callable) > 1
+        calls = [
+            _call_schema(function, form, f"{place}/anyOf/{index}" if many else place)
+            for index, function in enumerate(self.callable)
+        ]
+        call = {"anyOf": calls} if many else calls[0]
+        return {"type": "array", "items": call, "minItems": 1, "maxItems": 1} if form.listed else call
+
+
+def read_tools(offered: list[Tool], choice: ToolChoice | None) -> Tools | None:
+    """What the fields `tools` and `tool_choice` say; None where no function may be called."""
+    functions = {tool.function.name: tool.function for tool in offered}
+    if len(functions) < len(offered):
+        raise wrong("tools", "a name twice", "another name for each function")
+    for index, tool in enumerate(offered):
+        only(f"tools[{index}].function.strict", tool.function.strict, False)
+    if choice == "none":
+        return None
+    if not offered:
+        if choice is not None:
+            raise wrong("tool_choice", "a choice without tools", "none, or tools beside it")
+        return None
+    definitions = [msgspec.to_builtins(tool) for tool in offered]
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        if name not in functions:
+            raise wrong("tool_choice.function.name", json.dumps(name), ", ".join(functions))
+        return Tools(definitions, [functions[name]], forced=True)
+    return Tools(definitions, list(functions.values()), forced=choice == "required")
+
+
+def _call_schema(function: Function, form: Form, place: str) -> dict[str, Any]:
+    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
+    check_schema(parameters)
+    moved = _moved(parameters, f"{place}/properties/{form.arguments}")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, form.arguments: moved},
+        "required": ["name", form.arguments],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str, are_names: bool = False) -> Any:
+    """A schema that is found at `place` of another one: its references to itself lead there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if not are_names and key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        elif not are_names and key in VALUES:
+            moved[key] = value
+        else:
+            moved[key] = _moved(value, place, not are_names and key in NAMES)
+    return moved

@@ -7,7 +7,7 @@ import hmac
 from pathlib import Path
 
 from billfish.core.errors import DataError, complaint
-from billfish.serving.refusals import Refusal
+from billfish.serving.api.request_bodies import Refusal
 
 
 class Keys:
@@ -30,8 +30,8 @@ class Keys:
         given = _digest(key.strip())
         known = sum(hmac.compare_digest(given, digest) for digest in self._digests)
         if not known or scheme.lower() != "bearer":
-            got = "none" if authorization is None else "one that is not known"
-            message = complaint("serve", "the API key", got, "a key of this server, as Authorization: Bearer KEY")
+            got = "No API key was sent." if authorization is None else "The API key is not known."
+            message = f"{got} Send a key of this server: Authorization: Bearer KEY."
             raise Refusal(401, message, None, "invalid_api_key", www_authenticate="Bearer")
 
 
