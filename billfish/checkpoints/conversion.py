@@ -28,6 +28,7 @@ def convert(
     dtype: DTypeLike | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Write a checkpoint in another layout, without loss: what `billfish convert` does.
@@ -42,6 +43,7 @@ def convert(
     error, which names them, and nothing is written.
     raw_names: whether GGUF may get the tensors of a model that llama.cpp's names are not known for, under their own
     names. No program runs such a file; bf.load reads it.
+    overwrite: whether a file or a model's folder at `dst` is replaced, when the new one is whole.
     progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
 
     Killed at any moment, the same call continues where it was. str(report) is what the command prints.
@@ -51,7 +53,8 @@ def convert(
         takes = f"it for {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)}"
         raise FormatError(complaint(call, "dtype", f"{dtype} for {target.name}", takes))
     numbers = None if dtype is None else float_dtype(call, dtype)
-    return export(call, opened(src), Path(dst), Settings(target, None, requantize, raw_names, numbers), progress)
+    settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
+    return export(call, opened(src), Path(dst), settings, progress)
 
 
 def save(
@@ -61,6 +64,7 @@ def save(
     to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Write a model or tensors from memory to a folder or file that bf.load reads, not a bit of them changed.
@@ -71,12 +75,13 @@ def save(
     written once, under its first name. The configuration of a model of transformers becomes config.json.
     path: a folder to create, or a file: .safetensors for our own layout, .gguf for GGUF. GGUF takes models that have
     llama.cpp's names or a configuration that tells them, and others with `raw_names`.
-    to, requantize, raw_names, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf file.
+    to, requantize, raw_names, overwrite, progress: as in bf.convert. The default is our own layout, or GGUF for a .gguf
+    file.
 
     All is written under another name beside `path` and renamed at the end, so that nothing half-written is ever there.
     """
     call, out = "save", Path(path)
-    settings = Settings(target_named(call, to or layout_of(path)), None, requantize, raw_names)
+    settings = Settings(target_named(call, to or layout_of(path)), None, requantize, raw_names, overwrite=overwrite)
     return export(call, checkpoint_of(model_or_tensors, out.stem), out, settings, progress)
 
 

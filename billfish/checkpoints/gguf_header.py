@@ -1,15 +1,18 @@
-"""The header of a GGUF file: fields and tensors. Nothing in it is believed, and each byte is read once.
+"""The header of a GGUF file: fields and tensors, read and written.
 
 magic "GGUF", version u32, tensors u64, fields u64
 fields: name, type u32, value                          a string is its length u64 and UTF-8 bytes
 tensors: name, axes u32, extent u64 each (fastest first), type u32, offset u64
 padding to `general.alignment`, then the data
+
+When a header is read, nothing in it is believed, and each byte is read once.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +20,13 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu  # decodes a vocabulary in one native call, 2.6 times as fast as Python
 from billfish.checkpoints.safetensors_files import CALL, MAX_ELEMENTS, MappedFile, check_count, damaged
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, complaint, readable
 from billfish.core.files import is_affordable
 
 VERSIONS = (2, 3)
 # Types of fields: numbers, by the letters that `struct` and NumPy have for them; and the others.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 MAX_AXES = 4
 # Counts are limited on their own, since a file with holes is as large as it says and costs nothing.
 MAX_FIELDS, MAX_STRINGS = 1 << 16, 1 << 24  # models have some 50, and in all lists less than a million
@@ -269,3 +272,60 @@ def alignment_of(metadata: dict[str, Field]) -> int:
     if field.kind != UINT32 or size == 0 or size & (size - 1):
         raise ValueError(f"general.alignment {size!r}, which is no power of two in 32 bits")
     return int(size)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+Fields = dict[str, tuple[Any, int, int | None]]  # value, type, and type of the items of a list
+NUMBERS = {about.name: number for number, about in GGML_TYPES.items()}
+ARCHITECTURE = "general.architecture"
+
+
+def typed(fields: Mapping[str, Any]) -> Fields:
+    """Fields with the types that llama.cpp expects of them."""
+    return {name: (value, *_type_of(value)) for name, value in fields.items()}
+
+
+def _type_of(value: Any) -> tuple[int, int | None]:
+    if isinstance(value, list):
+        item = _type_of(value[0])[0] if value else STRING
+        return ARRAY, INT32 if item == UINT32 else item  # such as the kinds of tokens
+    return {bool: BOOL, int: UINT32, float: FLOAT32, str: STRING}[type(value)], None
+
+
+def header_bytes(fields: Fields, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """A header, padded so that the data can follow; of each tensor name, ggml's name of its type, and shape.
+
+    The tensors follow in that order, each at a multiple of ALIGNMENT. Raises CheckpointError for a field whose value
+    its type cannot hold. The architecture comes first: programs look for it.
+    """
+    infos, offset = [], 0
+    for name, kind, shape in tensors:
+        number = NUMBERS[kind]
+        infos.append(_string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), number, offset))
+        nbytes = math.prod(shape) // GGML_TYPES[number].block_size * GGML_TYPES[number].block_bytes
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    names = sorted(fields, key=lambda name: name != ARCHITECTURE)
+    written = [_string(name) + _field_bytes(name, *fields[name]) for name in names]
+    header = struct.pack("<4sIQQ", b"GGUF", VERSIONS[-1], len(infos), len(written)) + b"".join([*written, *infos])
+    return header + b"\0" * (-len(header) % ALIGNMENT)
+
+
+def _field_bytes(name: str, value: Any, kind: int, item_kind: int | None) -> bytes:
+    try:
+        if kind != ARRAY:
+            return struct.pack("<I", kind) + _item_bytes(kind, [value])
+        assert item_kind is not None
+        return struct.pack("<IIQ", kind, item_kind, len(value)) + _item_bytes(item_kind, value)
+    except (struct.error, OverflowError, UnicodeEncodeError) as error:
+        shown = f"{readable(name)} = {readable(repr(value))}"
+        raise CheckpointError(f"GGUF cannot hold the field {shown} ({error}). Change it in the input.") from None
+
+
+def _item_bytes(kind: int, values: list[Any]) -> bytes:
+    return b"".join(map(_string, values)) if kind == STRING else struct.pack(f"<{len(values)}{SCALARS[kind]}", *values)
+
+
+def _string(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, FormatError, complaint, did_you_mean
 from billfish.core.format import FORMATS, Format, get_format
 
+MIX_NAME = re.compile(r"i?q\d_k_(xxs|xs|s|m|l|xl|xxl)")
 Shapes = Mapping[str, tuple[int, ...]]
 TIED_OUTPUT, OUTPUT, EMBEDDING = "q6_k", "output.weight", "token_embd.weight"
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")  # the values of attention, alone or in one matrix with others
@@ -223,7 +224,14 @@ FILE_TYPES = {
 }
 
 
-def mix_named(name: str, to: str) -> Mix | None:
-    """The mix of that name, in any case. Q2_K, Q6_K and IQ4_XS are formats, too, and a mix in GGUF files alone."""
+def mix_named(name: str, to: str, call: str = "quantize") -> Mix | None:
+    """The mix of that name, in any case. Q2_K, Q6_K and IQ4_XS are formats, too, and a mix in GGUF files alone.
+
+    Raises for a name that looks like a mix and is none of ours.
+    """
     known = name.lower()
+    if MIX_NAME.fullmatch(known) and known not in MIXES:
+        mixes = [mix.name for mix in MIXES.values()]
+        takes = f"a format that `billfish formats` lists, or one of the mixes {', '.join(mixes)}"
+        raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name.upper(), mixes))
     return MIXES.get(known) if to == "gguf" or known not in FORMATS else None

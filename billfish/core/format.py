@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from billfish.core.device_array import DeviceArray, to_device
 from billfish.core.elements import Element
 from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean, readable
-from billfish.core.machine import with_known_floats
-from billfish.core.row_slices import map_rows
+from billfish.core.machine import map_rows, with_known_floats
 from billfish.core.search import Search
-from billfish.core.storage import Array, ArraySpec, Part, Storage, check_array
+from billfish.core.storage import Array, ArraySpec, Storage, StoragePart, check_array
 
 # "codes" is uint8 [N, K]; every other plane is [N, number of groups], or a scalar that belongs to the whole tensor.
 Planes = dict[str, Array]
@@ -62,7 +61,7 @@ class Format(ABC):
     # ---- the format's own -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
         """The arrays of the storage, in their order. The first has both axes and a `run`: its shape tells N and K."""
 
     @abstractmethod
@@ -138,7 +137,7 @@ class Format(ABC):
                 raise ShapeError(complaint(call, part.name, f"shape {array.shape}", takes))
         return n, k, group_size
 
-    def _matrix_shape(self, call: str, first: Part, array: Array) -> tuple[int, int]:
+    def _matrix_shape(self, call: str, first: StoragePart, array: Array) -> tuple[int, int]:
         n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
         if n == 0:
             raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))

@@ -12,7 +12,7 @@ import numpy as np
 from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import Format, get_format
 from billfish.core.storage import Array, Storage
-from billfish.core.tensor import Made, QuantizedTensor, owners, read_only
+from billfish.core.tensor import Made, QuantizedTensor, made_once, owners, read_only
 from billfish.core.typing import FormatLike
 
 CALL = "QuantizedExperts"
@@ -137,10 +137,7 @@ class QuantizedExperts:
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
         """As of QuantizedTensor: what `make` gives, made at the first call with this key and kept."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: Made = self._made[key]
-        return found
+        return made_once(self._made, key, make)
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.shape))

@@ -198,10 +198,7 @@ class QuantizedTensor:
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
         """What `make` gives, made at the first call with this key and kept."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: Made = self._made[key]
-        return found
+        return made_once(self._made, key, make)
 
     def __repr__(self) -> str:
         n, k = self.shape
@@ -229,6 +226,15 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
+
+
+def made_once(held: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
+    """`held[key]`, which `make` makes where it is missing. Safe in threads that remove entries: it is read once."""
+    found: Any = held.get(key, held)
+    if found is held:
+        found = held[key] = make()
+    value: Made = found
+    return value
 
 
 def why_not_joined(tensors: Sequence[QuantizedTensor]) -> str:

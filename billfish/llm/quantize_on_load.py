@@ -45,7 +45,7 @@ class Quantizer:
             raise DataError(complaint(CALL, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
         if statistics is not None and not isinstance(statistics, Statistics):
             statistics = Statistics.load(statistics)
-        mix = mix_named(wanted, "billfish")
+        mix = mix_named(wanted, "billfish", CALL)
         format, group_size = parse_format(mix.format if mix else wanted, CALL)
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()

@@ -44,6 +44,7 @@ def quantize_checkpoint(
     raw_names: bool = False,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: bool | str | os.PathLike[str] = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
@@ -63,12 +64,12 @@ def quantize_checkpoint(
     are large. Those of another model are an error.
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
     bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
-    src, dst, raw_names, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in .gguf, else
-    our own layout.
+    src, dst, raw_names, overwrite, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in
+    .gguf, else our own layout.
     """
     if statistics is not None and calibrate:
         raise DataError(complaint(CALL, "calibrate", "it and statistics", "one of them"))
-    settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names)
+    settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
     checkpoint, out = opened(src), Path(dst)
     if statistics is None and (calibrate or method == "gptq"):
         check_export(CALL, checkpoint, out, settings)
@@ -92,6 +93,7 @@ def quantize_to_bits(
     to: Layout | None = None,
     requantize: bool = False,
     raw_names: bool = False,
+    overwrite: bool = False,
     progress: bool | OnProgress = True,
 ) -> ConversionReport:
     """As :func:`quantize_checkpoint`, with a format for each matrix so that `bits` is the average.
@@ -108,7 +110,7 @@ def quantize_to_bits(
     candidates = [] if plan else candidates_of(FORMATS if formats is None else formats.split(","), bits)
 
     def settings_for(plan: BitPlan) -> Settings:
-        return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names)
+        return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names, overwrite)
 
     # Whatever the writer refuses is refused before hours of measurements.
     tried = _trials(checkpoint, candidates) if plan is None else [plan]
@@ -156,6 +158,7 @@ def _settings(
     to: Layout | None,
     requantize: bool,
     raw_names: bool,
+    overwrite: bool,
 ) -> Settings:
     """All that the writer is told. planned: rules that come after `keep` and `only`."""
     target = target_named(CALL, to or layout_of(dst))
@@ -171,7 +174,7 @@ def _settings(
         if used is not None and target.own(used).name not in allowed:
             raise FormatError(complaint(CALL, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later)
-    return Settings(target, quantization, requantize, raw_names)
+    return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
 
 
 def _rule(pattern: str, choice: str | Format) -> Rule:

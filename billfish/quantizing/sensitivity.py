@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import load as load_checkpoint
+from billfish.checkpoints.write.engine import identity
 from billfish.checkpoints.write.selection import Quantization
-from billfish.checkpoints.write.source_digest import identity
 from billfish.core.errors import DataError, complaint
 from billfish.core.files import write_atomically
 from billfish.core.format import Format, parse_format

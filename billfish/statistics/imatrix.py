@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32
+from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32, Fields, header_bytes
 from billfish.checkpoints.layouts.gguf import Metadata, open_gguf
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
@@ -26,9 +26,7 @@ from billfish.core.errors import DataError, complaint
 from billfish.core.storage import Array
 from billfish.statistics.inputs import CALL, InputStatistics, Recorded
 
-ALIGNMENT = 32
 DEFAULT_WINDOW = 512  # tokens in a chunk, where a file does not say
-F32 = 0  # ggml's number
 SUMS, COUNTS = ".in_sum2", ".counts"
 TYPE, TEXTS, CHUNKS, CHUNK = "general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
@@ -68,24 +66,14 @@ def gguf_header(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str], chu
     """All before the data of an imatrix file with these tensors."""
     if max(chunks, chunk) >= 1 << 32:
         raise too_many(max(chunks, chunk))
-    fields = [
-        _text(TYPE) + struct.pack("<I", STRING) + _text("imatrix"),
-        _text(TEXTS) + struct.pack("<IIQ", ARRAY, STRING, len(texts)) + b"".join(map(_text, texts)),
-        _text(CHUNKS) + struct.pack("<II", UINT32, chunks),
-        _text(CHUNK) + struct.pack("<II", UINT32, chunk),
-    ]
-    infos, offset = [], 0
-    for name, shape in shapes.items():
-        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        infos.append(_text(name) + axes + struct.pack("<IQ", F32, offset))
-        offset += -(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
-    header = struct.pack("<4sIQQ", b"GGUF", 3, len(shapes), len(fields)) + b"".join([*fields, *infos])
-    return header + b"\0" * (-len(header) % ALIGNMENT)
-
-
-def _text(text: str) -> bytes:
-    content = text.encode(errors="replace")
-    return struct.pack("<Q", len(content)) + content
+    named = [text.encode(errors="replace").decode() for text in texts]
+    fields: Fields = {
+        TYPE: ("imatrix", STRING, None),
+        TEXTS: (named, ARRAY, STRING),
+        CHUNKS: (chunks, UINT32, None),
+        CHUNK: (chunk, UINT32, None),
+    }
+    return header_bytes(fields, [(name, "F32", shape) for name, shape in shapes.items()])
 
 
 def read_gguf(path: Path) -> Recorded:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from billfish.checkpoints.gguf_header import ALIGNMENT
 from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors
-from billfish.checkpoints.write.engine import OutputFile, Piece
-from billfish.checkpoints.write.target import Spec, safetensors_header
+from billfish.checkpoints.write.target import OutputFile, Piece, Spec, safetensors_header
 from billfish.core.errors import CheckpointError, DataError, complaint
 from billfish.core.files import parse_json, path_of, replacing
 from billfish.core.storage import Array
@@ -72,7 +72,7 @@ def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
     every = [inputs for part in parts for inputs in part.inputs]
     if name.endswith(".gguf"):
         header = imatrix.gguf_header(_gguf_specs(every), about.texts, about.tokens // about.window, about.window)
-        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), imatrix.ALIGNMENT)
+        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), ALIGNMENT)
     matrices = {n: {"shape": about.shapes[n], "input": i.names[0]} for i in every for n in i.names}
     metadata = {
         MARKER: VERSION,

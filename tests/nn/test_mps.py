@@ -16,13 +16,14 @@ from billfish.backends import BACKENDS, Problem, emulator
 from billfish.backends.emulator.lint import check_text
 from billfish.backends.metal import Kernels, lay_out
 from billfish.backends.metal.mps import PRELUDE, shader_kernel
+from billfish.nn.torch import emulated_mps
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
 
 
 @pytest.fixture(autouse=True)
 def device():
-    with emulator.mps():
+    with emulated_mps.mps():
         yield
 
 

@@ -139,7 +139,7 @@ def test_the_command(tmp_path, capsys):
         (["-o", "s.gguf", "--window", "1000"], "window: got 1000; takes from 1 to 128"),
         (["-o", "s.gguf", "--text", "nothing.txt"], "No such file"),
         (["-o", "s.gguf", "--text", "empty.txt"], "text: got no tokens"),
-        (["-o", "text.txt.safetensors"], "a path that exists"),
+        (["-o", "text.txt.safetensors"], " exists"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, monkeypatch, capsys, options, message):

@@ -123,7 +123,7 @@ def test_what_would_fail_fails_before_a_text_runs(tmp_path, monkeypatch):
         "billfish.quantizing.calibrate_checkpoint.load", lambda *a, **k: pytest.fail("the model was read")
     )
     (tmp_path / "there.gguf").write_bytes(b"")
-    with pytest.raises(bf.CheckpointError, match="a path that exists"):
+    with pytest.raises(bf.CheckpointError, match=" exists"):
         bf.quantize_checkpoint(model, tmp_path / "there.gguf", "q4_0", calibrate=text)
     with pytest.raises(bf.CheckpointError, match="finds no tensor"):
         bf.quantize_checkpoint(model, tmp_path / "out.gguf", "q4_0", calibrate=text, only=["nothing"])

@@ -9,9 +9,9 @@ import pytest
 from build_cache import kept
 from cuda_support import all_kinds
 
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.compile import compile_fresh, kernel_name
 from billfish.backends.cuda.driver import Device
-from billfish.backends.cuda.kind import Kind
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448 - 1024)
 

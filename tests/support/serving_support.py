@@ -12,10 +12,9 @@ from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.grammar import json_schema
-from billfish.serving.grammar_compiler import CompiledGrammar
-from billfish.serving.requests import Piece, Request, Ticket
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.grammar import CompiledGrammar, json_schema
+from billfish.serving.engine.requests import Piece, Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 

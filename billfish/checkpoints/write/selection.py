@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.format import Format
 
@@ -70,7 +71,7 @@ class Quantization:
             return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
         if not self.is_wanted(name, origin):
             return "not found by `only`"
-        if SENSITIVE.search(name):
+        if is_sensitive(name):
             return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
         if len(shape) == 3 and EXPERTS.search(name):
             return ""

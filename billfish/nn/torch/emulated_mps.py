@@ -1,6 +1,6 @@
 """torch's device "mps" where there is none: tensors in CPU memory that say they are on mps, and the emulator for Metal.
 
-    with emulator.mps():
+    with mps():
         y = layer.to("mps")(x.to("mps"))
 
 Memory is on mps or it is not, so views are where their base is. Results are where their arguments are. A CPU tensor

@@ -7,6 +7,7 @@ import torch
 
 from billfish.backends import emulator
 from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError
+from billfish.nn.torch import emulated_mps
 
 FULL = """kernel void full(device float* out, constant float& val, uint idx [[thread_position_in_grid]]) {
   out[idx] = val;
@@ -31,7 +32,7 @@ kernel void numbers(device float* y, constant long& a, constant half& b, constan
 
 @pytest.fixture(autouse=True)
 def device():
-    with emulator.mps():
+    with emulated_mps.mps():
         yield
 
 

@@ -21,11 +21,9 @@ import billfish as bf
 from billfish.backends import BACKENDS, Problem, choose, emulator
 from billfish.backends.emulator.lint import check_text
 from billfish.backends.metal import Kernels, MetalBackend, MetalProduct, lay_out
-from billfish.backends.metal.bridge import EXPERT_PRODUCTS, REDUCE, ZERO, kernel_arguments
-from billfish.backends.metal.choose import choose as choose_kernel
-from billfish.backends.metal.choose import launch
-from billfish.backends.metal.layout import lay_out_experts
-from billfish.backends.metal.reorder import code_words
+from billfish.backends.metal.kernels import EXPERT_PRODUCTS, REDUCE, ZERO, kernel_arguments, launch
+from billfish.backends.metal.kernels import choose_kernel as choose_kernel
+from billfish.backends.metal.layout import code_words, lay_out_experts
 from billfish.core.arrays import MlxArrays
 
 FLOAT16 = np.dtype(np.float16)
@@ -212,7 +210,7 @@ def test_linear_hands_over_the_callers_arrays(monkeypatch):
     monkeypatch.setattr(MetalBackend, "can_run", lambda self, problem: (problem.kind == "mlx", "no"))
     monkeypatch.setattr(MlxArrays, "to_numpy", lambda self, array: pytest.fail("through NumPy"), raising=True)
     monkeypatch.setattr(
-        "billfish.backends.metal.bridge.Kernels.multiply", lambda self, x, w, bias=None: x @ mx.ones((64, 24)) + bias
+        "billfish.backends.metal.kernels.Kernels.multiply", lambda self, x, w, bias=None: x @ mx.ones((64, 24)) + bias
     )
     for bias in (mx.ones((24,)), np.ones(24, np.float32)):
         y = bf.quantized_linear(x, q, bias=bias)

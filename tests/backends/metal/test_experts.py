@@ -27,8 +27,7 @@ from metal_support import (
 import billfish as bf
 from billfish.backends import BACKENDS, emulator
 from billfish.backends.metal import Kernels, MetalBackend, MetalWeights
-from billfish.backends.metal.bridge import EXPERT_PRODUCTS
-from billfish.backends.metal.choose import choose_experts, launch_experts
+from billfish.backends.metal.kernels import EXPERT_PRODUCTS, choose_experts, launch_experts
 from billfish.backends.metal.layout import lay_out_experts
 
 ORDERS = ("forward", "reverse", "random")

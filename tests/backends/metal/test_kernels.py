@@ -27,7 +27,7 @@ from metal_support import (
 
 import billfish as bf
 from billfish.backends import emulator
-from billfish.backends.metal import bridge, choose, lay_out
+from billfish.backends.metal import kernels, lay_out
 
 ORDERS = ("forward", "reverse", "random")
 BY_ANY_FORMAT = pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
@@ -255,10 +255,10 @@ def test_what_lies_beyond_k_is_not_seen(name, kernel):
 def test_simdgroups_of_the_matvec(name, parts, monkeypatch):
     """They share K, which is for long ones; here they are forced, and some of them have nothing to do."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
-        return choose.Dispatch("gemv", (choose.up(n, 16) * 32 * parts, 1, 1), (32 * parts, 1, 1))
+    def forced(kernel: str, m: int, n: int, k: int) -> kernels.Dispatch:
+        return kernels.Dispatch("gemv", (kernels.up(n, 16) * 32 * parts, 1, 1), (32 * parts, 1, 1))
 
-    monkeypatch.setattr(bridge, "launch", forced)
+    monkeypatch.setattr(kernels, "launch", forced)
     k, group_size = sizes_of_k(name)[-1]
     q = quantized(name, 36, k, group_size)
     x = gaussian((1, k), 3).astype(np.float16)
@@ -269,10 +269,10 @@ def test_simdgroups_of_the_matvec(name, parts, monkeypatch):
 def test_stripes(name, slices, monkeypatch):
     """Slices of K, of which some have nothing in it."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
-        return choose.Dispatch("striped", (choose.up(n, 32) * 64, 1, slices), (64, 1, 1))
+    def forced(kernel: str, m: int, n: int, k: int) -> kernels.Dispatch:
+        return kernels.Dispatch("striped", (kernels.up(n, 32) * 64, 1, slices), (64, 1, 1))
 
-    monkeypatch.setattr(bridge, "launch", forced)
+    monkeypatch.setattr(kernels, "launch", forced)
     q = quantized(name, 70, 352)  # 11 runs of K: of 8 slices, two are empty
     x, bias = gaussian((33, 352), 3).astype(np.float16), gaussian((70,), 4).astype(np.float16)
     y, *others = (multiply("striped", x, q, bias, check=True, order=order) for order in ORDERS)
