@@ -40,8 +40,12 @@ class Collected:
         if piece.finished:
             self._ended.set()
 
+    def ended(self, seconds: float = PATIENCE) -> bool:
+        """Whether the last piece comes in time."""
+        return self._ended.wait(seconds)
+
     def wait(self) -> Collected:
-        assert self._ended.wait(PATIENCE), "no end came"
+        assert self.ended(), "no end came"
         return self
 
     @property
