@@ -62,15 +62,15 @@ def calls() -> dict[str, float]:
     return found | {"MarlinLinear / torch.nn.Linear": found["MarlinLinear"] / found["torch.nn.Linear, float16"]}
 
 
-def model_with(merge: bool | None) -> Any:
-    """The model in float16; merge: quantized, with joint products or without; None: not quantized."""
+def model_with(quantized: bool) -> Any:
+    """The model, in float16 or quantized."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**SHAPE)).half().eval()
-    if merge is not None:
-        bf.quantize_model(model, **FORMAT, merge=merge, progress=False)
+    if quantized:
+        bf.quantize_model(model, **FORMAT, predicate=lambda path, layer: True, progress=False)
     return model
 
 
@@ -98,8 +98,8 @@ def token_steps(model: Any) -> dict[str, Callable[[], object]]:
 def tokens() -> dict[str, dict[str, float]]:
     """Milliseconds of a token until the GPU is done, for the model in float16, quantized, and quantized with joint
     products. All take turns, and the median turn counts."""
-    models = {"float16": None, "quantized": False, "quantized, merged": True}
-    steps = {name: token_steps(model_with(merge)) for name, merge in models.items()}
+    models = {"float16": False, "quantized": True}
+    steps = {name: token_steps(model_with(quantized)) for name, quantized in models.items()}
     turns: dict[str, dict[str, list[float]]] = {name: {"eager": [], "graph": []} for name in steps}
     for _ in range(TURNS):
         for name, ways in steps.items():

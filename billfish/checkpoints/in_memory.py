@@ -121,42 +121,33 @@ def _model_entries(model: Any) -> dict[str, Entry]:
 
     Of tied parameters the first name is taken.
     """
-    from billfish.nn.layer_base import MarlinLinear, layer_class  # here, as billfish.nn reads checkpoints
+    from billfish.nn.layer_base import MarlinLinear, kit_of  # here, as billfish.nn reads checkpoints
 
-    layer_type = layer_class(CALL, model)
-    arrays: dict[str, Any] = layer_type.parameter_arrays(model)
-    every_name = {"remove_duplicate": False} if layer_type.kind == "torch" else {}
-    layers: dict[str, Any] = {}
-    for path, module in model.named_modules(**every_name):
-        if isinstance(module, MarlinLinear):
-            layers[path] = module
-        elif hasattr(module, "joint_parts"):
-            layers |= {f"{path}.{part}" if path else part: rows for part, rows in module.joint_parts().items()}
+    kit = kit_of(CALL, model)
+    every_name = {"remove_duplicate": False} if kit.layer_type.kind == "torch" else {}
     entries: dict[str, Entry] = {}
     seen = set[Hashable]()
-    for name, array in arrays.items():
-        path, _, part = name.rpartition(".")
-        layer = layers.get(path)
-        if layer is not None and part not in (get_format(layer.format).storage_names[0], "bias"):
-            continue  # what the matrix is made of
-        if _memory(array) in seen:
-            continue
-        seen.add(_memory(array))
-        if layer is None or part == "bias":
-            entries[name] = HeldArray(name, array)
-        else:
+    for path, module in model.named_modules(**every_name):
+        if isinstance(module, MarlinLinear) and module.weights_identity not in seen:
+            seen.add(module.weights_identity)
             matrix = f"{path}.weight" if path else "weight"
-            entries[matrix] = _layer_entry(matrix, layer, array)
+            entries[matrix] = _layer_entry(matrix, module)
+    for name, array in kit.parameter_arrays(model).items():
+        if _memory(array) not in seen:
+            seen.add(_memory(array))
+            entries[name] = HeldArray(name, array)
     return entries
 
 
-def _layer_entry(name: str, layer: Any, array: Any) -> Entry:
+def _layer_entry(name: str, layer: Any) -> Entry:
     parallel = sys.modules.get("billfish.nn.parallel")
     if parallel is not None and isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear)):
         got = f"a {type(layer).__name__}, a part of a matrix"
         raise CheckpointError(complaint(CALL, name, got, "whole layers: save before the model is spread"))
-    _check_memory(Input(CALL, name, array))
-    order = getattr(layer, "permutation", None) is not None
+    if str(getattr(layer, "device", "")) == "meta":
+        got = 'a layer on torch\'s device "meta", which has no memory'
+        raise DTypeError(complaint(CALL, name, got, "one that holds its numbers"))
+    order = layer.has_order
     shape = (layer.out_features, layer.in_features)
     return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulated_mps import mps
 
 import billfish as bf
 from benchmarks import products
 from benchmarks.products import report
 from benchmarks.products.engines import GpuLimits
-from billfish.backends import emulator
 from billfish.cli.main import main, parser
 from billfish.core.errors import BackendUnavailable
 
@@ -57,7 +57,7 @@ def test_the_page_shows_the_table_of_checks():
 def test_the_example_of_the_page(capsys, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names = {}
-    with emulator.mps():
+    with mps():
         exec(example, names)
         assert names["y"].device.type == "mps"
     assert capsys.readouterr().out.startswith("2 layers, 3 products, ")

@@ -196,32 +196,6 @@ def test_weights_that_are_written_to():
         assert layer.is_packed
 
 
-def test_merged_models():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 300}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).half().eval()
-    merged = copy.deepcopy(model)
-    bf.quantize_model(model, "u4b8", method="rtn", progress=False)
-    report = bf.quantize_model(merged, "u4b8", method="rtn", progress=False, merge=True)
-    assert report.apart == {}
-    tokens = torch.tensor([[1, 5, 9], [2, 2, 7]], device="cuda")
-    with torch.no_grad():
-        expected = model(tokens).logits
-        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-2, atol=1e-2)
-        assert merged.model.layers[0].self_attn.qkv_proj.is_packed
-        for _ in range(3):
-            merged(tokens[:1, :1], use_cache=False)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = merged(tokens[:1, :1], use_cache=False).logits
-        graph.replay()
-        assert torch.equal(captured, merged(tokens[:1, :1], use_cache=False).logits)
-    assert merged.state_dict().keys() == model.state_dict().keys()
-
-
 def test_a_model_with_experts_is_decoded_where_it_is(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}

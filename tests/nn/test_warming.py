@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import emulated_mps
 import mlx.core as mx
 import mlx.nn
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from common import gaussian
 
 import billfish as bf
-from billfish.backends import BACKENDS, emulator
+from billfish.backends import BACKENDS
 from billfish.backends.metal import Kernels, MetalBackend
 from billfish.backends.metal.mps import MpsBackend
 from billfish.nn.torch.expert_layers import MarlinExperts
@@ -47,7 +48,7 @@ def mps(monkeypatch):
     recorded, backend = Recorded(), MpsBackend()
     backend.kernels = Kernels(recorded)
     monkeypatch.setitem(BACKENDS, "mps", backend)
-    with emulator.mps():
+    with emulated_mps.mps():
         yield recorded
 
 

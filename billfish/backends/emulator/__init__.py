@@ -10,8 +10,7 @@
 `metal_kernel` takes MLX's arguments, and NumPy or MLX arrays; MLX arrays or types give MLX arrays back.
 
     library = emulator.compile_shader(text)   # as torch.mps.compile_shader
-    with emulator.mps():                      # a device "mps" for torch, whose compile_shader is the emulator's
-        library.kernel(x.to("mps"), 3, threads=256, group_size=64)
+    library.kernel(x.to("mps"), 3, threads=256, group_size=64)
 
 `options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block.
 A checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`,
@@ -27,21 +26,11 @@ threadgroups and scales.
 `kernel.signature(inputs, output_dtypes, template).text` is the text that MLX would compile.
 """
 
-from contextlib import AbstractContextManager
-
 from billfish.backends.emulator.counting import Instructions
 from billfish.backends.emulator.faults import KINDS, CompileError, KernelFault, Site
 from billfish.backends.emulator.kernel import metal_kernel
 from billfish.backends.emulator.settings import Launch, Options, launches, options
 from billfish.backends.emulator.shader import compile_shader
-
-
-def mps() -> AbstractContextManager[None]:
-    """torch with a device "mps" inside the `with` block: tensors in CPU memory, and the emulator for kernels."""
-    from billfish.nn.torch.emulated_mps import mps  # here, because it needs torch
-
-    return mps()
-
 
 __all__ = [
     "KINDS",
@@ -54,6 +43,5 @@ __all__ = [
     "compile_shader",
     "launches",
     "metal_kernel",
-    "mps",
     "options",
 ]

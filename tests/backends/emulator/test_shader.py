@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulated_mps import mps
 
 from billfish.backends import emulator
 from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError
@@ -31,7 +32,7 @@ kernel void numbers(device float* y, constant long& a, constant half& b, constan
 
 @pytest.fixture(autouse=True)
 def device():
-    with emulator.mps():
+    with mps():
         yield
 
 

@@ -1,6 +1,6 @@
 """torch's device "mps" where there is none: tensors in CPU memory that say they are on mps, and the emulator for Metal.
 
-    with emulator.mps():
+    with mps():
         y = layer.to("mps")(x.to("mps"))
 
 Memory is on mps or it is not, so views are where their base is. Results are where their arguments are. A CPU tensor
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from billfish.backends.emulator.shader import compile_shader
+from billfish.nn.torch import operator
 
 MPS = torch.device("mps", 0)
 MARK = "_emulated_mps"  # of memory: torch keeps one object for it, whoever has a tensor there
@@ -126,8 +127,6 @@ class _Mps(TorchFunctionMode):
 @contextmanager
 def mps() -> Iterator[None]:
     """torch with a device "mps" inside the `with` block, whose kernels run in the emulator."""
-    from billfish.nn.torch import operator
-
     device = _Mps()
     kernels = {name: device.inside(kernel) for name, kernel in operator.KERNELS.items()}
     with (
