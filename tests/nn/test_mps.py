@@ -17,6 +17,7 @@ from billfish.backends import BACKENDS, Problem, emulator
 from billfish.backends.emulator.lint import check_text
 from billfish.backends.metal import Kernels, lay_out
 from billfish.backends.metal.mps import PRELUDE, shader_kernel
+from billfish.core.arrays import TorchArrays
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
 
@@ -28,7 +29,7 @@ def device():
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return bf.arrays.TorchArrays().to_numpy(tensor.cpu())
+    return TorchArrays().to_numpy(tensor.cpu())
 
 
 def make_layer(format: str = "q4_0", bias: bool = True) -> MarlinLinear:
