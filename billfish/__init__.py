@@ -51,12 +51,13 @@ from billfish.ops.weight_packing import (
 if TYPE_CHECKING:
     from billfish import llm
     from billfish.checkpoints import Checkpoint, load
-    from billfish.checkpoints.conversion import convert, quantize_checkpoint, save
+    from billfish.checkpoints.conversion import convert, save
     from billfish.checkpoints.reports import ConversionReport, VerificationReport
     from billfish.checkpoints.verification import verify
     from billfish.nn import MarlinLinear, ModelReport, WarmUp, load_into, quantize_model, warm_up
     from billfish.nn.torch.calibration import calibrate
-    from billfish.quantizing.calibration import calibrate_checkpoint
+    from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
+    from billfish.quantizing.quantize_checkpoint import quantize_checkpoint
     from billfish.statistics import Statistics
 
 __all__ = [
@@ -134,11 +135,11 @@ _ELSEWHERE = {
     "VerificationReport": "billfish.checkpoints.reports",
     "WarmUp": "billfish.nn",
     "calibrate": "billfish.nn.torch.calibration",
-    "calibrate_checkpoint": "billfish.quantizing.calibration",
+    "calibrate_checkpoint": "billfish.quantizing.calibrate_checkpoint",
     "convert": "billfish.checkpoints.conversion",
     "load": "billfish.checkpoints",
     "load_into": "billfish.nn",
-    "quantize_checkpoint": "billfish.checkpoints.conversion",
+    "quantize_checkpoint": "billfish.quantizing.quantize_checkpoint",
     "quantize_model": "billfish.nn",
     "save": "billfish.checkpoints.conversion",
     "verify": "billfish.checkpoints.verification",

@@ -1,6 +1,6 @@
 """Testing a Metal kernel for MLX without a Mac: a softmax over rows, under pytest on any machine.
 
-    pip install 'billfish[metal-emulator]' mlx pytest       # on Linux: 'mlx[cpu]'
+    pip install '.[metal-emulator]' mlx pytest       # on Linux: 'mlx[cpu]'
     pytest examples/test_my_mlx_kernel.py
 
 The kernel is the author's own; all that the tests do is to hand it to `emulator.metal_kernel` instead of

@@ -11,11 +11,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from billfish.backends.emulator.charge import CLASSES, charges
-from billfish.backends.emulator.code import read_functions
 from billfish.backends.emulator.compiler import SHIM, find_compiler
+from billfish.backends.emulator.counting import CLASSES, charges, read_functions
 from billfish.backends.emulator.translate import rewrite
-from billfish.backends.metal.bridge import constants, source
+from billfish.backends.metal.kernels import constants, source
 
 VALUES = 8  # a call decodes a word of them
 FLAGS = [

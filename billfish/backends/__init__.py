@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import NamedTuple
 
 from billfish.backends.base import Backend, Problem
-from billfish.core.errors import BackendUnavailable, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, complaint
 
-__all__ = ["BACKENDS", "Backend", "Entry", "Problem", "choose"]
+__all__ = ["BACKENDS", "Backend", "BackendEntry", "Problem", "choose"]
 
 
-class Entry(NamedTuple):
+class BackendEntry(NamedTuple):
     """A backend, before anybody needs it."""
 
     name: str
-    path: str  # module and class; imported when it is first looked up, as nobody should wait for other machines'
+    path: str  # module and class, imported when first looked up; empty for a backend that was assigned
     priority: int  # of those that can run a problem, the highest does; below 0, it is only run by name
     concerns: Callable[[Problem], bool]  # whether it is worth asking, and importing
 
@@ -28,13 +28,13 @@ def _anything(problem: Problem) -> bool:
 class Backends(MutableMapping[str, Backend]):
     """Backends by name, the highest priority first."""
 
-    def __init__(self, *entries: Entry) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, *entries: BackendEntry) -> None:
+        self.entries: dict[str, BackendEntry] = {}
         self._made: dict[str, Backend] = {}
         for entry in entries:
             self.register(entry)
 
-    def register(self, entry: Entry) -> None:
+    def register(self, entry: BackendEntry) -> None:
         """One more backend, whoever wrote it."""
         entries = [*self.entries.values(), entry]
         self.entries = {entry.name: entry for entry in sorted(entries, key=lambda entry: -entry.priority)}
@@ -47,6 +47,11 @@ class Backends(MutableMapping[str, Backend]):
         return self._made[name]
 
     def __setitem__(self, name: str, backend: Backend) -> None:
+        """Replace a backend, or add one that runs when `backend=` names it. `register` adds one with a priority."""
+        if not isinstance(backend, Backend):
+            raise DTypeError(complaint("BACKENDS", repr(name), f"a {type(backend).__name__}", "a Backend object"))
+        if name not in self.entries:
+            self.register(BackendEntry(name, "", -1, _anything))
         self._made[name] = backend
 
     def __delitem__(self, name: str) -> None:
@@ -61,28 +66,39 @@ class Backends(MutableMapping[str, Backend]):
 
 
 BACKENDS = Backends(
-    Entry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
-    Entry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
-    Entry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
-    Entry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
-    Entry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
-    Entry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
+    BackendEntry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
+    BackendEntry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
+    BackendEntry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
+    BackendEntry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
+    BackendEntry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
+    BackendEntry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
 )
 """The backends by name, the highest priority first. `backend=` takes these names."""
 
 
 def choose(call: str, problem: Problem, name: str | None = None) -> Backend:
     """The backend of that name, or without one the first that can run the problem."""
-    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
-        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+    if name is not None:
+        return _named(call, problem, name)
     reasons = []
     for entry in BACKENDS.entries.values():
-        asked = entry.priority >= 0 and entry.concerns(problem) if name is None else entry.name == name
-        if not asked:
-            continue
-        backend = BACKENDS[entry.name]
-        able, reason = backend.can_run(problem)
-        if able:
-            return backend
-        reasons.append(f"{entry.name}: {reason}")
+        if entry.priority >= 0 and entry.concerns(problem):
+            backend = BACKENDS[entry.name]
+            able, reason = backend.can_run(problem)
+            if able:
+                return backend
+            reasons.append(f"{entry.name}: {reason}")
     raise BackendUnavailable(f"[{call}] no backend can run this: {'; '.join(reasons)}")
+
+
+def _named(call: str, problem: Problem, name: str) -> Backend:
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise BackendUnavailable(complaint(call, "backend", repr(name), f"one of {', '.join(BACKENDS)}"))
+    backend = BACKENDS[name]
+    able, reason = backend.can_run(problem)
+    if not able:
+        usable, about = backend.usable()  # without the hardware, no other input helps
+        why = reason if usable else f"this machine cannot run it: {about}"
+        takes = "a backend that can, or none (backend=None), for the best one here"
+        raise BackendUnavailable(complaint(call, "backend", f"{name!r}: {why}", takes))
+    return backend

@@ -14,9 +14,8 @@ from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import Format, Planes
-from billfish.core.gated_activation import open_gate
+from billfish.core.mixture import checked_ids, checked_routing, open_gate, rows_by_expert
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing, rows_by_expert
 from billfish.core.storage import Storage
 from billfish.core.tensor import QuantizedTensor
 
@@ -85,7 +84,7 @@ class ExpertBlock(NamedTuple):
     inner: int  # I
     gate_up_biases: Sequence[Input | None]  # one for each stack of gate_up
     down_biases: Input | None
-    activation: str  # one of billfish.core.gated_activation.GATES
+    activation: str  # one of billfish.core.mixture.GATES
 
 
 class Backend(ABC):

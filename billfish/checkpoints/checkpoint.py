@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,21 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, complaint, readable
 from billfish.core.files import path_of
+
+
+class UnknownTensor(KeyError):
+    """A name that no tensor of a checkpoint has."""
+
+    def __init__(self, name: object, checkpoint: Checkpoint) -> None:
+        near = difflib.get_close_matches(str(name)[:200], list(checkpoint), 3)
+        hint = f"Close names: {', '.join(map(repr, near))}." if near else "list(checkpoint) has all names."
+        super().__init__(name)
+        self.message = f"{checkpoint.path.name} has no tensor {readable(repr(name))}. {readable(hint)}"
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -59,9 +73,10 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def entry(self, name: str) -> Entry:
         """What reads a tensor."""
-        if name not in self._entries:
-            raise KeyError(name)
-        return self._entries[name]
+        found = self._entries.get(name)
+        if found is None:
+            raise UnknownTensor(name, self)
+        return found
 
     def describe(self, name: str) -> Description:
         """What a tensor is; reads nothing but headers."""

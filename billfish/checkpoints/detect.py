@@ -7,8 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints.entry import Entry, Plain, Unsupported
-from billfish.checkpoints.layouts import awq, bitsandbytes, compressed_tensors, fp8_blocks, gptq, mlx, modelopt, native
+from billfish.checkpoints.entry import Entry
+from billfish.checkpoints.layouts import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8_blocks,
+    gptq,
+    mlx,
+    modelopt,
+    native,
+    plain,
+)
 from billfish.checkpoints.layouts.gguf import open_gguf
 from billfish.checkpoints.safetensors_files import (
     CALL,
@@ -16,13 +26,12 @@ from billfish.checkpoints.safetensors_files import (
     Stored,
     damaged,
     open_shards,
-    parse_json,
     read_config,
     section,
     shards,
 )
 from billfish.core.errors import CheckpointError, complaint
-from billfish.core.files import open_regular
+from billfish.core.files import open_regular, parse_json
 from billfish.core.format_tag import ABOUT
 
 # What torch.save writes, now and before 1.6. To read a pickle is to run it.
@@ -84,16 +93,6 @@ def _open_safetensors(files: Mapping[Path, set[str] | None], folder: Path) -> Fo
 
 # ---- which arrays belong together --------------------------------------------------------------------------------
 
-GPTQ_PARTS = ("qweight", "qzeros", "scales", "g_idx")
-PACKED_PARTS = (
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-    "weight_global_scale",
-)
-
 
 class Settings:
     """What configuration and metadata say about weights. Each part is looked up once for all modules."""
@@ -132,7 +131,7 @@ def recognise(stored: Mapping[str, Stored], config: dict[str, Any], metadata: Ma
     taken = frozenset[str]().union(*(entry.parts for entry in entries.values()))
     for name, array in stored.items():
         if name not in taken:
-            entries[name] = _plain(array, stored)
+            entries[name] = plain.recognise(array, stored)
     return entries
 
 
@@ -144,14 +143,14 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
         return {n: stored[module + dot + n] for n in names if module + dot + n in stored}
 
     if suffix == "qweight":
-        found = parts(GPTQ_PARTS)
+        found = parts(gptq.PARTS)
         shapes = {part: stored.shape for part, stored in found.items()}
         if "qzeros" not in found or any(len(shapes.get(part, ())) != 2 for part in ("qweight", "scales")):
             raise CheckpointError(complaint(CALL, name, f"arrays {shapes}", "a matrix, scales [G, N] and qzeros"))
         awq_words = found["qweight"].shape[1:] != found["scales"].shape[1:]
         return (awq if awq_words else gptq).recognise(module, found, settings.about)
     if suffix == "weight_packed":
-        return compressed_tensors.recognise(module, parts(PACKED_PARTS), settings.compressed)
+        return compressed_tensors.recognise(module, parts(compressed_tensors.PARTS), settings.compressed)
     if suffix == "weight_scale_2" and f"{module}.weight" in stored:
         found = parts(("weight", "weight_scale", "weight_scale_2"))
         is_nvfp4 = len(found) == 3 and found["weight"].kind == "U8"
@@ -169,13 +168,3 @@ def _recognise(name: str, stored: Mapping[str, Stored], settings: Settings) -> E
     if name.endswith("_blocks") and f"{name[:-7]}_scales" in stored:
         return modelopt.recognise_blocks(name[:-7], stored[name], stored[f"{name[:-7]}_scales"])
     return None
-
-
-def _plain(array: Stored, stored: Mapping[str, Stored]) -> Entry:
-    # Other scaled FP8 is not ours to read, and half of a number is worse than an error.
-    scales = [n for n in (f"{array.name}_scale", f"{array.name}_scale_inv") if n in stored]
-    if array.kind.startswith("F8_") and scales:
-        return Unsupported(array.name, "plain", f"{array.kind} with {scales[0]}", [array], array.shape)
-    if array.kind == "I8" and scales:
-        return Unsupported(array.name, "plain", f"int-quantized weights with {scales[0]}", [array], array.shape)
-    return Plain(array)

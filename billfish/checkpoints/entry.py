@@ -109,7 +109,7 @@ class Unsupported(Entry):
 
     def read(self, rows: Span | None = None, columns: Span | None = None, experts: Span | None = None) -> Tensor:
         about = self.description
-        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that tests/docspoints.md lists"))
+        raise CheckpointError(complaint(CALL, about.name, about.unsupported, "a layout that docs/checkpoints.md lists"))
 
 
 class Matrix(Entry):

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +90,36 @@ class HeldArray(Entry):
         return cut_array(given.numpy(), rows, columns, experts)
 
 
-def checkpoint_of(given: object, name: str) -> Checkpoint:
-    """A model of torch or MLX, or tensors by name, as a checkpoint that is called `name`."""
+class SavedLayer(Protocol):
+    """A quantized layer of a model, as :func:`billfish.save` sees it.
+
+    A module that has such layers says so in a method `saved_layers() -> Mapping[str, SavedLayer]`, by their paths below
+    the module: "" for itself. Beside its bias, a layer's arrays in the state dict are what the matrix is made of.
+    """
+
+    format: str
+    group_size: int
+    in_features: int
+    out_features: int
+    # permutation: [K], of a layer whose columns are in another order (act-order)
+
+    def quantized(self) -> QuantizedTensor: ...
+
+    def weights_key(self) -> Hashable: ...  # equal for layers that share their weights
+
+
+def checkpoint_of(given: Any, name: str) -> Checkpoint:
+    """A model of torch or MLX, tensors by name, or one quantized tensor, as a checkpoint that is called `name`."""
     if isinstance(given, Checkpoint):
         return given
+    if isinstance(given, (QuantizedTensor, QuantizedExperts)):
+        given = {"weight": given}
     if isinstance(given, Mapping) and not hasattr(given, "named_modules"):  # a Module of MLX is a dict
         entries = {str(key): _entry(str(key), value) for key, value in given.items()}
         return Checkpoint.of_entries(name, _some(entries), {})
+    if not hasattr(given, "named_modules"):
+        takes = "a torch.nn.Module, an mlx.nn.Module, a QuantizedTensor, or a mapping from names to tensors"
+        raise DTypeError(complaint(CALL, "model_or_tensors", f"a {type(given).__name__}", takes))
     return Checkpoint.of_entries(name, _some(_model_entries(given)), _config(given))
 
 
@@ -121,34 +144,49 @@ def _model_entries(model: Any) -> dict[str, Entry]:
 
     Of tied parameters the first name is taken.
     """
-    from billfish.nn.layer_base import MarlinLinear, kit_of  # here, as billfish.nn reads checkpoints
-
-    kit = kit_of(CALL, model)
-    every_name = {"remove_duplicate": False} if kit.layer_type.kind == "torch" else {}
+    torch = hasattr(model, "state_dict")
+    modules = list(model.named_modules(remove_duplicate=False) if torch else model.named_modules())
+    layers: dict[str, SavedLayer] = {}
+    for path, module in modules:
+        for below, layer in getattr(module, "saved_layers", dict[str, SavedLayer])().items():
+            layers[".".join(filter(None, (path, below)))] = layer
     entries: dict[str, Entry] = {}
     seen = set[Hashable]()
-    for path, module in model.named_modules(**every_name):
-        if isinstance(module, MarlinLinear) and module.weights_identity not in seen:
-            seen.add(module.weights_identity)
+    for path, layer in layers.items():
+        if layer.weights_key() not in seen:
+            seen.add(layer.weights_key())
             matrix = f"{path}.weight" if path else "weight"
-            entries[matrix] = _layer_entry(matrix, module)
-    for name, array in kit.parameter_arrays(model).items():
+            entries[matrix] = _layer_entry(matrix, layer)
+    for name, array in (_torch_arrays if torch else _mlx_arrays)(modules, layers).items():
         if _memory(array) not in seen:
             seen.add(_memory(array))
             entries[name] = HeldArray(name, array)
     return entries
 
 
-def _layer_entry(name: str, layer: Any) -> Entry:
-    parallel = sys.modules.get("billfish.nn.parallel")
-    if parallel is not None and isinstance(layer, (parallel.ColumnParallelLinear, parallel.RowParallelLinear)):
-        got = f"a {type(layer).__name__}, a part of a matrix"
-        raise CheckpointError(complaint(CALL, name, got, "whole layers: save before the model is spread"))
+def _torch_arrays(modules: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters and buffers of a state dict, without the weights of layers, which it would make."""
+    found: dict[str, Any] = {}
+    for path, module in modules:
+        kept = {name: a for name, a in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        arrays = {**module._parameters, **({} if path in layers else kept)}
+        found |= {f"{path}.{name}" if path else name: a for name, a in arrays.items() if a is not None}
+    return found
+
+
+def _mlx_arrays(modules: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by their paths, without the weights of layers."""
+    root = dict(modules)[""]
+    found = sys.modules["mlx.utils"].tree_flatten(root.parameters())
+    return {n: a for n, a in found if n.rpartition(".")[0] not in layers or n.rpartition(".")[2] == "bias"}
+
+
+def _layer_entry(name: str, layer: SavedLayer) -> Entry:
     if str(getattr(layer, "device", "")) == "meta":
         got = 'a layer on torch\'s device "meta", which has no memory'
         raise DTypeError(complaint(CALL, name, got, "one that holds its numbers"))
-    order = layer.has_order
     shape = (layer.out_features, layer.in_features)
+    order = getattr(layer, "permutation", None) is not None
     return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)
 
 
@@ -159,7 +197,7 @@ def _check_memory(array: Input) -> None:
 
 
 def _memory(array: Any) -> Hashable:
-    """The same for arrays that are tied. torch may give a tensor out as several objects on the same memory."""
+    """Equal for arrays that are tied. torch may give a tensor out as several objects on the same memory."""
     if hasattr(array, "data_ptr") and array.data_ptr():
         return (array.data_ptr(), tuple(array.shape), array.stride(), array.dtype)
     return id(array)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, FormatError, complaint, did_you_mean
 from billfish.core.format import FORMATS, Format, get_format
 
+MIX_NAME = re.compile(r"i?q\d_k_(xxs|xs|s|m|l|xl|xxl)")
 Shapes = Mapping[str, tuple[int, ...]]
 TIED_OUTPUT, OUTPUT, EMBEDDING = "q6_k", "output.weight", "token_embd.weight"
 VALUES = ("attn_v", "attn_qkv", "attn_kv_b")  # the values of attention, alone or in one matrix with others
@@ -103,7 +104,7 @@ class Mix:
     def _choose(self, name: str, k: int, model: Model) -> str:
         if name == OUTPUT or (name == EMBEDDING and model.tied):
             return "q8_0" if k % get_format(self.format).block_size else TIED_OUTPUT
-        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        match = re.fullmatch(r"blk\.(\d{1,9})\.(\w+)\.weight", name)
         if not match:
             return self.format
         layer, module = int(match[1]), match[2]
@@ -136,7 +137,7 @@ class Mix:
 
 def model_of(shapes: Shapes) -> Model:
     """What names and shapes say of a model."""
-    layers = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d+)\.", name))}
+    layers = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name))}
     rows = {part: shapes.get(f"blk.{min(layers, default=0)}.attn_{part}.weight", (1,))[0] for part in "qv"}
     stacks = [shape[0] for name, shape in shapes.items() if "_exps." in name and len(shape) == 3]
     return Model(
@@ -223,7 +224,14 @@ FILE_TYPES = {
 }
 
 
-def mix_named(name: str, to: str) -> Mix | None:
-    """The mix of that name, in any case. Q2_K, Q6_K and IQ4_XS are formats, too, and a mix in GGUF files alone."""
+def mix_named(name: str, to: str, call: str = "quantize") -> Mix | None:
+    """The mix of that name, in any case. Q2_K, Q6_K and IQ4_XS are formats, too, and a mix in GGUF files alone.
+
+    Raises for a name that looks like a mix and is none of ours.
+    """
     known = name.lower()
+    if MIX_NAME.fullmatch(known) and known not in MIXES:
+        mixes = [mix.name for mix in MIXES.values()]
+        takes = f"a format that `billfish formats` lists, or one of the mixes {', '.join(mixes)}"
+        raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name.upper(), mixes))
     return MIXES.get(known) if to == "gguf" or known not in FORMATS else None

@@ -161,7 +161,7 @@ class Comparison(NamedTuple):
     name: str
     outcome: Outcome
     verdict: str  # the outcome with its numbers
-    relative_error: float = 0.0  # |A - B| / |A|, as norms
+    relative_error: float = 0.0  # |A - B| / |A|, as norms; infinite where one is NaN or infinite and the other is not
     largest_difference: float = 0.0
 
     @property

@@ -6,7 +6,6 @@ that `offset_keys` gives. From this follows where each one begins, so its bytes 
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Mapping
@@ -19,12 +18,11 @@ import numpy as np
 
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.extras import require
-from billfish.core.files import is_affordable, open_regular, read_whole
+from billfish.core.files import is_affordable, open_regular, read_json
 from billfish.core.storage import Array
 
 CALL = "load"
-# Bytes of memory that JSON costs at most, by its punctuation: a list or an object with what is in it, and a value.
-CONTAINER_COST, VALUE_COST = 240, 64
+MAX_ELEMENTS = 1 << 58  # of an array, where extents of 0 count as 1: NumPy has none of 2^63 bytes
 TENSOR_COST = 1000  # bytes of memory for all that is known about one tensor
 
 # safetensors' names of types: bits, and the NumPy type where there is one.
@@ -133,6 +131,8 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
                 kind, shape = about.get_dtype(), tuple(about.get_shape())
                 if kind not in TYPES:
                     raise damaged(path, f"{name} of type {kind}", f"one of {', '.join(TYPES)}")
+                if math.prod(extent or 1 for extent in shape) >= MAX_ELEMENTS:
+                    raise damaged(path, f"{name} of shape {shape}", "an array that can be there")
                 bits, dtype = TYPES[kind]
                 nbytes = math.prod(shape) * bits // 8
                 stored[name] = Stored(name, file, kind, dtype and np.dtype(dtype), shape, offset, nbytes)
@@ -142,28 +142,6 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, Stored], dict[st
     if offset != file.size:
         raise damaged(path, f"tensors that end at byte {offset} of {file.size}", "tensors that fill the file")
     return file, stored, metadata
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = parse_json(read_whole(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(path, f"what is no JSON ({error})", "a JSON object") from None
-    if not isinstance(value, dict):
-        raise damaged(path, f"a {type(value).__name__}", "a JSON object")
-    return value
-
-
-def parse_json(text: bytes) -> Any:
-    """A JSON value. Raises ValueError for what is none, and for what would take far more memory than the text has."""
-    containers = text.count(b"[") + text.count(b"{")
-    cost = CONTAINER_COST * containers + VALUE_COST * (text.count(b",") + text.count(b":")) + 4 * len(text)
-    if not is_affordable(cost, len(text)):
-        raise ValueError(f"{containers} lists and objects in {len(text)} bytes")
-    return json.loads(text)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

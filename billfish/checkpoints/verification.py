@@ -80,21 +80,26 @@ def _compare_rows(first: Checkpoint, second: Checkpoint, name: str) -> Compariso
     in_order = [np.arange(a.shape[-1]) if order is None else order for order in orders]
     bits = a.kind == b.kind and a.group_size == b.group_size and np.array_equal(in_order[0], in_order[1])
     squares = power = largest = 0.0
+    equal = []  # parts before the first difference; their values only matter if there is one
     for experts, rows in _spans(a.shape):
         parts = [_matrix(ck.read(name, rows=rows, experts=experts)) for ck in (first, second)]
         if bits and _same_bits(*parts):
+            equal.append((experts, rows))
             continue
         bits = False
         x, y = (_values(part, a.shape[-1]) for part in parts)
         with np.errstate(invalid="ignore"):
             difference = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
+        difference[np.isnan(difference)] = np.inf  # NaN beside a number
         squares += float(np.sum(difference**2))
-        power += float(np.sum(x.astype(np.float64) ** 2))
+        power += _power(x)
         largest = max(largest, float(difference.max()))
     if bits:
         return Comparison(name, "equal bits", "equal bits")
     if squares == 0:
         return Comparison(name, "equal values", f"equal values, {a.kind} and {b.kind}")
+    for experts, rows in equal:
+        power += _power(_values(_matrix(first.read(name, rows=rows, experts=experts)), a.shape[-1]))
     relative = float(np.sqrt(squares / power)) if power else np.inf
     verdict = f"relative error {relative:.3g}, largest difference {largest:.3g}, {a.kind} and {b.kind}"
     return Comparison(name, "different", verdict, relative, largest)
@@ -121,6 +126,11 @@ def _same_bits(a: Any, b: Any) -> bool:
     else:
         pairs = [(a, b)]
     return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+
+
+def _power(x: NDArray[np.float64]) -> float:
+    """The sum of squares of all that is finite."""
+    return float(np.sum(x**2, where=np.isfinite(x)))
 
 
 def _values(part: Any, k: int) -> NDArray[np.float64]:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from billfish.cli.model_arguments import add_model_arguments, load_model, load_quickly, set_threads
 from billfish.cli.pictures import INK, add_caption, png, require
-from billfish.cli.run import load_quickly, set_threads
 from billfish.core.errors import DataError, complaint
 from billfish.core.files import read_text, write_atomically
 from billfish.llm.evaluation import Evaluation, Truth, evaluate, usual_window
@@ -17,28 +17,41 @@ from billfish.llm.model import Model
 COLUMNS = ("model", "bits per weight", "perplexity", "KL divergence", "same best token")
 
 
-def evaluate_models(arguments: argparse.Namespace) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, several=True)
+    parser.add_argument("--text", required=True, metavar="FILE", help="what to predict, in UTF-8")
+    parser.add_argument("--against", metavar="MODEL", help="compare with this model's exact predictions")
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help="context length of each evaluation window (default: 512, or the model's)",
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="only the first N tokens (default: all)")
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each model")
+    parser.add_argument("--plot", metavar="FILE", help="a picture, KL divergence over bits per weight (.png)")
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Predict a text with each model in turn; one of them is in memory at a time, beside the one to compare with."""
-    set_threads(arguments)
-    for name in ("tokens", "window"):
-        count = getattr(arguments, name)
+    set_threads("eval", arguments.threads)
+    for name, count in (("tokens", arguments.tokens), ("window", arguments.window)):
         if count is not None and count < 2:
             raise DataError(complaint("eval", f"--{name}", count, "a whole number from 2 on"))
     if arguments.plot:
         _check_plot(arguments.plot, arguments.against)
     text = read_text("eval", "--text", arguments.text)
-    against = None if arguments.against is None else load_quickly(arguments.against, arguments.device)
+    against = None if arguments.against is None else load_quickly(arguments.against, arguments.device, None)
     truth: Truth | None = None
     records = []
     for path in arguments.models or [None]:
-        model = load_quickly(path, arguments.device, arguments.quantize, arguments.cache_type)
+        model = load_model("eval", arguments, path)
         tokens = model.tokenizer.encode(text, special=False)[: arguments.tokens]
         if against is not None and truth is None:
             truth = Truth(against, tokens, arguments.window or usual_window(model, against))
-        found = evaluate(
-            model, tokens, against=truth, activations=arguments.activations, window=arguments.window, progress=True
-        )
-        records.append(record_of(model, path, found, arguments.activations, arguments.window))
+        window = arguments.window or (usual_window(model) if truth is None else truth.window)
+        found = evaluate(model, tokens, against=truth, activations=arguments.activations, window=window, progress=True)
+        records.append(record_of(model, path, found, arguments.activations, window))
         if arguments.json:
             print(json.dumps(records[-1]), flush=True)
         del model
@@ -50,7 +63,7 @@ def evaluate_models(arguments: argparse.Namespace) -> None:
 
 
 def record_of(
-    model: Model, path: str | None, found: Evaluation, activations: str | None, window: int | None
+    model: Model, path: str | None, found: Evaluation, activations: str | None, window: int
 ) -> dict[str, Any]:
     """What JSON says of a model."""
     return {

@@ -1,4 +1,4 @@
-"""`billfish explain`: walk one code through the bits, and `billfish formats`: the table of all formats.
+"""`billfish explain`: walk one code through the bits.
 
 The walk is not a drawing of the tricks in bits.py: it runs them, on a word that writes down every operation done to
 it, so it cannot show anything but what they do.
@@ -6,6 +6,8 @@ it, so it cannot show anything but what they do.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,10 +18,29 @@ import numpy as np
 from billfish.core import bits
 from billfish.core.elements import E2M1, E2M1X2, E4M3, FP4, Element, Integer, Signed, SortedFloats, Table
 from billfish.core.errors import DataError, complaint
-from billfish.core.format import FORMATS, Format, GroupValues, Planes, aliases_of
+from billfish.core.format import Format, GroupValues, Planes, get_format
 from billfish.core.scales import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
-from billfish.core.tables import print_table
 from billfish.core.terminal import Style
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("format", metavar="FORMAT", help="a name that `billfish formats` lists")
+    parser.add_argument("code", metavar="CODE", type=integer, help="the stored code: 5, 0b0101 or 0x5")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="the scale of its group (default: 1)")
+    parser.add_argument(
+        "--offset", type=float, metavar="Z", help="its zero point (default: 8) or minimum (default: 0), if it has one"
+    )
+
+
+def integer(text: str) -> int:
+    """A number as Python writes it; argparse names this function where it complains."""
+    return int(text, 0)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    format = get_format(arguments.format, "explain")
+    explain(format, arguments.code, arguments.scale, arguments.offset, sys.stdout)
+
 
 # ---- the recording word -----------------------------------------------------------------------------------------
 
@@ -319,43 +340,3 @@ def _spaced(pattern: str) -> str:
 
 def _number(x: Any) -> str:
     return f"{float(x):.6g}"
-
-
-# ---- the table --------------------------------------------------------------------------------------------------
-
-COLUMNS = ("format", "bits/weight", "group", "element", "scale", "offset", "codes mean", "also called", "storage")
-
-
-def format_rows() -> list[tuple[str, ...]]:
-    """One row of text for each format."""
-    rows: list[tuple[str, ...]] = []
-    for format in FORMATS.values():
-        groups = ", ".join(map(str, sorted(format.group_sizes))) + (", K" if format.whole_row_groups else "")
-        if format.block_size > max(format.group_sizes):
-            groups += f" (blocks of {format.block_size})"
-        element = format.element
-        rows.append(
-            (
-                format.name,
-                f"{format.bits_per_weight(format.default_group_size):.6g}",
-                groups,
-                element.name,
-                format.scale,
-                format.offset,
-                f"{element.low:g} .. {element.high:g}",
-                ", ".join(aliases_of(format)),
-                format.layout,
-            )
-        )
-    return rows
-
-
-def print_formats(out: TextIO, markdown: bool = False) -> None:
-    """The table of all formats; bits/weight at the default group size."""
-    rows = [COLUMNS, *format_rows()]
-    if not markdown:
-        print_table(rows, out, left=len(COLUMNS))
-        return
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |", file=out)

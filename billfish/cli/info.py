@@ -5,6 +5,7 @@ Packages are looked up, not imported: some take seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -20,7 +21,9 @@ import numpy as np
 from billfish.backends import BACKENDS, Problem, choose
 from billfish.backends.cpu import _cpu
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.format import get_format
+from billfish.core.machine import allowed_cores
 from billfish.core.tables import terminal_width
 from billfish.core.version import __version__
 
@@ -52,6 +55,14 @@ VARIABLES = (
     "BILLFISH_GGML_LIB",
 )
 LABEL = 20  # columns of the names at the left
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    print_info(sys.stdout, arguments.json)
 
 
 def found() -> dict[str, Any]:
@@ -93,8 +104,7 @@ def _chosen() -> str:
 
 def threads() -> dict[str, Any]:
     """How many compute, of how many cores, and why so many."""
-    cores = os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    cores, allowed = os.cpu_count() or 1, allowed_cores()
     used = int(_cpu.threads())
     if "OMP_NUM_THREADS" in os.environ:
         why = "OMP_NUM_THREADS"
@@ -176,5 +186,5 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     lines += [("", ""), ("packages", "")]
     for name, version in facts["packages"].items():
         extra = PACKAGES[name]
-        lines.append((f"  {name}", version or ("-" if not extra else f"-   pip install 'billfish[{extra}]'")))
+        lines.append((f"  {name}", version or ("-" if not extra else f"-   {how_to_install(extra)}")))
     return lines

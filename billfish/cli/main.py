@@ -1,149 +1,93 @@
-"""The command line: what each command does, and how it ends."""
+"""The command line: the table of commands, and how each of them ends."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import billfish
-from billfish.cli.parser import EXAMPLES, parser
-from billfish.core.errors import BillfishError, complaint, did_you_mean
+from billfish.core.errors import BillfishError, complaint, did_you_mean, printable
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
-# Each command imports what it needs, and no other waits for that.
+
+class Command(NamedTuple):
+    """A line of the help. The file of the same name has the arguments, and is imported when the command is used."""
+
+    purpose: str
+    example: str
+    resumes: bool = False  # whether the same command continues after Ctrl-C where it stopped
 
 
-def _formats(arguments: argparse.Namespace) -> None:
-    from billfish.cli.explain import print_formats
-
-    print_formats(sys.stdout, arguments.markdown)
-
-
-def _info(arguments: argparse.Namespace) -> None:
-    from billfish.cli.info import print_info
-
-    print_info(sys.stdout, arguments.json)
-
-
-def _explain(arguments: argparse.Namespace) -> None:
-    from billfish.cli.explain import explain
-
-    format = billfish.get_format(arguments.format, "explain")
-    explain(format, arguments.code, arguments.scale, arguments.offset, sys.stdout)
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    from billfish.cli import run
-
-    run.run(arguments)
-
-
-def _serve(arguments: argparse.Namespace) -> None:
-    from billfish.cli import serve
-
-    serve.serve(arguments)
-
-
-def _eval(arguments: argparse.Namespace) -> None:
-    from billfish.cli import eval
-
-    eval.evaluate_models(arguments)
-
-
-def _inspect(arguments: argparse.Namespace) -> None:
-    from billfish.cli import checkpoint_commands
-
-    checkpoint_commands.inspect(arguments.path, arguments.json, sys.stdout)
-
-
-def _calibrate(arguments: argparse.Namespace) -> None:
-    from billfish.cli import calibrate
-
-    with _told_how_to_continue():
-        calibrate.calibrate(arguments)
-
-
-def _quantize(arguments: argparse.Namespace) -> None:
-    from billfish.cli import checkpoint_commands
-
-    with _told_how_to_continue():
-        checkpoint_commands.quantize_and_print(**_options(arguments))
-
-
-def _convert(arguments: argparse.Namespace) -> None:
-    from billfish.cli import checkpoint_commands
-
-    with _told_how_to_continue():
-        checkpoint_commands.convert_and_print(**_options(arguments))
-
-
-def _verify(arguments: argparse.Namespace) -> None:
-    from billfish.cli import checkpoint_commands
-
-    if not checkpoint_commands.verify_and_print(arguments.a, arguments.b):
-        sys.stdout.flush()
-        raise SystemExit(1)
-
-
-@contextlib.contextmanager
-def _told_how_to_continue() -> Iterator[None]:
-    """After Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _tell("stopped; the same command continues where it was")
-        raise SystemExit(INTERRUPTED) from None
-
-
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name != "command"}
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    from benchmarks import products
-
-    settings = products.Settings.parse(**_options(arguments))
-    if settings.report is not None:
-        from benchmarks.products import report
-
-        if not report.run(settings, sys.stdout).complete:
-            raise SystemExit(1)
-        return
-    try:
-        complete = products.run(settings).complete
-    except KeyboardInterrupt:  # before the first measurement
-        complete = False
-    if not complete:
-        raise SystemExit(INTERRUPTED)
-
-
-def _profile(arguments: argparse.Namespace) -> None:
-    from benchmarks import metal_profile
-
-    metal_profile.run(metal_profile.Settings.parse(**_options(arguments)))
-
-
-COMMANDS = {
-    "formats": _formats,
-    "info": _info,
-    "explain": _explain,
-    "run": _run,
-    "serve": _serve,
-    "eval": _eval,
-    "inspect": _inspect,
-    "calibrate": _calibrate,
-    "quantize": _quantize,
-    "convert": _convert,
-    "verify": _verify,
-    "bench": _bench,
-    "profile": _profile,
+GROUPS = {
+    "Models": {
+        "run": Command(
+            "a language model answers: one prompt, or a chat",
+            'billfish run model.gguf -p "What is the capital of France?"',
+        ),
+        "serve": Command(
+            "a language model answers many users, by OpenAI's API and on a page",
+            "billfish serve model.gguf --port 8080",
+        ),
+        "eval": Command(
+            "how well models predict a text, and what a format costs",
+            "billfish eval model.gguf --text FILE --against other.gguf",
+        ),
+    },
+    "Checkpoints": {
+        "inspect": Command(
+            "list the tensors of a checkpoint: format, shape, bits, size", "billfish inspect model.gguf"
+        ),
+        "calibrate": Command(
+            "collect activation statistics (an imatrix) for `quantize`",
+            "billfish calibrate model.gguf --text FILE -o STATS.safetensors",
+            resumes=True,
+        ),
+        "quantize": Command(
+            "quantize the weights of a checkpoint",
+            "billfish quantize IN OUT --format fp4 --group-size 128",
+            resumes=True,
+        ),
+        "convert": Command(
+            "write a checkpoint in another layout, without loss where it can be",
+            "billfish convert IN OUT --to mlx",
+            resumes=True,
+        ),
+        "verify": Command("compare two checkpoints, tensor by tensor; 1 if any value differs", "billfish verify A B"),
+    },
+    "Formats": {
+        "formats": Command("list every format: size, group, element, scale, storage", "billfish formats"),
+        "explain": Command("walk one code through the bits that decode it", "billfish explain fp4 0b1011 --scale 0.3"),
+    },
+    "Machines": {
+        "info": Command("what was found on this machine, and what will be used", "billfish info"),
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+
+
+def module_of(name: str) -> Any:
+    """The file of a command."""
+    return importlib.import_module(f"billfish.cli.{name}")
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a command."""
+    parser = argparse.ArgumentParser(
+        prog=f"billfish {name}",
+        description=COMMANDS[name].purpose,
+        epilog=f"example: {COMMANDS[name].example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module_of(name).add_arguments(parser)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,28 +106,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:  # such as a full disk behind standard output
         _drop_output()
-        where = str(error.filename or "standard output")
-        _tell(complaint("billfish", where, error.strerror or error, "a place with room that can be written to"))
+        where = printable(str(error.filename or "standard output"))
+        _tell(f"{where}: {error.strerror or error}")
         return 2
 
 
 def _run_command(words: list[str]) -> int:
+    name = words[0] if words else ""
     try:
-        if not words:
-            parser().print_help()
+        if not words or name.startswith("-"):
+            top = _top()
+            if words:
+                top.parse_args(words)  # --help and --version end here
+                top.error("COMMAND is missing")
+            top.print_help()
             return 0
-        if not words[0].startswith("-") and words[0] not in EXAMPLES:
-            takes = f"one of {', '.join(EXAMPLES)}{did_you_mean(words[0], EXAMPLES)}"
-            raise BillfishError(complaint("billfish", "COMMAND", repr(words[0]), takes))
-        arguments = parser().parse_args(words)
-        COMMANDS[arguments.command](arguments)
+        if name not in COMMANDS:
+            takes = f"one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+            raise BillfishError(complaint("billfish", "COMMAND", repr(name), takes))
+        arguments = parser_of(name).parse_args(words[1:])
+        status: int | None = module_of(name).run(arguments)
+        return status or 0
     except BillfishError as error:
         _tell(error)
         return 2
     except KeyboardInterrupt:
-        _tell("stopped")
+        resumes = name in COMMANDS and COMMANDS[name].resumes
+        _tell("stopped; the same command continues where it was" if resumes else "stopped")
         return INTERRUPTED
-    return 0
+
+
+def _top() -> argparse.ArgumentParser:
+    """What there is without a command: the help of all of them."""
+    lines = []
+    for title, commands in GROUPS.items():
+        lines.append(f"\n{title}")
+        for name, command in commands.items():
+            lines += [f"  {name:<10}{command.purpose}", f"            {command.example}"]
+    top = argparse.ArgumentParser(
+        prog="billfish",
+        usage="billfish COMMAND ...",
+        description=textwrap.fill(billfish.__doc__ or "", 78),
+        epilog="\n".join(lines) + "\n\n`billfish COMMAND --help` lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"billfish {billfish.__version__}")
+    return top
 
 
 def _tell(what: object) -> None:

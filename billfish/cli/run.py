@@ -3,61 +3,84 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
+import os
 import re
+import stat
 import sys
 import time
 from typing import TextIO
 
-from billfish.backends.cpu import _cpu, check_threads
+from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
 from billfish.core.errors import DataError, ModelError, complaint
 from billfish.core.terminal import Style
-from billfish.core.typing import CacheType
 from billfish.llm.chat_template import Message, start_process
 from billfish.llm.generation import Generation
 from billfish.llm.kv_cache import Cache
-from billfish.llm.model import Model, load
+from billfish.llm.model import Model
 
 
-def set_threads(arguments: argparse.Namespace) -> None:
-    """As many as the user asked for."""
-    if arguments.threads is not None:
-        _cpu.set_threads(check_threads(arguments.command, "--threads", arguments.threads))
-
-
-def load_quickly(
-    path: str | None, device: str, quantize: str | None = None, cache_type: CacheType | None = None
-) -> Model:
-    """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
-    gc.disable()
-    try:
-        return load(path, device=device, quantize=quantize, cache_type=cache_type)
-    finally:
-        gc.enable()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "-p", "--prompt", metavar="TEXT", help="answer this, and what standard input adds; without it, chat"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=512, metavar="N", help="the longest answer, in tokens (default: 512)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="of sampling; 0 is greedy decoding (default: 0)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="nucleus sampling: keep the smallest set of tokens with total probability P (default: 1)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens less than P times as likely as the best one (default: 0)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divide the logits of tokens already seen by R (default: 1, off)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (default: 0, all)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random numbers (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON: the answer and all about it")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Answer one prompt, or hold a chat."""
     started = time.perf_counter()
-    set_threads(arguments)
+    set_threads("run", arguments.threads)
     chat = arguments.prompt is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError(complaint("run", "--json", "a chat", "a prompt: -p TEXT, or standard input"))
-    for option in ("prompt", "system"):
-        _check_text(f"--{option}", getattr(arguments, option) or "")
+    for option, text in (("--prompt", arguments.prompt), ("--system", arguments.system)):
+        _check_text(option, text or "")
+    prompt = "" if chat else _prompt(arguments.prompt)
     if not arguments.raw:
         start_process()
-    model = load_quickly(arguments.model, arguments.device, arguments.quantize, arguments.cache_type)
+    model = load_model("run", arguments, arguments.model)
     if not arguments.raw and model.template is None:
         takes = "one with a chat template, or --raw, which continues the prompt as it is"
         raise ModelError(complaint("run", "MODEL", f"{model.config.name}, which has no chat template", takes))
     if chat:
         Chat(model, arguments).talk()
         return
-    # The newline at the end is `echo`'s, or the editor's: a model would take it for a part of the question.
-    prompt = _read_input().removesuffix("\n") if arguments.prompt is None else arguments.prompt
     conversation = prompt if arguments.raw else [*_system(arguments), {"role": "user", "content": prompt}]
     answer = _generate(model, arguments, conversation)
     pieces, first_token = [], 0.0
@@ -79,10 +102,29 @@ def run(arguments: argparse.Namespace) -> None:
         print_rates(answer, model, sys.stderr, first_token)
 
 
-def _read_input() -> str:
-    """All of standard input."""
+def _prompt(given: str | None) -> str:
+    """-p TEXT, standard input, or both with an empty line between them: a question, and the text that it is about."""
+    text = _read_input() if given is None or _is_piped(sys.stdin) else ""
+    if given is None and not text.strip():
+        takes = "a prompt: -p TEXT, or a text in standard input. In a terminal, `billfish run` is a chat"
+        raise DataError(complaint("run", "standard input", "no text", takes))
+    return "\n\n".join(part for part in (given, text) if part)
+
+
+def _is_piped(stream: TextIO) -> bool:
+    """Whether somebody sends a text: a pipe or a file, and no terminal, /dev/null or service's socket."""
     try:
-        text = sys.stdin.read()
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def _read_input() -> str:
+    """All of standard input. The newline at its end is `echo`'s, or the editor's: a model would take it for a part of
+    the question."""
+    try:
+        text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise DataError(complaint("run", "standard input", error, "a text in UTF-8")) from None
     return _check_text("standard input", text)

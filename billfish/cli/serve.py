@@ -6,28 +6,50 @@ import argparse
 import ipaddress
 import sys
 
-from billfish.cli.run import load_quickly, set_threads
-from billfish.core.extras import require
-from billfish.core.terminal import Style
+from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
+from billfish.core.extras import folder_of
+from billfish.core.terminal import warn
 from billfish.llm.chat_template import start_process
 
-PACKAGES = ("starlette", "uvicorn", "llguidance")
+PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
-def serve(arguments: argparse.Namespace) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="A", help="the address to listen on (default: 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8080, metavar="P", help="the port; 0 takes a free one (default: 8080)"
+    )
+    parser.add_argument(
+        "--streams", type=int, default=8, metavar="N", help="sequences that are generated together (default: 8)"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a prompt and its answer (default: 4096, or the model's)"
+    )
+    parser.add_argument(
+        "--queue", type=int, default=64, metavar="N", help="requests that wait; more get 429 (default: 64)"
+    )
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="keys of those who may use it, one a line (default: everybody may)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
     """Answer requests until a signal comes."""
     for package in PACKAGES:
-        require(package, "serve")
-    from billfish.serving.engine import Engine  # here: they need these packages
-    from billfish.serving.keys import Keys, read_keys
-    from billfish.serving.server import Server, address, listen
-    from billfish.serving.service import Service
+        folder_of(package, "serve")
+    from billfish.serving.api.service import Service  # here: they need these packages
+    from billfish.serving.engine.engine import Engine
+    from billfish.serving.http.keys import Keys, read_keys
+    from billfish.serving.http.server import Server, address, listen
 
     keys = Keys([]) if arguments.api_key_file is None else read_keys(arguments.api_key_file)
     with listen(arguments.host, arguments.port) as listening:
-        set_threads(arguments)
+        set_threads("serve", arguments.threads)
         start_process()
-        model = load_quickly(arguments.model, arguments.device, arguments.quantize)
+        model = load_model("serve", arguments, arguments.model)
         engine = Engine(
             model,
             streams=arguments.streams,
@@ -57,7 +79,7 @@ def _who(host: str, has_keys: bool) -> str:
         return f"It listens on {host}, for {whom} on this machine alone; --host 0.0.0.0 opens it to others."
     if not has_keys:
         warning = "Whoever reaches this machine can use it: --api-key-file FILE keeps others out."
-        print(Style(sys.stderr)(f"billfish: warning: {warning}", "yellow"), file=sys.stderr)
+        warn(warning, sys.stderr)
     return f"It listens on {host}, for {whom} who can reach this machine."
 
 

@@ -38,6 +38,10 @@ class BackendUnavailable(BillfishError, RuntimeError):
     """No backend, or not the one asked for, can run this problem on this machine."""
 
 
+class MissingPackage(BackendUnavailable):
+    """A Python package that this part of billfish needs is not installed."""
+
+
 def explained(error: BaseException) -> str:
     """An error in a sentence: our messages say all, others' need the name of their class."""
     return str(error) if isinstance(error, BillfishError) else f"{type(error).__name__}: {error}"

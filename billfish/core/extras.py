@@ -7,7 +7,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from billfish.core.errors import BackendUnavailable, complaint
+from billfish.core.errors import MissingPackage
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings what a part of billfish needs. billfish is on no index: it comes from a checkout."""
+    return f"pip install '.[{extra}]' in a checkout of billfish"
 
 
 def require(module: str, extra: str) -> Any:
@@ -15,17 +20,18 @@ def require(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise _missing(module, extra, f" ({error})") from None
+        raise missing(module, extra, error) from None
 
 
 def folder_of(package: str, extra: str) -> Path:
     """Where a package is, without importing it; the same error."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise _missing(package, extra)
+        raise missing(package, extra)
     return Path(spec.origin).parent
 
 
-def _missing(module: str, extra: str, why: str = "") -> BackendUnavailable:
-    takes = f"an installed one: pip install 'billfish[{extra}]'"
-    return BackendUnavailable(complaint("import", f"the package {module}", f"none{why}", takes))
+def missing(package: str, extra: str, error: ImportError | None = None) -> MissingPackage:
+    """What to raise where a package is not there, or is there and cannot be imported."""
+    why = f"cannot be imported ({error})" if error is not None and error.name != package else "is not installed"
+    return MissingPackage(f"{package} {why}. Run: {how_to_install(extra)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import re
@@ -16,13 +17,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, DTypeError, complaint
+from billfish.core.errors import CheckpointError, DataError, DTypeError, complaint
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 MAX_MEMBERS = 8  # of an .npz file; ours have three
 MAX_DIRECTORY = 4096  # bytes of the list of members; theirs take some 60 each
 MOST_TEXT = 1 << 28  # bytes of a text to evaluate or to calibrate with
 MAX_WHOLE = 200_000_000  # bytes of a small file, such as a tokenizer.json of 30 MB
+# Bytes of memory that JSON costs at most, by its punctuation: a list or an object with what is in it, and a value.
+CONTAINER_COST, VALUE_COST = 240, 64
 NPY = re.compile(
     rb"\x93NUMPY\x01\x00..\{'descr': '([<|][a-zA-Z][0-9]+)', 'fortran_order': False, "
     rb"'shape': \(([0-9, ]{0,200})\), \} *\n",  # no more axes than NumPy has: their product takes time
@@ -85,6 +88,28 @@ def is_affordable(cost: int, size: int) -> bool:
     A tiny file that lies about its sizes must not take the machine's memory, so costs are known before they are paid.
     """
     return cost <= (64 << 20) + 8 * size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = parse_json(read_whole(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(complaint("load", str(path), f"what is no JSON ({error})", "a JSON object")) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(complaint("load", str(path), f"a {type(value).__name__}", "a JSON object"))
+    return value
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON value. Raises ValueError for what is none, and for what would take far more memory than the text has."""
+    containers = text.count(b"[") + text.count(b"{")
+    cost = CONTAINER_COST * containers + VALUE_COST * (text.count(b",") + text.count(b":")) + 4 * len(text)
+    if not is_affordable(cost, len(text)):
+        raise ValueError(f"{containers} lists and objects in {len(text)} bytes")
+    return json.loads(text)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:

@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from billfish.core.device_array import DeviceArray, to_device
 from billfish.core.elements import Element
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean
-from billfish.core.machine import with_known_floats
-from billfish.core.row_slices import map_rows
+from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint, did_you_mean, readable
+from billfish.core.machine import map_rows, with_known_floats
 from billfish.core.search import Search
-from billfish.core.storage import Array, ArraySpec, Part, Storage, check_array
+from billfish.core.storage import Array, ArraySpec, Storage, StoragePart, check_array
 
 # "codes" is uint8 [N, K]; every other plane is [N, number of groups], or a scalar that belongs to the whole tensor.
 Planes = dict[str, Array]
@@ -62,7 +61,7 @@ class Format(ABC):
     # ---- the format's own -------------------------------------------------------------------------------------
 
     @abstractmethod
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
         """The arrays of the storage, in their order. The first has both axes and a `run`: its shape tells N and K."""
 
     @abstractmethod
@@ -138,7 +137,7 @@ class Format(ABC):
                 raise ShapeError(complaint(call, part.name, f"shape {array.shape}", takes))
         return n, k, group_size
 
-    def _matrix_shape(self, call: str, first: Part, array: Array) -> tuple[int, int]:
+    def _matrix_shape(self, call: str, first: StoragePart, array: Array) -> tuple[int, int]:
         n, along_k = (array.shape[first.axes.index(axis)] for axis in "nk")
         if n == 0:
             raise ShapeError(complaint(call, first.name, f"shape {array.shape}, N=0", "a matrix with N > 0"))
@@ -354,6 +353,24 @@ def get_format(name: str | Format, call: str = "get_format") -> Format:
         raise FormatError(complaint(call, "format", repr(name), takes))
     spelled = [name for format in FORMATS.values() for name in (format.name, *aliases_of(format))]
     raise FormatError(complaint(call, "format", repr(name), takes) + did_you_mean(name, spelled))
+
+
+def parse_format(text: str | Format, call: str, group_size: int | None = None) -> tuple[Format, int | None]:
+    """The format and the group size that a user wrote: "fp4", or "fp4:64"; "fp4:-1" has one group for each row.
+
+    group_size: one that was given beside the name. None is returned where neither has one: the format's own.
+    """
+    name, colon, written = text.partition(":") if isinstance(text, str) else (text, "", "")
+    format = get_format(name, call)
+    if colon:
+        if re.fullmatch(r"-?[0-9]{1,9}", written) is None:
+            raise FormatError(f"{call}: {readable(repr(text))} has no valid group size. Write {format.name}:GROUP.")
+        if group_size not in (None, int(written)):
+            raise FormatError(f"{call}: the format is {readable(repr(text))} and group_size {group_size}. Give one.")
+        group_size = int(written)
+    if group_size is not None and not (group_size == -1 and format.whole_row_groups):
+        format.check_group_size(call, group_size, None)
+    return format, group_size
 
 
 def aliases_of(format: Format) -> tuple[str, ...]:

@@ -36,8 +36,7 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, complaint
 from billfish.core.format import Format, Planes
-from billfish.core.machine import with_known_floats
-from billfish.core.row_slices import map_rows
+from billfish.core.machine import map_rows, with_known_floats
 from billfish.core.search import reciprocal
 
 Doubles = NDArray[np.float64]

@@ -1,4 +1,7 @@
-"""A progress bar on standard error: how much is done, how fast it goes, and how long it will take."""
+"""Progress on standard error: how much is done, how fast it goes, and how long it will take.
+
+In a terminal it is a bar. In a pipe or a file it is a line, after the first second and then every half minute.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from threading import Event, RLock, Thread
 from types import TracebackType
 from typing import TextIO
 
@@ -16,11 +20,15 @@ OnProgress = Callable[[int, int, str], None]  # bytes done, bytes in all, what i
 Advance = Callable[[int, str], None]  # so many bytes more, and of what
 
 WIDTH = 24
-SECONDS_BETWEEN = 0.1
+SECONDS_BETWEEN = 0.1  # two drawings of a bar, at least
+FIRST_SECONDS = 1.0  # of silence, and of a bar that nothing moves
+PIPE_SECONDS = 30.0  # between two lines
+RECENT_SECONDS = 10.0  # that the rate is of: tensors that are copied go by faster than those that are quantized
+ESTIMATE_SECONDS = 2.0  # before which a rate says little
 
 
 class Progress:
-    """``with Progress(total, "layers") as bar: bar.advance(1, "what is being done")``. Drawn on terminals only.
+    """``with Progress(total, "layers") as bar: bar.advance(1, "what is being done")``.
 
     With unit "B" amounts are bytes and shown in MB.
     """
@@ -29,45 +37,74 @@ class Progress:
         self.total, self.done, self.label = total, 0.0, ""
         self.unit, self.divisor = ("MB", 1e6) if unit == "B" else (unit, 1.0)
         self.stream = stream or sys.stderr
-        self.enabled = enabled and self.stream.isatty()
+        self.enabled, self.bar = enabled, self.stream.isatty()
         self.start = time.monotonic()
+        self._recent = [(0.0, 0.0)]  # seconds, and what was done then
         self._drawn = -SECONDS_BETWEEN
+        self._lock, self._ended = RLock(), Event()
+        self._clock = Thread(target=self._tick, name="billfish progress", daemon=True)
 
     def advance(self, amount: float, label: str = "") -> None:
         """So much more is done; `label` says what is being done now."""
-        self.done += amount
-        self.label = label or self.label
-        elapsed = time.monotonic() - self.start
-        if self.enabled and elapsed - self._drawn >= SECONDS_BETWEEN:
-            self._drawn = elapsed
-            self.stream.write("\r" + self.line(elapsed) + "\x1b[K")
+        with self._lock:
+            seconds = time.monotonic() - self.start
+            self.done += amount
+            self.label = label or self.label
+            if amount:
+                self._recent.append((seconds, self.done))
+            if self.enabled and self.bar and seconds - self._drawn >= SECONDS_BETWEEN:
+                self._show(seconds)
+
+    def _tick(self) -> None:
+        """Time goes on while nothing advances."""
+        pause = FIRST_SECONDS
+        while not self._ended.wait(pause):
+            with self._lock:
+                self._show(time.monotonic() - self.start)
+            pause = FIRST_SECONDS if self.bar else PIPE_SECONDS
+
+    def _show(self, seconds: float) -> None:
+        self._drawn = seconds
+        with contextlib.suppress(OSError, ValueError):  # nobody listens
+            self.stream.write(f"\r{self.line(seconds)}\x1b[K" if self.bar else f"{self.line(seconds)}\n")
             self.stream.flush()
 
-    def line(self, elapsed: float) -> str:
-        """The bar after so many seconds, cut to the terminal's width."""
-        fraction = min(1.0, self.done / self.total) if self.total else 1.0
-        rate = self.done / elapsed if elapsed > 0 else 0.0
-        left = f"{clock((self.total - self.done) / rate)} left" if rate > 0 else ""
-        filled = round(fraction * WIDTH)
-        numbers = f"{self.done / self.divisor:.0f}/{self.total / self.divisor:.0f} {self.unit}"
-        done = f"{'#' * filled}{'.' * (WIDTH - filled)} {numbers}"
-        text = f"{done}, {rate / self.divisor:.1f}/s, {left}  {printable(self.label)}"
-        return text[: shutil.get_terminal_size().columns - 1]
+    def line(self, seconds: float) -> str:
+        """What is shown after so many seconds; a bar is cut to the terminal's width."""
+        while len(self._recent) > 2 and self._recent[1][0] <= self._recent[-1][0] - RECENT_SECONDS:
+            self._recent.pop(0)
+        since, before = self._recent[0]
+        rate = (self.done - before) / (seconds - since) if seconds > since else 0.0
+        facts = [f"{self.done / self.divisor:.0f}/{self.total / self.divisor:.0f} {self.unit}"]
+        facts.append(f"{rate / self.divisor:.1f}/s")
+        if rate > 0 and seconds >= ESTIMATE_SECONDS:
+            facts.append(f"{clock((self.total - self.done) / rate)} left")
+        text = f"{', '.join(facts)}  {printable(self.label)}".rstrip()
+        if not self.bar:
+            return text
+        filled = round(min(1.0, self.done / self.total) * WIDTH) if self.total else WIDTH
+        return f"{'#' * filled}{'.' * (WIDTH - filled)} {text}"[: shutil.get_terminal_size().columns - 1]
 
     def __enter__(self) -> Progress:
+        if self.enabled:
+            self._clock.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.enabled:
+        if not self.enabled:
+            return
+        self._ended.set()
+        self._clock.join()
+        if self.bar:
             self.stream.write("\r\x1b[K")  # the line is only of interest while work goes on
             self.stream.flush()
 
 
 @contextlib.contextmanager
 def follow(progress: bool | OnProgress, total: int) -> Iterator[Advance]:
-    """What is to be told of each step of `total` bytes. True draws the bar, False nothing, a callable is called."""
+    """What is to be told of each step of `total` bytes. True shows it, False nothing, a callable is called."""
     if callable(progress):
         done, tell = 0, progress
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -10,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from billfish.core.errors import CheckpointError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import Format, get_format
 from billfish.core.storage import Array, Storage
-from billfish.core.tensor import Made, QuantizedTensor, owners, read_only
+from billfish.core.tensor import Made, QuantizedTensor, made_once, owners, read_only
 from billfish.core.typing import FormatLike
 
 CALL = "QuantizedExperts"
@@ -97,33 +96,6 @@ class QuantizedExperts:
         storage = {name: np.stack([t.storage[name] for t in tensors]) for name in first.format.storage_names}
         return cls.owning(first.format, (len(tensors), *first.shape), first.group_size, storage)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the stack to a .safetensors file, which must not exist, bit for bit. :meth:`load` reads it.
-
-        bf.load reads it too, where it is called "weight".
-        """
-        from billfish.checkpoints.conversion import save  # here, as checkpoints are made of tensors
-
-        if not str(path).endswith(".safetensors"):
-            takes = "a name that ends in .safetensors"
-            raise CheckpointError(complaint("QuantizedExperts.save", "path", str(path), takes))
-        save({"weight": self}, path, progress=False)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> QuantizedExperts:
-        """The stack in a file that :meth:`save` wrote, or in any other that holds one stack and no other quantized
-        tensor. Its arrays are views of the file, which must stay as it is."""
-        from billfish.checkpoints import load
-
-        checkpoint = load(path)
-        names = [name for name in checkpoint if checkpoint.describe(name).format is not None]
-        stack = checkpoint[names[0]] if len(names) == 1 else None
-        if not isinstance(stack, cls):
-            got = f"{len(names)} quantized tensors, and no stack alone"
-            takes = "a file that QuantizedExperts.save wrote; bf.load reads others"
-            raise CheckpointError(complaint("QuantizedExperts.load", str(path), got, takes))
-        return stack
-
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -165,10 +137,7 @@ class QuantizedExperts:
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
         """As of QuantizedTensor: what `make` gives, made at the first call with this key and kept."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: Made = self._made[key]
-        return found
+        return made_once(self._made, key, make)
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.shape))

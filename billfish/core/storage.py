@@ -1,7 +1,7 @@
 """The arrays that a format stores a matrix W [N, K] in: how each is called, typed and shaped, and where n and k lie.
 
-A format declares :class:`Part`; everything that makes, checks, cuts or sizes storage asks the :class:`ArraySpec` that
-comes of a part for one matrix, and needs to know nothing else about the format.
+A format declares :class:`StoragePart`; everything that makes, checks, cuts or sizes storage asks the
+:class:`ArraySpec` that comes of a part for one matrix, and needs to know nothing else about the format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Storage = Mapping[str, Array]
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """One array of a format's storage, for matrices of any size."""
 
     name: str

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import BillfishError, CheckpointError, DataError, FormatError, ShapeError, complaint
+from billfish.core.errors import BillfishError, DataError, FormatError, ShapeError, complaint
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.storage import Array, ArraySpec, Storage, check_array
 from billfish.core.typing import FormatLike
@@ -170,37 +168,6 @@ class QuantizedTensor:
                 raise DataError(complaint(call, name, f"{plane.dtype} values up to {plane.max()}", takes))
         return tensor
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tensor to a .safetensors file, which must not exist, bit for bit and with its permutation.
-
-        :meth:`load` reads it; so does bf.load, where it is called "weight".
-        """
-        from billfish.checkpoints.conversion import save  # here, as checkpoints are made of tensors
-
-        if Path(path).suffix != ".safetensors":
-            takes = "a name that ends in .safetensors; bf.save writes folders and other layouts"
-            raise CheckpointError(complaint("QuantizedTensor.save", "path", str(path), takes))
-        save({"weight": self}, path, progress=False)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> QuantizedTensor:
-        """The tensor in a file that :meth:`save` wrote, or in any other that holds one quantized tensor and no more.
-
-        Its arrays are views of the file, which must stay as it is.
-        """
-        from billfish.checkpoints import load
-
-        checkpoint = load(path)
-        names = [name for name in checkpoint if checkpoint.describe(name).format is not None]
-        tensor = checkpoint[names[0]] if len(names) == 1 else None
-        if not isinstance(tensor, QuantizedTensor):
-            got = {0: "no quantized tensor", 1: "a stack of matrices"}.get(
-                len(names), f"{len(names)} quantized tensors"
-            )
-            takes = "one; QuantizedExperts.load reads a stack, and bf.load all of them"
-            raise CheckpointError(complaint("QuantizedTensor.load", str(path), got, takes))
-        return tensor
-
     @property
     def planes(self) -> Planes:
         """Codes uint8 [N, K], scales and offsets [N, groups], unpacked anew at each call."""
@@ -231,10 +198,7 @@ class QuantizedTensor:
 
     def made(self, key: Any, make: Callable[[], Made]) -> Made:
         """What `make` gives, made at the first call with this key and kept."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: Made = self._made[key]
-        return found
+        return made_once(self._made, key, make)
 
     def __repr__(self) -> str:
         n, k = self.shape
@@ -262,6 +226,15 @@ class QuantizedTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         raise TypeError("a QuantizedTensor is not an array; billfish.dequantize(tensor, dtype=...) makes one")
+
+
+def made_once(held: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
+    """`held[key]`, which `make` makes where it is missing. Safe in threads that remove entries: it is read once."""
+    found: Any = held.get(key, held)
+    if found is held:
+        found = held[key] = make()
+    value: Made = found
+    return value
 
 
 def why_not_joined(tensors: Sequence[QuantizedTensor]) -> str:

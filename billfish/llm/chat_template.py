@@ -28,8 +28,8 @@ class TemplateFailed(Exception):
 
 class ChatTemplate:
     """A template as model files carry it. It is a program from a stranger, so it runs in a process of its own, whose
-    time, memory and output are limited (template_process.py). The process lives as long as the template; threads take
-    turns, and a fork starts its own."""
+    time, memory and output are limited (chat_template_process.py). The process lives as long as the template; threads
+    take turns, and a fork starts its own."""
 
     def __init__(self, source: str, **tokens: str) -> None:
         """tokens: what the template may want to write, such as bos_token="<s>"."""

@@ -10,13 +10,12 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.axes import why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts
-from billfish.backends.cpu.packed import PackedWeights
-from billfish.backends.cpu.plain import PlainWeights
+from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.errors import ModelError, complaint
 from billfish.core.formats.structure import structure_of
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor

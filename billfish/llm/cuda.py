@@ -13,9 +13,11 @@ import numpy as np
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import CudaBackend
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
+from billfish.backends.cuda.decoder import CHOICE, PAGE, DeviceDecoder, StepMemory, captured, sent
 from billfish.backends.cuda.driver import (
+    OutOfMemory,
     Pinned,
+    Stream,
     check,
     copy_in,
     copy_out,
@@ -25,8 +27,7 @@ from billfish.backends.cuda.driver import (
     free_bytes,
     synchronize,
 )
-from billfish.backends.cuda.layers import CHOICE, PAGE, Step
-from billfish.core.errors import BackendUnavailable, BillfishError, DataError, ModelError, complaint
+from billfish.core.errors import BackendUnavailable, DataError, ModelError, complaint
 from billfish.core.typing import Activations
 from billfish.llm.cuda_kv_cache import CudaCache, PagePool
 from billfish.llm.cuda_weights import GpuWeights
@@ -87,21 +88,20 @@ class CudaDecoder(Decoder):
         try:
             layers = [weights.layer(i) for i in range(self.config.layers)]
             embedding, head = weights.embedding_and_head()
-        except BillfishError as error:
-            if "OUT_OF_MEMORY" not in str(error):
-                raise
+        except OutOfMemory:
             got = f"a model of which {weights.nbytes / 1e9:.1f} GB were packed when memory was full"
             raise BackendUnavailable(complaint(CALL, "device", got, f"one that fits {self._gpu.name}")) from None
         self.nbytes = weights.nbytes
         last_norm = sent(self.last_norm, self._ordinal)
         self._layers = DeviceDecoder(weights.shape(), layers, embedding, head, last_norm, ordinal=self._ordinal)
         self._pages_of_text = -(-self.config.context // PAGE)
+        stream = Stream(self._ordinal)
+        self._stream = stream.pointer
         with current(self._ordinal):
-            self._stream = int(check(driver().cuStreamCreate(1), "a stream"))  # 1: it waits for no other
             self._read = driver().CUevent(int(check(driver().cuEventCreate(2), "an event")))  # 2: without a time
-        self._pool = PagePool(self._layers.shape, self._ordinal, self._stream, self._lock)
+        self._pool = PagePool(self._layers.shape, stream, self._lock)
         self._chosen = Pinned(TOGETHER, self._ordinal)
-        self._prompts: Step | None = None
+        self._prompts: StepMemory | None = None
         self._tokens: TokenSteps | None = None
 
     @property
@@ -129,7 +129,6 @@ class CudaDecoder(Decoder):
                     self._tokens.close()
                 synchronize(self._stream)
                 check(driver().cuEventDestroy(self._read), "an event")
-                check(driver().cuStreamDestroy(self._stream), "a stream")
         except Exception:  # the interpreter ends, and the driver may be gone
             return
 
@@ -239,7 +238,7 @@ class CudaDecoder(Decoder):
         if group:
             yield group
 
-    def _prompt_step(self) -> Step:
+    def _prompt_step(self) -> StepMemory:
         if self._prompts is None:
             self._prompts = self._layers.step(self.chunk, SCORED, self._pages_of_text, SCORED)
         return self._prompts

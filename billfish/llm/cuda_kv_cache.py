@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from threading import RLock
 
-from billfish.backends.cuda.driver import Buffer, check, current, driver, free_bytes, synchronize
-from billfish.backends.cuda.layers import PAGE, Shape
-from billfish.core.errors import BillfishError, ModelError, complaint
+from billfish.backends.cuda.decoder import PAGE, Shape
+from billfish.backends.cuda.driver import Buffer, OutOfMemory, Stream, check, current, driver, free_bytes, synchronize
+from billfish.core.errors import ModelError
 from billfish.llm.config import Config
 from billfish.llm.kv_cache import Cache
 
 SLAB_BYTES = 1 << 26  # that are allocated at once, at least
 
 
+class NoRoom(ModelError, MemoryError):
+    """The device's memory ends before a KV cache does."""
+
+
 class PagePool:
     """The pages of a model. Memory, once taken from the device, stays in the pool.
 
-    stream: where all that reads and writes pages is launched, by whoever holds `steps`.
+    stream: where all that reads and writes pages is launched, by whoever holds `steps`. The pool keeps it: a cache may
+    outlive its decoder.
     """
 
-    def __init__(self, shape: Shape, ordinal: int, stream: int, steps: RLock) -> None:
-        self.page_bytes, self.ordinal, self.stream, self.steps = shape.page_bytes, ordinal, stream, steps
+    def __init__(self, shape: Shape, stream: Stream, steps: RLock) -> None:
+        self.page_bytes, self.stream, self.steps = shape.page_bytes, stream, steps
         self._lock = RLock()  # a cache that is collected in the middle of `take` gives its pages back in there
         self._slabs: list[Buffer] = []
         self._free: list[int] = []
@@ -41,15 +46,17 @@ class PagePool:
         pages = max(missing, SLAB_BYTES // self.page_bytes)
         for count in dict.fromkeys((pages, missing)):
             try:
-                slab = Buffer(count * self.page_bytes, self.ordinal)
-            except BillfishError:
+                slab = Buffer(count * self.page_bytes, self.stream.ordinal)
+            except OutOfMemory:
                 continue
             self._slabs.append(slab)
             self._free += [slab.pointer + i * self.page_bytes for i in range(count)]
             return
-        got = f"{missing * PAGE} positions more, {missing * self.page_bytes / 1e9:.2f} GB"
-        takes = f"up to {free_bytes(self.ordinal) / 1e9:.2f} GB, which the GPU has left"
-        raise ModelError(complaint("llm.generate", "keys and values", got, takes))
+        needed, free = missing * self.page_bytes / 1e9, free_bytes(self.stream.ordinal) / 1e9
+        raise NoRoom(
+            f"The GPU has no room for {missing * PAGE} more positions of KV cache: {needed:.2f} GB, and {free:.2f} GB "
+            "are free. Use a shorter context or fewer sequences."
+        )
 
 
 class CudaCache(Cache):
@@ -81,11 +88,11 @@ class CudaCache(Cache):
     def copy_positions(self, other: Cache, positions: int) -> None:
         assert isinstance(other, CudaCache)
         pool, count = self._pool, -(-positions // PAGE)
-        with pool.steps, current(pool.ordinal):
+        with pool.steps, current(pool.stream.ordinal):
+            stream = pool.stream.pointer
             for to, source in zip(self.pages[:count], other.pages[:count], strict=True):
-                copied = driver().cuMemcpyDtoDAsync(to, source, pool.page_bytes, pool.stream)
-                check(copied, "copying on the device")
-            synchronize(pool.stream)
+                check(driver().cuMemcpyDtoDAsync(to, source, pool.page_bytes, stream), "copying on the device")
+            synchronize(stream)
 
     def __del__(self) -> None:
         if hasattr(self, "pages"):

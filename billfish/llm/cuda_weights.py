@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from billfish.backends.cuda.decoder import sent
-from billfish.backends.cuda.describe import why_not
+from billfish.backends.cuda.axes import why_not
+from billfish.backends.cuda.decoder import DeviceMatrix, Layer, Shape, sent
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer
-from billfish.backends.cuda.layers import Layer, Matrix, Shape
-from billfish.backends.cuda.weights import DeviceWeights
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import ModelTensors, Tensor
@@ -61,7 +60,7 @@ class GpuWeights:
         tensors.source.tensors.release()
         return made
 
-    def embedding_and_head(self) -> tuple[DeviceWeights, Matrix]:
+    def embedding_and_head(self) -> tuple[DeviceWeights, DeviceMatrix]:
         """The head is the embedding where the file has no other."""
         table = self._tensors.embedding()
         if isinstance(table, QuantizedTensor) and table.permutation is not None:
@@ -69,11 +68,11 @@ class GpuWeights:
         embedding = self._pack(table)
         if self._tensors.tied:
             self._tensors.matrix("head")  # is the same; it counts as one of the kinds
-            return embedding, Matrix(embedding)
+            return embedding, DeviceMatrix(embedding)
         [head] = self._one_after_the_other(["head"])
         return embedding, head
 
-    def _one_after_the_other(self, places: Sequence[str]) -> tuple[Matrix, ...]:
+    def _one_after_the_other(self, places: Sequence[str]) -> tuple[DeviceMatrix, ...]:
         """Matrices by places, neighbours of one kind as one."""
         groups: list[list[tuple[str, Tensor]]] = []
         for place in places:
@@ -84,7 +83,7 @@ class GpuWeights:
                 groups.append([(place, tensor)])
         return tuple(self._matrix([p for p, _ in group], [t for _, t in group]) for group in groups)
 
-    def _alternating(self, places: Sequence[str]) -> tuple[Matrix, ...]:
+    def _alternating(self, places: Sequence[str]) -> tuple[DeviceMatrix, ...]:
         """Two matrices as one whose rows alternate by eights; or two, where that cannot be."""
         gate, up = (self._tensors.matrix(place) for place in places)
         rows = len(gate) if isinstance(gate, np.ndarray) else gate.shape[0]
@@ -93,7 +92,7 @@ class GpuWeights:
         order = np.arange(2 * rows).reshape(2, -1, EIGHT).transpose(1, 0, 2).ravel()
         return (self._matrix(places, [gate, up], order),)
 
-    def _matrix(self, places: Sequence[str], tensors: Sequence[Tensor], rows: Array | None = None) -> Matrix:
+    def _matrix(self, places: Sequence[str], tensors: Sequence[Tensor], rows: Array | None = None) -> DeviceMatrix:
         tensor = stacked(tensors, rows)
         weights = self._pack(tensor)
         biases = [self._tensors.bias(place) for place in places if place != "head"]
@@ -104,11 +103,11 @@ class GpuWeights:
             bias = sent(together if rows is None else together[rows], self._ordinal)
         order = tensor.permutation if isinstance(tensor, QuantizedTensor) and multiplied(tensor) else None
         if order is None:
-            return Matrix(weights, bias)
+            return DeviceMatrix(weights, bias)
         key = order.tobytes()
         if key not in self._orders:
             self._orders[key] = sent(order, self._ordinal)
-        return Matrix(weights, bias, self._orders[key])
+        return DeviceMatrix(weights, bias, self._orders[key])
 
     def _pack(self, tensor: Tensor) -> DeviceWeights:
         place = f"cpu:{self._ordinal}"  # memory of ours, not torch's

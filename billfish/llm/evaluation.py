@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.machine import map_rows
 from billfish.core.progress import Progress
-from billfish.core.row_slices import map_rows
 from billfish.core.typing import Activations
 from billfish.llm.model import Model
 

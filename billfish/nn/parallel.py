@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -37,12 +37,21 @@ Span = tuple[int, int]
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
+def part_of_a_layer(layer: MarlinLinear) -> CheckpointError:
+    """The error for a layer that is to be saved, although other processes have the rest of its matrix."""
+    got = f"a {type(layer).__name__}, a part of a matrix"
+    return CheckpointError(complaint("save", "model", got, "whole layers: save before the model is spread"))
+
+
 class ColumnParallelLinear(MarlinLinear):
     """Some rows of W: y [..., its share of N], or all of y if `gather_output`."""
 
     mesh: DeviceMesh
     sizes: tuple[int, ...]  # outputs of each process
     gather_output: bool
+
+    def saved_layers(self) -> NoReturn:
+        raise part_of_a_layer(self)
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(replicated(x, self.mesh))
@@ -59,6 +68,9 @@ class RowParallelLinear(MarlinLinear):
     all_features = 2**31 - 1  # as many as an index can say, until `place` knows how many there are
     mesh: DeviceMesh
     sizes: tuple[int, ...]  # features of x that each process has
+
+    def saved_layers(self) -> NoReturn:
+        raise part_of_a_layer(self)
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast(x)

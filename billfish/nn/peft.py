@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from billfish.core.errors import BackendUnavailable, FormatError, complaint
+from billfish.core.errors import FormatError, complaint
+from billfish.core.extras import missing
 from billfish.nn.torch.linear import MarlinLinear
 
 try:
@@ -26,7 +27,7 @@ try:
     from peft.tuners.lora.layer import dispatch_default
     from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 except ImportError as error:
-    raise BackendUnavailable(f"[billfish.nn.peft] {error}: pip install 'billfish[peft]'") from error
+    raise missing("peft", "peft", error) from error
 
 QUANTIZED = "_quantized"  # the quantized layer while its adapters are merged; no submodule, as it is not in use
 

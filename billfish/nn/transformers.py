@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
-from billfish.core.errors import BackendUnavailable, CheckpointError, FormatError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
+from billfish.core.extras import missing
 from billfish.core.format import get_format
 from billfish.core.format_tag import ABOUT
 from billfish.core.typing import Activations, FormatName, Method
@@ -67,7 +68,7 @@ try:
         with_stacks,
     )
 except ImportError as error:
-    raise BackendUnavailable(f"[billfish.nn.transformers] {error}: pip install 'billfish[transformers]'") from error
+    raise missing("transformers", "transformers", error) from error
 
 __all__ = ["BillfishConfig", "load_model"]
 

@@ -12,10 +12,10 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.core.activations import check_activations
 from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
-from billfish.core.gated_activation import check_gate
+from billfish.core.mixture import check_gate, checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.typing import Activations, AnyArray, ArrayT, Gate
+from billfish.ops.linear import rows_input
 
 Stack = QuantizedExperts | PackedExperts  # what a product with experts takes
 
@@ -41,7 +41,7 @@ def expert_linear(
     NaN; True reads them and raises.
     """
     call = "expert_linear"
-    rows = float_input(call, "x", x)
+    rows = rows_input(call, x)
     stack = _stack(call, "w", w)
     if len(rows.shape) not in (2, 3) or rows.shape[-1] != stack.shape[2]:
         takes = f"[T, {stack.shape[2]}] or [T, k, {stack.shape[2]}] for w {list(stack.shape)}"
@@ -90,7 +90,7 @@ def experts(
     check: as in :func:`expert_linear`, for ids and weights. A weight on a GPU that is not finite gives NaN.
     """
     call = "experts"
-    rows = float_input(call, "x", x)
+    rows = rows_input(call, x)
     pair = isinstance(gate_up, (list, tuple))
     given: Sequence[object] = gate_up if isinstance(gate_up, (list, tuple)) else [gate_up]
     stacks = [_stack(call, "gate_up", stack) for stack in given]
@@ -211,8 +211,7 @@ def _packed_gate_up(stacks: Sequence[Stack], backend: Backend, x: Input) -> Sequ
 
         beside, together = first.made(key, pack)
         if [stack() for stack in beside] != rest:
-            first._made.pop(key, None)
-            _, together = first.made(key, pack)
+            _, together = first._made[key] = pack()  # not read again: another thread may put its own pair there
         if together is not None:
             return together
     return [_packed(stack, backend, x) for stack in stacks]

@@ -71,15 +71,16 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         tensor = QuantizedTensor.borrowing(name, {"blocks": rows}, call=call)
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
-    for function, text in (
-        (
-            quantize_blocks,
-            f"x [..., K] -> {name} blocks, uint8 [..., bytes]. method: rtn gives ggml's bits, mse less error.",
-        ),
-        (dequantize_blocks, f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."),
-    ):
+    quantize_blocks.__doc__ = f"""x [..., K] -> {name} blocks, uint8 [..., bytes].
+
+    method: "rtn" gives ggml's bits, "mse" less error.
+
+        blocks = bf.quantize_{name}(x)
+        x = bf.dequantize_{name}(blocks)
+    """
+    dequantize_blocks.__doc__ = f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."
+    for function in (quantize_blocks, dequantize_blocks):
         function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)
-        function.__doc__ = text
     return cast(QuantizeBlocks, quantize_blocks), cast(DequantizeBlocks, dequantize_blocks)
 
 

@@ -174,13 +174,17 @@ def quantized_linear(
     backend: a name of BACKENDS; None takes the best that can.
     """
     call = "quantized_linear"
+    rows = rows_input(call, x)
     tensor: Weights
     if isinstance(weight, (QuantizedTensor, PackedWeights)):
         _check_absent(call, scales=scales, zeros=zeros, group_size=group_size, format=format)
         tensor = weight
     else:
+        if Input(call, "weight", weight).dtype_name in FLOATS:
+            takes = "quantized weights, as bf.quantize(w, format) makes them, or packed words uint32 [K/8, N]"
+            raise DTypeError(complaint(call, "weight", f"numbers ({weight.dtype})", takes))
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
-    chosen, product = _choose(call, float_input(call, "x", x), tensor, bias, activations, backend)
+    chosen, product = _choose(call, rows, tensor, bias, activations, backend)
     if out is None:
         return chosen.linears([product], activations)[0]
     taken = float_input(call, "out", out)
@@ -211,10 +215,10 @@ def quantized_linears(
     activations, backend: as in :func:`quantized_linear`.
     """
     call = "quantized_linears"
+    shared = None if isinstance(x, (list, tuple)) else rows_input(call, x)
     for name, given in (("weights", weights), ("biases", biases)):
         if not isinstance(given, (list, tuple)) and (given is not None or name == "weights"):
             raise DTypeError(complaint(call, name, f"a {type(given).__name__}", "a list or tuple"))
-    shared = None if isinstance(x, (list, tuple)) else float_input(call, "x", x)
     for name, many in (("x", shared or x), ("biases", biases)):
         if isinstance(many, (list, tuple)) and len(many) != len(weights):
             takes = f"{len(weights)}, one for each of the weights"
@@ -295,6 +299,14 @@ def _bias(call: str, bias: Any, n: int) -> Input:
     if taken.shape != (n,):
         raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))
     return taken
+
+
+def rows_input(call: str, x: object) -> Input:
+    """`x` as an argument; an error that says so where the weights stand in its place."""
+    if isinstance(x, (QuantizedTensor, QuantizedExperts, PackedWeights, PackedExperts)):
+        takes = f"an array [..., K]; the weights come second: {call}(x, weights)"
+        raise DTypeError(complaint(call, "x", f"weights ({type(x).__name__})", takes))
+    return float_input(call, "x", x)
 
 
 def _check_absent(call: str, **arguments: Any) -> None:

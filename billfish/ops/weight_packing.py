@@ -6,7 +6,7 @@ return plain arrays, of the same library as their input; `billfish.quantize` ret
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +23,55 @@ Halves = NDArray[np.float16]
 ZeroPoint = Literal["integer", "fractional"]
 
 
-@overload
-def pack_fp4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse") -> tuple[Words, Halves]: ...
-@overload
-def pack_fp4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse") -> tuple[ArrayT, ArrayT]: ...
+class PackWeights(Protocol):
+    """w_kn [K, N] -> codes uint32 [K/8, N], scales float16 [K/g, N]."""
+
+    @overload
+    def __call__(self, w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse") -> tuple[Words, Halves]: ...
+    @overload
+    def __call__(self, w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse") -> tuple[ArrayT, ArrayT]: ...
 
 
-def pack_fp4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "mse") -> Any:
-    """w_kn [K, N] -> FP4 codes uint32 [K/8, N], scales float16 [K/g, N].
+class UnpackWeights(Protocol):
+    """codes uint32 [K/8, N], scales float16 [K/g, N] -> w [K, N] in `dtype`."""
+
+    @overload
+    def __call__(
+        self, packed: NDArray[Any], scales: NDArray[Any], group_size: int = 32, *, dtype: FloatType = "float32"
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self, packed: ArrayT, scales: ArrayT, group_size: int = 32, *, dtype: FloatType = "float32"
+    ) -> ArrayT: ...
+
+
+def _pair(name: str, format: str, codes: str) -> tuple[PackWeights, UnpackWeights]:
+    def pack(w_kn: Any, group_size: int = 32, *, method: Method = "mse") -> Any:
+        return _pack(f"pack_{name}_weights", w_kn, format, group_size, method)
+
+    def unpack(packed: Any, scales: Any, group_size: int = 32, *, dtype: FloatType = "float32") -> Any:
+        storage = {"packed": packed, "scales": scales}
+        return _unpack(f"unpack_{name}_weights", format, storage, group_size, dtype)
+
+    pack.__doc__ = f"""w_kn [K, N] -> {codes}, uint32 [K/8, N], and scales float16 [K/g, N].
 
     group_size: how many consecutive weights along K share a scale, the g of the shapes.
     method: "mse" or "rtn", as in `bf.quantize`.
+
+        packed, scales = bf.pack_{name}_weights(w_kn, group_size=128)
+        y = bf.quantized_linear(x, packed, scales, format="{format}", group_size=128)
     """
-    return _pack("pack_fp4_weights", w_kn, "fp4", group_size, method)
+    unpack.__doc__ = f"""The inverse of `bf.pack_{name}_weights`: w [K, N] as numbers, in `dtype`.
+
+    packed, scales, group_size: as `bf.pack_{name}_weights` made them.
+    """
+    for function in (pack, unpack):
+        function.__name__ = function.__qualname__ = f"{function.__name__}_{name}_weights"
+    return cast(PackWeights, pack), cast(UnpackWeights, unpack)
 
 
-@overload
-def unpack_fp4_weights(
-    packed: NDArray[Any], scales: NDArray[Any], group_size: int = 32, *, dtype: FloatType = "float32"
-) -> NDArray[Any]: ...
-@overload
-def unpack_fp4_weights(
-    packed: ArrayT, scales: ArrayT, group_size: int = 32, *, dtype: FloatType = "float32"
-) -> ArrayT: ...
-
-
-def unpack_fp4_weights(packed: Any, scales: Any, group_size: int = 32, *, dtype: FloatType = "float32") -> Any:
-    """The inverse of `bf.pack_fp4_weights`: packed, scales and their group_size -> w [K, N] as numbers, in `dtype`."""
-    return _unpack("unpack_fp4_weights", "fp4", {"packed": packed, "scales": scales}, group_size, dtype)
+pack_fp4_weights, unpack_fp4_weights = _pair("fp4", "fp4", "FP4 codes")
+pack_s4_weights, unpack_s4_weights = _pair("s4", "u4b8", "signed 4-bit codes, stored with 8 added")
 
 
 @overload
@@ -98,38 +119,6 @@ def unpack_u4_weights(
     """
     storage = {"packed": packed, "scales": scales, "zeros": zeros}
     return _unpack("unpack_u4_weights", "u4", storage, group_size, dtype)
-
-
-@overload
-def pack_s4_weights(w_kn: NDArray[Any], group_size: int = 32, *, method: Method = "mse") -> tuple[Words, Halves]: ...
-@overload
-def pack_s4_weights(w_kn: ArrayT, group_size: int = 32, *, method: Method = "mse") -> tuple[ArrayT, ArrayT]: ...
-
-
-def pack_s4_weights(w_kn: Any, group_size: int = 32, *, method: Method = "mse") -> Any:
-    """w_kn [K, N] -> signed 4-bit codes, stored with 8 added, uint32 [K/8, N], and scales float16 [K/g, N].
-
-    group_size, method: as in `bf.pack_fp4_weights`.
-    """
-    return _pack("pack_s4_weights", w_kn, "u4b8", group_size, method)
-
-
-@overload
-def unpack_s4_weights(
-    packed: NDArray[Any], scales: NDArray[Any], group_size: int = 32, *, dtype: FloatType = "float32"
-) -> NDArray[Any]: ...
-@overload
-def unpack_s4_weights(
-    packed: ArrayT, scales: ArrayT, group_size: int = 32, *, dtype: FloatType = "float32"
-) -> ArrayT: ...
-
-
-def unpack_s4_weights(packed: Any, scales: Any, group_size: int = 32, *, dtype: FloatType = "float32") -> Any:
-    """The inverse of `bf.pack_s4_weights`: w [K, N] = (q - 8) * scale, in `dtype`.
-
-    packed, scales, group_size: as `bf.pack_s4_weights` made them.
-    """
-    return _unpack("unpack_s4_weights", "u4b8", {"packed": packed, "scales": scales}, group_size, dtype)
 
 
 def _pack(call: str, w_kn: Any, format: str, group_size: int, method: str, **options: str) -> tuple[Any, ...]:

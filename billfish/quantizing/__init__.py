@@ -1,1 +1,7 @@
-"""Whole checkpoints: calibration, GPTQ, and formats chosen for a number of bits."""
+"""Whole checkpoints are quantized: above language models, as calibration runs them.
+
+calibrate_checkpoint  a text through a model, layer by layer: statistics of its inputs
+quantize_checkpoint   a checkpoint to one format, to a mix, or to an average of bits
+sensitivity           what a format costs a model
+bit_plan              a format for each matrix
+"""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import load as load_checkpoint
+from billfish.checkpoints.write.engine import identity
 from billfish.checkpoints.write.selection import Quantization
-from billfish.checkpoints.write.source_digest import identity
 from billfish.core.errors import DataError, complaint
 from billfish.core.files import write_atomically
-from billfish.core.format import Format, get_format
+from billfish.core.format import Format, parse_format
 from billfish.core.progress import Progress
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
@@ -33,13 +33,14 @@ from billfish.llm.model_files import open_source
 from billfish.ops.linear import dequantize
 from billfish.ops.quantization import quantize
 from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, plan_of
-from billfish.quantizing.calibration_text import named_text, windows_of
+from billfish.quantizing.calibrate_checkpoint import named_text, windows_of
 from billfish.statistics.statistics import Statistics
 
 CALL = "quantize"
 FORMATS = ("mxfp4", "iq4_nl", "q5_0", "q8_0")
 TOKENS, WINDOW = 2048, 512
-PLACE = re.compile(r"blk\.(\d+)\.(.+)\.weight")
+LONG_ROW = 1 << 20  # longer than any: the scale of a whole row costs nothing there
+PLACE = re.compile(r"blk\.(\d{1,9})\.(.+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,27 @@ class Candidate:
 
     name: str
     format: Format
-    group_size: int
+    group_size: int  # -1: a whole row
 
     @classmethod
     def of(cls, name: str) -> Candidate:
-        written, _, size = name.partition(":")
-        format = get_format(written, CALL)
-        if size and not size.isdigit():
-            raise DataError(complaint(CALL, "--formats", repr(name), "FORMAT, or FORMAT:GROUP"))
-        return cls(name, format, format.check_group_size(CALL, int(size) if size else None, None))
+        format, group_size = parse_format(name, CALL)
+        return cls(name, format, format.default_group_size if group_size is None else group_size)
 
-    @property
-    def bits(self) -> float:
-        return self.format.bits_per_weight(self.group_size)
+    def bits(self, k: int) -> float:
+        """For each weight of a matrix [N, k]."""
+        return self.format.bits_per_weight(k if self.group_size == -1 else self.group_size)
+
+
+def candidates_of(names: Sequence[str], bits: float) -> list[Candidate]:
+    """The formats of a list; raises unless they are there once each, and one of them takes no more than `bits`."""
+    if not names or len(set(names)) < len(names):
+        raise DataError(complaint(CALL, "--formats", ",".join(names), "formats, each of them once"))
+    candidates = [Candidate.of(name) for name in names]
+    least = min(candidate.bits(LONG_ROW) for candidate in candidates)
+    if not least <= bits:
+        raise DataError(complaint(CALL, "--bits", bits, f"at least {least:g}, the bits of the smallest format"))
+    return candidates
 
 
 class Damage:
@@ -72,7 +81,7 @@ class Damage:
     def __init__(
         self,
         path: Path,
-        formats: Sequence[str],
+        candidates: Sequence[Candidate],
         *,
         statistics: Statistics | None,
         text: Path | None,
@@ -80,12 +89,13 @@ class Damage:
         device: str,
         kept: Path | None,
         progress: bool,
+        wanted: Container[str] | None,
     ) -> None:
         self._path, self._device, self._statistics, self._progress = path, device, statistics, progress
         self._requantize, self._kept = requantize, kept
-        self.candidates = [Candidate.of(name) for name in formats]
+        self.candidates = candidates
         self._source = open_source(path)
-        self.matrices = self._matrices()
+        self.matrices = self._matrices(wanted)
         content, self._text = named_text(text)
         context = read_config(self._source.fields, self._source.vocabulary).context
         self._window = min(WINDOW, context)
@@ -94,8 +104,11 @@ class Damage:
         self._run = self._digest()
         self._known = self._read()
 
-    def _matrices(self) -> dict[str, Matrix]:
-        """Those that `billfish quantize` would quantize, by GGUF's names. Stacks that the file has as one are one."""
+    def _matrices(self, wanted: Container[str] | None) -> dict[str, Matrix]:
+        """Those that `billfish quantize` would quantize, by GGUF's names. Stacks that the file has as one are one.
+
+        wanted: the names in the file of all that are to be quantized, if not every matrix is.
+        """
         checkpoint = self._source.tensors
         how = Quantization(self.candidates[0].format, None, "mse", statistics=self._statistics)
         how.check_statistics(load_checkpoint(self._path))
@@ -104,8 +117,9 @@ class Damage:
         for name in checkpoint:
             about, place = checkpoint.describe(name), PLACE.fullmatch(name)
             plain = about.format is None and len(about.shape) > 1
-            if place and how.choice(name, name, about.shape) and (plain or self._requantize):
-                origin, weights = checkpoint.origins.get(name, name), int(np.prod(about.shape))
+            origin, weights = checkpoint.origins.get(name, name), int(np.prod(about.shape))
+            chosen = how.choice(name, origin, about.shape) is not None and (wanted is None or origin in wanted)
+            if place and chosen and (plain or self._requantize):
                 found[name] = Matrix(origin, int(place[1]), place[2], weights)
                 by_origin.setdefault(origin, []).append(name)
         for same in by_origin.values():
@@ -122,7 +136,7 @@ class Damage:
 
     def _digest(self) -> str:
         known = None if self._statistics is None else self._statistics.digest
-        content = [identity(self._source.tensors.files), self._tokens, known, self._requantize]
+        content = [identity(self._source.tensors.files), self._tokens, known, self._requantize, sorted(self.matrices)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def _read(self) -> dict[str, float]:
@@ -163,7 +177,7 @@ class Damage:
     def measure(self) -> dict[Matrix, list[Choice]]:
         """For each matrix all formats that it may have."""
         kinds, layers = (_grouped(self.matrices.values(), field) for field in ("kind", "layer"))
-        least = min(self.candidates, key=lambda candidate: candidate.bits)
+        least = min(self.candidates, key=lambda candidate: candidate.bits(LONG_ROW))
         truth = Truth(load(self._path, device=self._device, progress=False), self._tokens, self._window)
         passes = [(f"{kind} in {c.name}", chosen, c) for kind, chosen in kinds.items() for c in self.candidates]
         passes += [(f"layer {layer} in {least.name}", chosen, least) for layer, chosen in layers.items()]
@@ -187,7 +201,11 @@ class Damage:
             all_layers = sum(by_layer[m.layer] for m in alike)
             share = by_layer[matrix.layer] / all_layers if all_layers else 1.0
             choices[matrix] = [
-                Choice(candidate.name, candidate.bits * matrix.weights, share * by_kind[matrix.kind, candidate.name])
+                Choice(
+                    candidate.name,
+                    candidate.bits(shape[-1]) * matrix.weights,
+                    share * by_kind[matrix.kind, candidate.name],
+                )
                 for candidate in self.candidates
                 if fits(candidate, shape)
             ]
@@ -233,19 +251,17 @@ def plan_bits(
     device: str = "auto",
     kept: Path | None = None,
     progress: bool = True,
+    wanted: Container[str] | None = None,
 ) -> BitPlan:
     """A format of the list for each matrix of a model, at most `bits` for a weight on average, scales included.
 
     text: what to predict while damage is measured; None is the text that the package carries.
     kept: a file for what was measured, while it is being measured; it is gone at the end.
+    wanted: the names, in the file, of all that is to be quantized; None: what `billfish quantize` takes by itself.
     """
-    if not formats or len(set(formats)) < len(formats):
-        raise DataError(complaint(CALL, "--formats", ",".join(formats), "formats, each of them once"))
+    candidates = candidates_of(formats, bits)
     options = {"statistics": statistics, "text": text, "requantize": requantize, "device": device, "kept": kept}
-    damage = Damage(path, formats, progress=progress, **options)  # type: ignore[arg-type]
-    least = min(candidate.bits for candidate in damage.candidates)
-    if not least <= bits:
-        raise DataError(complaint(CALL, "--bits", bits, f"at least {least:g}, the bits of the smallest format"))
+    damage = Damage(path, candidates, progress=progress, wanted=wanted, **options)  # type: ignore[arg-type]
     chosen = choose_formats(damage.measure(), bits)
     if kept is not None:
         kept.unlink(missing_ok=True)

@@ -4,6 +4,9 @@ GGUF: general.type = "imatrix", imatrix.datasets, imatrix.chunk_count, imatrix.c
 name, NAME.in_sum2 F32 [E, K] (sums of x^2) and NAME.counts F32 [E, 1]; E is 1 for all that are no experts.
 .dat: entries i32; for each a name (length i32, bytes), calls i32, numbers i32, F32 numbers: mean squares times calls;
 then, perhaps, chunks i32 and the name of the text. Experts' numbers follow one another, and their count is not told.
+
+The GGUF header is written by hand: a layer's sums are written when they are there, and the library `gguf` would want
+all tensors first.
 """
 
 from __future__ import annotations
@@ -14,18 +17,16 @@ from pathlib import Path
 
 import numpy as np
 
-from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32
+from billfish.checkpoints.gguf_header import ARRAY, STRING, UINT32, Fields, header_bytes
 from billfish.checkpoints.layouts.gguf import Metadata, open_gguf
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import gguf_name, is_gguf_name
 from billfish.checkpoints.safetensors_files import MappedFile, check_count
 from billfish.core.errors import DataError, complaint
 from billfish.core.storage import Array
-from billfish.statistics.inputs import CALL, InputStatistics
-from billfish.statistics.statistics import Statistics
+from billfish.statistics.inputs import CALL, InputStatistics, Recorded
 
-ALIGNMENT = 32
-F32 = 0  # ggml's number
+DEFAULT_WINDOW = 512  # tokens in a chunk, where a file does not say
 SUMS, COUNTS = ".in_sum2", ".counts"
 TYPE, TEXTS, CHUNKS, CHUNK = "general.type", "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 
@@ -63,28 +64,20 @@ def tensors_of(matrix: str, known: InputStatistics) -> list[Array]:
 
 def gguf_header(shapes: Mapping[str, tuple[int, ...]], texts: Sequence[str], chunks: int, chunk: int) -> bytes:
     """All before the data of an imatrix file with these tensors."""
-    fields = [
-        _text(TYPE) + struct.pack("<I", STRING) + _text("imatrix"),
-        _text(TEXTS) + struct.pack("<IIQ", ARRAY, STRING, len(texts)) + b"".join(map(_text, texts)),
-        _text(CHUNKS) + struct.pack("<II", UINT32, chunks),
-        _text(CHUNK) + struct.pack("<II", UINT32, chunk),
-    ]
-    infos, offset = [], 0
-    for name, shape in shapes.items():
-        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        infos.append(_text(name) + axes + struct.pack("<IQ", F32, offset))
-        offset += -(-4 * int(np.prod(shape)) // ALIGNMENT) * ALIGNMENT
-    header = struct.pack("<4sIQQ", b"GGUF", 3, len(shapes), len(fields)) + b"".join([*fields, *infos])
-    return header + b"\0" * (-len(header) % ALIGNMENT)
+    if max(chunks, chunk) >= 1 << 32:
+        raise too_many(max(chunks, chunk))
+    named = [text.encode(errors="replace").decode() for text in texts]
+    fields: Fields = {
+        TYPE: ("imatrix", STRING, None),
+        TEXTS: (named, ARRAY, STRING),
+        CHUNKS: (chunks, UINT32, None),
+        CHUNK: (chunk, UINT32, None),
+    }
+    return header_bytes(fields, [(name, "F32", shape) for name, shape in shapes.items()])
 
 
-def _text(text: str) -> bytes:
-    content = text.encode(errors="replace")
-    return struct.pack("<Q", len(content)) + content
-
-
-def read_gguf(path: Path) -> Statistics:
-    """Statistics from an imatrix file."""
+def read_gguf(path: Path) -> Recorded:
+    """What an imatrix file holds."""
     files, entries, fields = open_gguf(path)
     if fields.get(TYPE) != "imatrix":
         got = f"{TYPE} = {fields.get(TYPE)!r}"
@@ -101,7 +94,7 @@ def read_gguf(path: Path) -> Statistics:
         if sums.size == 0 or experts == 0 or sums.size % experts:
             raise DataError(complaint(CALL, name, f"{sums.size} sums for {experts} counts", "K for each"))
         shape = (experts,) if experts > 1 else ()
-        if not np.isfinite(counts).all() or (counts < 0).any():
+        if not ((counts >= 0) & (counts < 2.0**63)).all():
             raise DataError(complaint(CALL, name, "counts that are negative or not finite", "numbers of tokens"))
         known = InputStatistics(
             sums.reshape(*shape, -1).astype(np.float64), np.rint(counts).astype(np.int64).reshape(shape)
@@ -110,9 +103,7 @@ def read_gguf(path: Path) -> Statistics:
         inputs[name] = known
     if not inputs:
         raise DataError(complaint(CALL, str(path), "no sums", "an imatrix file with entries"))
-    statistics = Statistics(inputs, window=_chunk(fields), texts=_texts(fields))
-    statistics.file = files[0]
-    return statistics
+    return Recorded(inputs, files[0], _chunk(fields), _texts(fields))
 
 
 def _numbers(array: object, name: str) -> Array:
@@ -123,34 +114,43 @@ def _numbers(array: object, name: str) -> Array:
 
 def _chunk(fields: Metadata) -> int:
     size = fields.get(CHUNK)
-    return size if isinstance(size, int) and size > 0 else 512
+    return size if isinstance(size, int) and size > 0 else DEFAULT_WINDOW
 
 
-def _texts(fields: Metadata) -> list[str]:
+def _texts(fields: Metadata) -> tuple[str, ...]:
     texts = fields.get(TEXTS)
-    return [str(text) for text in texts] if isinstance(texts, list) else []
+    return tuple(map(str, texts)) if isinstance(texts, list) else ()
 
 
 # ---- .dat ---------------------------------------------------------------------------------------------------------
 
 
-def dat_content(statistics: Statistics) -> Iterator[bytes]:
+def dat_content(
+    inputs: Mapping[str, InputStatistics], texts: Sequence[str], chunks: int, window: int
+) -> Iterator[bytes]:
     """The pieces of a .dat file, matrices by name. Of experts that saw no token, numbers are the mean of the others':
     the file has no place for their counts."""
-    pairs = [(own, known) for name, known in statistics.items() for own in matrix_names(name)]
+    pairs = [(own, known) for name, known in inputs.items() for own in matrix_names(name)]
+    if max(chunks, *(-(-int(known.counts.max()) // window) for _, known in pairs)) >= 1 << 31:
+        raise too_many(chunks)
     names = sorted(pairs, key=lambda pair: pair[0])
     yield struct.pack("<i", len(names))
     for name, known in names:
-        calls = -(-int(known.counts.max()) // statistics.window)
+        calls = -(-int(known.counts.max()) // window)
         numbers = (known.importance() * np.float32(calls)).ravel()
         text = name.encode()
         yield struct.pack(f"<i{len(text)}sii", len(text), text, calls, numbers.size) + numbers.tobytes()
-    text = (statistics.texts[-1] if statistics.texts else "").encode(errors="replace")
-    yield struct.pack(f"<ii{len(text)}s", statistics.tokens // statistics.window, len(text), text)
+    text = (texts[-1] if texts else "").encode(errors="replace")
+    yield struct.pack(f"<ii{len(text)}s", chunks, len(text), text)
 
 
-def read_dat(file: MappedFile) -> Statistics:
-    """Statistics from a .dat file. Counts are those of its calls: how many tokens a call has, the file does not say."""
+def too_many(count: int) -> DataError:
+    """The error for counts that llama.cpp's files have no place for."""
+    return DataError(f"{CALL}: {count} chunks of text do not fit in an imatrix file. Save to a .safetensors file.")
+
+
+def read_dat(file: MappedFile) -> Recorded:
+    """What a .dat file holds. Counts are those of its calls: how many tokens a call has, the file does not say."""
     data = memoryview(file.view(0, file.size, np.uint8, (file.size,)).data)
     inputs, at = {}, 0
 
@@ -185,6 +185,4 @@ def read_dat(file: MappedFile) -> Statistics:
         raise DataError(complaint(CALL, str(file.path), got, takes)) from None
     for name, known in inputs.items():
         known.check(name)
-    statistics = Statistics(inputs, texts=texts)
-    statistics.file = file
-    return statistics
+    return Recorded(inputs, file, DEFAULT_WINDOW, tuple(texts))

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,13 @@ import numpy as np
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, gguf_name, is_gguf_name
 from billfish.checkpoints.safetensors_files import MappedFile
-from billfish.checkpoints.write.source_digest import digest_of
-from billfish.statistics.inputs import InputStatistics, refused
+from billfish.checkpoints.write.engine import digest_of
+from billfish.core.errors import DataError, readable
+from billfish.core.files import path_of
+from billfish.statistics.inputs import CALL, InputStatistics, refused
+from billfish.statistics.statistics_file import About, read_statistics, write_statistics
 
-LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
+LAYER_NAME = re.compile(r"(?:blk|model\.layers)\.(\d{1,9})\.")
 UP_STACK, GATE_STACK = "ffn_up_exps", "ffn_gate_exps"
 
 
@@ -44,6 +46,8 @@ class Statistics(Mapping[str, InputStatistics]):
         texts: Sequence[str] = (),
         run: str = "",
     ) -> None:
+        if not 1 <= window < 1 << 32:
+            raise DataError(f"{CALL}: window is {readable(str(window))}. It must be a number of tokens from 1 on.")
         self._inputs = dict(inputs)
         self._own_names = {_key(name): name for name in reversed(self._inputs)}
         self.architecture, self.window, self.texts, self.run = architecture, window, tuple(texts), run
@@ -77,11 +81,6 @@ class Statistics(Mapping[str, InputStatistics]):
     def tokens(self) -> int:
         """How many the statistics are of."""
         return max((int(known.counts.max()) for known in self._inputs.values()), default=0)
-
-    @property
-    def model_digest(self) -> str:
-        """Of the names and shapes of the matrices."""
-        return model_digest(self.shapes)
 
     @cached_property
     def digest(self) -> str:
@@ -171,16 +170,18 @@ class Statistics(Mapping[str, InputStatistics]):
     def load(cls, path: str | os.PathLike[str]) -> Statistics:
         """Statistics from a file that :meth:`save` or `billfish calibrate` wrote, or from an imatrix file of llama.cpp
         (GGUF, or the older .dat). Arrays are views of the file."""
-        from billfish.statistics.statistics_file import read_statistics
-
-        return read_statistics(path)
+        inputs, file, window, texts, architecture, shapes, run = read_statistics(path)
+        statistics = cls(inputs, architecture=architecture, shapes=shapes, window=window, texts=texts, run=run)
+        statistics.file = file
+        return statistics
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """To one file. Its name says in which layout: .safetensors is ours; .gguf and .dat are llama.cpp's, which have
         no place for X^T X."""
-        from billfish.statistics.statistics_file import write_statistics
-
-        write_statistics(self, Path(path))
+        # Of matrices whose N nobody knows, only K.
+        shapes = {name: self.shapes.get(name, (known.squares.shape[-1],)) for name, known in self.items()}
+        about = About(self.architecture, shapes, self.window, self.texts, self.run, self.tokens)
+        write_statistics(path_of(CALL, path), self, about)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
         return self  # nobody changes them, and they may be large
@@ -188,12 +189,6 @@ class Statistics(Mapping[str, InputStatistics]):
     def __repr__(self) -> str:
         outer = ", with X^T X" if self.has_outer else ""
         return f"Statistics({len(self)} matrices, {self.tokens} tokens{outer})"
-
-
-def model_digest(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Of names and shapes of matrices."""
-    listed = sorted((name, list(shape)) for name, shape in shapes.items())
-    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def _key(name: str) -> str:

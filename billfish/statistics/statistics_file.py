@@ -3,30 +3,30 @@
 For each input, under the name of the first matrix that multiplies it:
 NAME.squares   F64 [K], or [E, K] for E experts: sums of x^2
 NAME.counts    I64 [], or [E]: how many x
-NAME.outer     F32 [K, K], or [E, K, K]: sums of x x^T, with --hessian
+NAME.outer     F32 [K, K], or [E, K, K]: sums of x x^T, of inputs that have them (--hessian)
 The header's metadata has `matrices`, JSON: for each matrix its shape and the name that its input is under; `digest`, of
 these names and shapes; `architecture`, `window`, `texts` and `run`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors, parse_json
-from billfish.checkpoints.write.engine import OutputFile, Piece
-from billfish.checkpoints.write.target import Spec, safetensors_header
+from billfish.checkpoints.gguf_header import ALIGNMENT
+from billfish.checkpoints.safetensors_files import MappedFile, Stored, open_safetensors
+from billfish.checkpoints.write.target import OutputFile, Piece, Spec, safetensors_header
 from billfish.core.errors import CheckpointError, DataError, complaint
-from billfish.core.files import path_of, replacing
+from billfish.core.files import parse_json, path_of, replacing
 from billfish.core.storage import Array
 from billfish.statistics import imatrix
-from billfish.statistics.inputs import CALL, InputStatistics
-from billfish.statistics.statistics import Statistics, model_digest
+from billfish.statistics.inputs import CALL, InputStatistics, Recorded
 
 MARKER, VERSION = "billfish.statistics", "1"
 PARTS: dict[str, np.dtype[Any]] = {
@@ -42,6 +42,7 @@ class Inputs(NamedTuple):
 
     names: tuple[str, ...]
     shape: tuple[int, ...]  # of their squares: [K], or [E, K]
+    outer: bool  # whether there is X^T X
 
 
 class Part(NamedTuple):
@@ -61,7 +62,6 @@ class About(NamedTuple):
     texts: tuple[str, ...]
     run: str
     tokens: int
-    outer: bool
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
     every = [inputs for part in parts for inputs in part.inputs]
     if name.endswith(".gguf"):
         header = imatrix.gguf_header(_gguf_specs(every), about.texts, about.tokens // about.window, about.window)
-        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), imatrix.ALIGNMENT)
+        return OutputFile(name, header, tuple(map(_gguf_piece, parts)), ALIGNMENT)
     matrices = {n: {"shape": about.shapes[n], "input": i.names[0]} for i in every for n in i.names}
     metadata = {
         MARKER: VERSION,
@@ -83,31 +83,31 @@ def output_file(name: str, parts: Sequence[Part], about: About) -> OutputFile:
         "texts": json.dumps(about.texts),
         "run": about.run,
     }
-    header = safetensors_header(_specs(every, about.outer), metadata)
-    return OutputFile(name, header, tuple(_piece(part, about.outer) for part in parts))
+    header = safetensors_header(_specs(every), metadata)
+    return OutputFile(name, header, tuple(map(_piece, parts)))
 
 
-def _specs(inputs: Iterable[Inputs], outer: bool) -> dict[str, Spec]:
+def _specs(inputs: Iterable[Inputs]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
-    for names, shape in inputs:
+    for names, shape, outer in inputs:
         shapes = {"squares": shape, "counts": shape[:-1], "outer": (*shape, shape[-1])}
         specs |= {f"{names[0]}.{p}": (t, shapes[p]) for p, t in PARTS.items() if outer or p != "outer"}
     return specs
 
 
-def _piece(part: Part, outer: bool) -> Piece:
+def _piece(part: Part) -> Piece:
     def make() -> list[Array]:
         arrays = [array for known in part.make() for array in (known.squares, known.counts, known.outer)]
         return [array for array in arrays if array is not None]
 
-    sizes = tuple(int(np.prod(shape)) * dtype.itemsize for dtype, shape in _specs(part.inputs, outer).values())
+    sizes = tuple(int(np.prod(shape)) * dtype.itemsize for dtype, shape in _specs(part.inputs).values())
     return Piece(part.label, sizes, make)
 
 
 def _gguf_specs(inputs: Iterable[Inputs]) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in an imatrix file, which has the sums again for each matrix."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for names, shape in inputs:
+    for names, shape, _ in inputs:
         for name in names:
             shapes |= imatrix.tensor_shapes(name, shape)
     return shapes
@@ -122,48 +122,32 @@ def _gguf_piece(part: Part) -> Piece:
     return Piece(part.label, sizes, make)
 
 
-def write_statistics(statistics: Statistics, path: Path) -> None:
-    """See :meth:`Statistics.save`."""
-    check_suffix(path, statistics.has_outer)
+def write_statistics(path: Path, inputs: Mapping[str, InputStatistics], about: About) -> None:
+    """See :meth:`billfish.statistics.Statistics.save`."""
+    check_suffix(path, any(known.outer is not None for known in inputs.values()))
     if path.suffix == ".dat":
-        content: Iterable[bytes] = imatrix.dat_content(statistics)
+        content: Iterable[bytes] = imatrix.dat_content(inputs, about.texts, about.tokens // about.window, about.window)
     else:
         shared: dict[int, list[str]] = {}
-        for name, known in statistics.items():
+        for name, known in inputs.items():
             shared.setdefault(id(known), []).append(name)
-        parts = [_part_of(statistics[names[0]], tuple(names)) for names in shared.values()]
-        file = output_file(path.name, parts, about_of(statistics))
-        content = _content(file)
+        parts = [_part_of(inputs[names[0]], tuple(names)) for names in shared.values()]
+        content = _content(output_file(path.name, parts, about))
     with replacing(path) as out:
         for piece in content:
             out.write(piece)
 
 
-def check_suffix(path: Path, outer: bool) -> None:
+def check_suffix(path: Path, outer: bool, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Raises unless statistics can be written to a file of that name."""
-    if path.suffix not in SUFFIXES:
-        raise CheckpointError(complaint(CALL, "output", path.name, f"a name that ends in {', '.join(SUFFIXES)}"))
+    if path.suffix not in suffixes:
+        raise CheckpointError(f"{CALL}: the output {path.name!r} must end in {' or '.join(suffixes)}.")
     if outer and path.suffix != ".safetensors":
-        takes = "a name that ends in .safetensors: llama.cpp's files have no place for it"
-        raise CheckpointError(complaint(CALL, "output", f"{path.name} for X^T X", takes))
+        raise CheckpointError(f"{CALL}: {path.name!r} has no place for X^T X. The output must end in .safetensors.")
 
 
 def _part_of(known: InputStatistics, names: tuple[str, ...]) -> Part:
-    return Part(names[0], (Inputs(names, known.squares.shape),), lambda: [known])
-
-
-def about_of(statistics: Statistics) -> About:
-    """What the file of these statistics says; of matrices whose N nobody knows, only K."""
-    shapes = {name: statistics.shapes.get(name, (known.squares.shape[-1],)) for name, known in statistics.items()}
-    return About(
-        statistics.architecture,
-        shapes,
-        statistics.window,
-        statistics.texts,
-        statistics.run,
-        statistics.tokens,
-        statistics.has_outer,
-    )
+    return Part(names[0], (Inputs(names, known.squares.shape, known.outer is not None),), lambda: [known])
 
 
 def _content(file: OutputFile) -> Iterable[bytes]:
@@ -177,8 +161,8 @@ def _content(file: OutputFile) -> Iterable[bytes]:
 # ---- reading ------------------------------------------------------------------------------------------------------
 
 
-def read_statistics(path: str | os.PathLike[str]) -> Statistics:
-    """See :meth:`Statistics.load`."""
+def read_statistics(path: str | os.PathLike[str]) -> Recorded:
+    """See :meth:`billfish.statistics.Statistics.load`."""
     target = path_of(CALL, path)
     file = MappedFile(target)
     begin = bytes(file.view(0, min(9, file.size), np.uint8, (min(9, file.size),)))
@@ -189,14 +173,14 @@ def read_statistics(path: str | os.PathLike[str]) -> Statistics:
     return imatrix.read_dat(file)
 
 
-def _read_own(path: Path) -> Statistics:
+def _read_own(path: Path) -> Recorded:
     file, stored, metadata = open_safetensors(path)
     if metadata.get(MARKER) != VERSION:
         got = "a file of tensors, with no statistics in it"
         raise DataError(complaint(CALL, str(path), got, "what `billfish calibrate` writes, or an imatrix file"))
     try:
         matrices = _matrices(metadata["matrices"])
-        texts = [str(text) for text in parse_json(metadata["texts"].encode())]
+        texts = tuple(str(text) for text in parse_json(metadata["texts"].encode()))
         window = int(metadata["window"])
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise DataError(complaint(CALL, str(path), f"a damaged header ({error})", "a whole file")) from None
@@ -205,24 +189,35 @@ def _read_own(path: Path) -> Statistics:
         got = "names and shapes of matrices that do not belong to its digest"
         raise DataError(complaint(CALL, str(path), got, "a file as it was written"))
     inputs = {owner: _input(path, stored, owner) for owner in {owner for _, owner in matrices.values()}}
-    statistics = Statistics(
+    return Recorded(
         {name: inputs[owner] for name, (_, owner) in matrices.items()},
-        architecture=metadata.get("architecture", ""),
-        shapes={name: shape for name, shape in shapes.items() if len(shape) > 1},
-        window=window,
-        texts=texts,
-        run=metadata.get("run", ""),
+        file,
+        window,
+        texts,
+        metadata.get("architecture", ""),
+        {name: shape for name, shape in shapes.items() if len(shape) > 1},
+        metadata.get("run", ""),
     )
-    statistics.file = file
-    return statistics
 
 
 def _matrices(text: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and the name of the input, for each matrix."""
     content: Any = parse_json(text.encode())
-    return {
-        str(name): (tuple(int(size) for size in about["shape"]), str(about["input"])) for name, about in content.items()
-    }
+    if not isinstance(content, dict):
+        raise ValueError("no list of matrices")
+    found = {}
+    for name, about in content.items():
+        shape = tuple(about["shape"])
+        if not all(type(size) is int for size in shape):
+            raise ValueError(f"a shape {shape} for {name}")
+        found[str(name)] = shape, str(about["input"])
+    return found
+
+
+def model_digest(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Of names and shapes of matrices."""
+    listed = sorted((name, list(shape)) for name, shape in shapes.items())
+    return hashlib.sha256(repr(listed).encode()).hexdigest()
 
 
 def _input(path: Path, stored: dict[str, Stored], owner: str) -> InputStatistics:

@@ -26,20 +26,17 @@ MODULES = (
 
 # Group, its title, and where its names are defined. The first group that fits has the name.
 GROUPS = {
-    "errors": ("Errors", r"billfish\.errors\."),
-    "models": ("Language models", r"billfish\.(llm|tokenizer)\b"),
-    "calibration": ("Calibration", r"billfish\.calibration\b"),
-    "checkpoints": ("Checkpoints", r"billfish\.checkpoints\b"),
+    "errors": ("Errors", r"billfish\.core\.errors\."),
+    "models": ("Language models", r"billfish\.llm\b"),
+    "calibration": ("Calibration", r"billfish\.(statistics\b|nn\.torch\.calibration|quantizing\.calibration)"),
+    "checkpoints": ("Checkpoints", r"billfish\.(checkpoints|quantizing)\b"),
     "layers": ("Layers", r"billfish\.nn\b"),
     "products": (
         "Products",
-        r"billfish\.(ops\.(quantized_linears?|gemm_\w+)$|expert_ops|backends(?!\.cpu\.(packed|experts)))",
+        r"billfish\.(ops\.linear\.(quantized_linears?|gemm_\w+)$|ops\.expert_linear|backends(?!\.cpu\.(packed|experts)))",
     ),
-    "formats": ("Formats", r"billfish\.(format|formats|elements|scales|storage)\."),
-    "weights": (
-        "Weights",
-        r"billfish\.(ops|quantizing|tensor|experts|packing|blocks|arrays|backends\.cpu\.(packed|experts))\.",
-    ),
+    "formats": ("Formats", r"billfish\.core\.(format|formats|elements|scales|storage)\."),
+    "weights": ("Weights", r"billfish\.(ops|core|backends\.cpu\.(packed|experts))\."),
 }
 ORDER = ("weights", "products", "formats", "layers", "calibration", "checkpoints", "models", "errors")
 

@@ -9,7 +9,7 @@ import pytest
 from common import gaussian
 
 import billfish as bf
-from billfish.backends import BACKENDS, Entry, Problem, choose
+from billfish.backends import BACKENDS, BackendEntry, Problem, choose
 from billfish.backends.reference import ReferenceBackend
 
 PROBLEM = Problem("matmul", bf.FORMATS["q4_0"], 32, 1, 4, 64, np.dtype(np.float32))
@@ -30,7 +30,7 @@ class Picky(ReferenceBackend):
 @pytest.fixture
 def picky():
     """One more backend is one line: where its class is, how good it is, and what it is for."""
-    BACKENDS.register(Entry("picky", f"{__name__}.Picky", 40, lambda problem: problem.operation == "matmul"))
+    BACKENDS.register(BackendEntry("picky", f"{__name__}.Picky", 40, lambda problem: problem.operation == "matmul"))
     yield
     del BACKENDS["picky"]
 
@@ -52,4 +52,20 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(picky):
     assert (bf.quantized_linear(gaussian((8, 64)), q, backend="reference") != 1).all()
     with pytest.raises(bf.BackendUnavailable) as caught:
         bf.quantized_linear(gaussian((7, 64)), q, backend="picky")
-    assert str(caught.value) == "[quantized_linear] no backend can run this: picky: needs M >= 8, M is 7"
+    for fact in ("quantized_linear", "backend", "'picky'", "needs M >= 8, M is 7"):
+        assert fact in str(caught.value)
+
+
+def test_a_backend_that_is_assigned_runs_by_its_name():
+    q = bf.quantize(gaussian((4, 64)), "q4_0")
+    bf.BACKENDS["mine"] = Picky()
+    try:
+        assert "mine" in bf.BACKENDS
+        assert (bf.quantized_linear(gaussian((8, 64)), q, backend="mine") == 1).all()
+        assert (bf.quantized_linear(gaussian((8, 64)), q) != 1).all()
+    finally:
+        del bf.BACKENDS["mine"]
+    assert "mine" not in bf.BACKENDS
+    with pytest.raises(bf.DTypeError, match=r"'mine'.*Backend object"):
+        bf.BACKENDS["mine"] = Picky  # type: ignore[assignment]
+    assert "mine" not in bf.BACKENDS

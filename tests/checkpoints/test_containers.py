@@ -215,9 +215,14 @@ def test_scaled_fp8_is_not_given_out_without_its_scale(tmp_path):
 def test_missing_names_are_key_errors(tmp_path):
     samples.awq(tmp_path)
     ck = bf.load(tmp_path)
-    with pytest.raises(KeyError):
-        ck["no such tensor"]
-    assert "no such tensor" not in ck
+    [name] = ck
+    with pytest.raises(KeyError, match=f"no tensor '{name[:-1]}'.*'{name}'"):
+        ck[name[:-1]]
+    with pytest.raises(KeyError, match="no tensor 'something else'") as raised:
+        ck.describe("something else")
+    assert raised.value.args == ("something else",)
+    assert ck.get("something else") is None
+    assert "something else" not in ck
     assert repr(ck).endswith("1 tensors, awq)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import struct
 import sys
 from pathlib import Path
@@ -11,12 +12,12 @@ import gguf
 import numpy as np
 import pytest
 from common import gaussian
+from llm_folders import write_random
 from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.backends.cpu import _cpu
-from billfish.checkpoints.ggml_types import GGML_TYPES
-from billfish.checkpoints.gguf_header import read_header
+from billfish.checkpoints.gguf_header import GGML_TYPES, header_bytes, read_header
 from billfish.checkpoints.layouts.gguf import PLAIN, Metadata, ggml_names
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.cli.main import main
@@ -121,7 +122,7 @@ def test_sizes_of_types_are_those_of_the_library_and_of_our_formats():
     shared = theirs.keys() & GGML_TYPES.keys()
     assert len(shared) >= 32
     assert {number: theirs[number] for number in shared} == {number: tuple(GGML_TYPES[number]) for number in shared}
-    assert {NUMBERS[name] for name in (*ggml_names(), *PLAIN)} <= GGML_TYPES.keys()
+    assert {NUMBERS[name] for name in (*ggml_names(), *PLAIN.values())} <= GGML_TYPES.keys()
     for ggml_name, name in {**ggml_names(), "Q8_1": "q8_1"}.items():
         format = bf.get_format(name)
         assert isinstance(format, BlockFormat)
@@ -264,7 +265,7 @@ def test_gguf_is_read_without_the_library(tmp_path, monkeypatch):
 
 # ---- types that we do not read --------------------------------------------------------------------------------------
 
-UNREAD = [type_.name for type_ in GGML_TYPES.values() if type_.name not in (*ggml_names(), *PLAIN)]
+UNREAD = [type_.name for type_ in GGML_TYPES.values() if type_.name not in (*ggml_names(), *PLAIN.values())]
 
 
 def write_unread(path: Path, kinds: list[str], seed: int = 0) -> None:
@@ -326,9 +327,7 @@ def test_whether_a_field_is_there_is_known_without_decoding_it(tmp_path, monkeyp
 def test_verify_does_not_compare_what_it_cannot_read(tmp_path, capsys):
     for i, name in enumerate("ab"):
         write_unread(tmp_path / f"{name}.gguf", ["IQ2_XXS", "TQ1_0"], seed=i)
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf")])
-    assert stop.value.code == 1
+    assert main(["verify", str(tmp_path / "a.gguf"), str(tmp_path / "b.gguf")]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "IQ2_XXS: not compared: ggml's IQ2_XXS",
@@ -362,3 +361,63 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's IQ2_XXS; {takes}\n"
     assert capsys.readouterr().err == expected
     assert "blk.1.ffn_up.weight" in bf.load(path)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_a_written_header_is_the_librarys_to_the_byte(tmp_path):
+    fields = {
+        "general.name": ("Fisch", STRING, None),
+        "general.architecture": ("llama", STRING, None),
+        "tokens": (["a", "", "ö"], ARRAY, STRING),
+        "kinds": ([1, -3], ARRAY, 5),
+        "flags": ([True, False], ARRAY, 7),
+        **{f"number {kind}": (1, kind, None) for kind in (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12)},
+    }
+    tensors = [("a", "F32", (3, 5)), ("b", "Q4_0", (2, 7, 64)), ("c", "BF16", (9,)), ("d", "NVFP4", (5, 128))]
+    writer = gguf.GGUFWriter(tmp_path / "theirs", "llama")
+    for name, (value, kind, items_kind) in fields.items():
+        if name != "general.architecture":
+            kinds = gguf.GGUFValueType(kind), items_kind and gguf.GGUFValueType(items_kind)
+            writer.add_key_value(name, value, *kinds)
+    for name, kind, shape in tensors:
+        number = gguf.GGMLQuantizationType[kind]
+        size, nbytes = gguf.GGML_QUANT_SIZES[number]
+        in_bytes = (*shape[:-1], shape[-1] // size * nbytes)
+        raw = {} if kind == "F32" else {"raw_dtype": number}
+        dtype = np.dtype(np.float32 if kind == "F32" else np.uint8)
+        writer.add_tensor_info(name, shape if kind == "F32" else in_bytes, dtype, int(np.prod(in_bytes)), **raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    theirs = (tmp_path / "theirs").read_bytes()
+    assert header_bytes(fields, tensors) == theirs + bytes(-len(theirs) % 32)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(-1, 4), (1 << 40, 4), (1e300, 6), ("\ud800", STRING), (["a", "\udfff"], ARRAY), ("x", 4)]
+)
+def test_a_field_that_its_type_cannot_hold_is_named(value, kind):
+    with pytest.raises(bf.CheckpointError, match=r"general\.odd"):
+        header_bytes({"general.odd": (value, kind, STRING if kind == ARRAY else None)}, [])
+
+
+def test_a_file_without_an_architecture_is_no_model_to_convert(tmp_path):
+    """Such as an imatrix file."""
+    name = field("general.name", STRING, text("x"))
+    (tmp_path / "a.gguf").write_bytes(file_of([name], [tensor("t", (32, 2))], 256))
+    with pytest.raises(bf.CheckpointError, match=r"without general\.architecture"):
+        bf.convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf", progress=False)
+
+
+def test_a_tokenizer_without_merges_is_written(tmp_path):
+    write_random(tmp_path / "m", "llama")
+    about = json.loads((tmp_path / "m" / "tokenizer.json").read_text())
+    about["model"]["merges"] = []
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(about))
+    bf.quantize_checkpoint(tmp_path / "m", tmp_path / "m.gguf", "q8_0", method="rtn", progress=False)
+    assert bf.load(tmp_path / "m.gguf").metadata["tokenizer.ggml.merges"] == []
+    assert_read_as_by_the_library(tmp_path / "m.gguf")
+    assert load(tmp_path / "m.gguf").tokenizer.encode("ab") == load(tmp_path / "m").tokenizer.encode("ab")

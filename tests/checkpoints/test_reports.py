@@ -13,6 +13,7 @@ from common import gaussian
 from safetensors.numpy import save_file
 
 import billfish as bf
+from billfish.checkpoints import verification
 
 UP = "model.layers.0.mlp.up_proj.weight"
 EXPERTS = "model.layers.0.mlp.experts.down_proj"
@@ -180,6 +181,40 @@ def test_verify_has_an_outcome_for_each_tensor(tmp_path):
     assert rounded.relative_error == np.linalg.norm(difference) / np.linalg.norm(arrays["rounded"].astype(np.float64))
     assert report.count("different") == 2
     assert bf.verify(tmp_path / "a.safetensors", tmp_path / "a.safetensors")
+
+
+def verified(tmp_path, a, b):
+    save_file({"a": a}, tmp_path / "a.safetensors")
+    save_file({"a": b}, tmp_path / "b.safetensors")
+    [comparison] = bf.verify(tmp_path / "a.safetensors", tmp_path / "b.safetensors").comparisons
+    return comparison
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (3, 4, 32)])
+@pytest.mark.parametrize("row", [0, 2, -1])
+def test_verify_has_the_same_error_wherever_the_difference_is(tmp_path, monkeypatch, shape, row):
+    """Tensors are compared a part at a time; parts that are equal count in the norm as well."""
+    monkeypatch.setattr(verification, "VERIFY_ELEMENTS", 64)
+    a = gaussian(shape)
+    b = a.copy()
+    b.reshape(-1, 32)[row] += 0.5
+    found = verified(tmp_path, a, b)
+    exact = a.astype(np.float64)
+    assert found.relative_error == pytest.approx(np.linalg.norm(exact - b) / np.linalg.norm(exact), rel=1e-12)
+    assert found.largest_difference == pytest.approx(0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_verify_does_not_take_nan_for_a_number(tmp_path, bad):
+    a = gaussian((4, 32))
+    b = a.copy()
+    b[1, 2] = bad
+    for pair in ((a, b), (b, a)):
+        found = verified(tmp_path, *pair)
+        assert (found.outcome, found.relative_error, found.largest_difference) == ("different", np.inf, np.inf)
+    c = b.copy()
+    c[0, 0] += 1
+    assert 0 < verified(tmp_path, b, c).relative_error < 1  # what is no number in both is the same
 
 
 def test_verify_counts_equal_values(tmp_path):

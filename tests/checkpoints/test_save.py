@@ -54,23 +54,16 @@ def test_a_tensor_in_a_file(tmp_path, format):
             }
             tensors.append(bf.QuantizedTensor.from_storage(known, wider, groups[0]))
     for i, tensor in enumerate(tensors):
-        tensor.save(tmp_path / f"{i}.safetensors")
-        assert_same_tensor(bf.QuantizedTensor.load(tmp_path / f"{i}.safetensors"), tensor)
+        bf.save(tensor, tmp_path / f"{i}.safetensors")
+        assert_same_tensor(bf.load(tmp_path / f"{i}.safetensors")["weight"], tensor)
     assert sorted(os.listdir(tmp_path)) == sorted(f"{i}.safetensors" for i in range(len(tensors)))
 
 
-def test_a_file_with_another_number_of_tensors_is_not_one_tensor(tmp_path):
+def test_one_tensor_does_not_replace_a_file(tmp_path):
     tensor = bf.quantize(gaussian((8, 64)), "q4_0")
-    bf.save({"a": tensor, "b": tensor}, tmp_path / "two.safetensors")
-    bf.save({"a": gaussian((2, 3))}, tmp_path / "none.safetensors")
-    with pytest.raises(bf.CheckpointError, match="got 2 quantized tensors; takes one"):
-        bf.QuantizedTensor.load(tmp_path / "two.safetensors")
-    with pytest.raises(bf.CheckpointError, match="got no quantized tensor"):
-        bf.QuantizedTensor.load(tmp_path / "none.safetensors")
-    with pytest.raises(bf.CheckpointError, match=r"takes a name that ends in \.safetensors"):
-        tensor.save(tmp_path / "folder")
-    with pytest.raises(bf.CheckpointError, match="a path that exists"):
-        tensor.save(tmp_path / "two.safetensors")
+    bf.save(tensor, tmp_path / "one.safetensors")
+    with pytest.raises(bf.CheckpointError, match="exists"):
+        bf.save(tensor, tmp_path / "one.safetensors")
 
 
 # ---- tensors by name ----------------------------------------------------------------------------------------------
@@ -127,7 +120,7 @@ def test_tensors_in_other_layouts(tmp_path):
         ({"a": [1.0]}, r"\[save\] a: got a list"),
         ({"a": np.zeros(2, np.complex128)}, r"\[save\] a: got dtype complex128"),
         ({"a": torch.zeros(2, device="meta")}, r'\[save\] a: got a tensor on torch\'s device "meta"'),
-        (3, "got a int; takes a torch.nn.Module or an mlx.nn.Module"),
+        (3, "model_or_tensors: got a int; takes a torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, given, message):
@@ -315,3 +308,53 @@ def test_pickles_are_refused_with_a_way_out(tmp_path):
             bf.load(tmp_path / path)
     bf.save(torch.load(tmp_path / "new.pt", weights_only=True), tmp_path / "out.safetensors")  # as the message says
     assert bf.load(tmp_path / "out.safetensors")["a"].tolist() == [1, 1, 1]
+
+
+# ---- names and places of outputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["x.bin", "x.pt", "x.GGUF", "x.safetensor", "x.ggfu", "x.onnx"])
+def test_a_name_of_another_file_is_refused_with_those_that_are_written(tmp_path, name):
+    with pytest.raises(bf.CheckpointError, match=rf"{name} is a \.\w+ file.* a folder or .* \.safetensors"):
+        bf.save({"a": np.ones((2, 32), np.float32)}, tmp_path / name, progress=False)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "llama.v2", "x.d", "model.q4_k", "a.b.c"])
+def test_folders_may_have_dots(tmp_path, name):
+    bf.save({"a": np.ones((2, 32), np.float32)}, tmp_path / name, progress=False)
+    assert (tmp_path / name / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["m", "m.safetensors", "m.gguf"])
+def test_save_convert_and_quantize_replace_what_they_may(tmp_path, name):
+    tensors = {"a.weight": np.ones((2, 32), np.float32)}
+    bf.save(tensors, tmp_path / "source", progress=False)
+    layout = "gguf" if name.endswith("gguf") else "billfish"
+    for write in (
+        lambda **about: bf.save(tensors, tmp_path / name, raw_names=True, progress=False, **about),
+        lambda **about: bf.convert(
+            tmp_path / "source", tmp_path / name, layout, raw_names=True, progress=False, **about
+        ),
+        lambda **about: bf.quantize_checkpoint(
+            tmp_path / "source", tmp_path / name, "q8_0", raw_names=True, progress=False, **about
+        ),
+    ):
+        bf.save({"b": np.zeros(3, np.float32)}, tmp_path / name, raw_names=True, progress=False, overwrite=True)
+        with pytest.raises(bf.CheckpointError, match=rf"{name} exists.*overwrite=True"):
+            write()
+        assert list(bf.load(tmp_path / name)) == ["b"]
+        write(overwrite=True)
+        assert list(bf.load(tmp_path / name)) == ["a.weight"]
+    assert sorted(os.listdir(tmp_path)) == [name, "source"]
+
+
+def test_an_input_is_not_replaced_by_its_output(tmp_path):
+    bf.save({"a.weight": np.ones((2, 32), np.float32)}, tmp_path / "m", progress=False)
+    bf.save({"a.weight": np.ones((2, 32), np.float32)}, tmp_path / "m.gguf", raw_names=True, progress=False)
+    (tmp_path / "link").symlink_to("m")
+    for source, out in (("m", "m"), ("m", "link"), ("m/model.safetensors", "m"), ("m.gguf", "m.gguf")):
+        to = "gguf" if out.endswith("gguf") else "billfish"
+        with pytest.raises(bf.CheckpointError, match=f"{out} is where the input is"):
+            bf.convert(tmp_path / source, tmp_path / out, to, overwrite=True, raw_names=True, progress=False)
+    assert list(bf.load(tmp_path / "m")) == ["a.weight"]

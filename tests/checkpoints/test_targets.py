@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 
 import billfish as bf
-from billfish.checkpoints.layouts.gptq_writer import raise_zeros
+from billfish.checkpoints.layouts.gptq import raise_zeros
 from billfish.cli.main import main
 from billfish.core.arrays import FLOATS
 

@@ -40,6 +40,13 @@ def test_several_models_get_the_numbers_that_each_gets_alone(files, capsys):
     assert together[1]["divergence"] > 0
 
 
+def test_the_window_in_json_is_the_one_that_was_used(files, capsys):
+    first, second, text = files
+    for words, window in (([], 128), (["--against", second], 128), (["--window", "20"], 20)):  # 128: the context
+        assert main(["eval", first, "--text", text, "--json", *words]) == 0
+        assert [record["window"] for record in records(capsys)] == [window]
+
+
 def test_the_table(files, capsys):
     first, second, text = files
     assert main(["eval", first, second, "--text", text, "--against", first]) == 0

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from types import SimpleNamespace
 import pytest
 from llm_models import Small, write_model
 
+from billfish.backends.cpu import _cpu
 from billfish.cli import run
-from billfish.cli.main import main, parser
+from billfish.cli.main import main, parser_of
 from billfish.llm import load
 
 
@@ -93,7 +95,7 @@ def test_a_model_without_a_template_wants_raw(bare, capsys):
 def test_a_raw_chat_continues_each_line_as_it_is(path, capsys):
     """With a template in the file, too."""
     model = load(path)
-    chat = run.Chat(model, parser().parse_args(["run", "-n", "2", "--raw"]))
+    chat = run.Chat(model, parser_of("run").parse_args(["-n", "2", "--raw"]))
     chat.answer("ab")
     expected = "".join(model.generate("ab", max_tokens=2, raw=True))
     assert capsys.readouterr().out == expected + "\n"
@@ -106,7 +108,7 @@ class Talk:
     """A chat that is told these lines."""
 
     def __init__(self, path, monkeypatch, *lines):
-        self.chat = run.Chat(load(path), parser().parse_args(["run", "-n", "2", "--system", "old"]))
+        self.chat = run.Chat(load(path), parser_of("run").parse_args(["-n", "2", "--system", "old"]))
         self.told = iter([*lines, EOFError])
         monkeypatch.setattr("builtins.input", self._next)
         self.chat.talk()
@@ -198,3 +200,44 @@ def _own():
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which `nohup` makes children ignore
+
+
+# ---- standard input -------------------------------------------------------------------------------------------------
+
+
+def prompt_tokens(path, *words, text=None):
+    """How long the prompt of a command was, with a text in a pipe."""
+    command = [sys.executable, "-m", "billfish", "run", str(path), "-n", "1", "--json", "--raw", *words]
+    source = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
+    done = subprocess.run(command, capture_output=True, text=True, **source)
+    return json.loads(done.stdout)["prompt_tokens"] if done.returncode == 0 else done.stderr
+
+
+def test_a_prompt_and_a_text_in_a_pipe_are_both_read(path):
+    """A question and what it is about; the pipe was dropped."""
+    alone = prompt_tokens(path, "-p", "aa")
+    assert prompt_tokens(path, "-p", "aa", text="bbb\n") == alone + len("\n\n") + len("bbb")
+    assert prompt_tokens(path, "-p", "aa", text="") == alone
+
+
+@pytest.mark.parametrize("text", [None, "", " \n"])
+def test_no_prompt_at_all_says_what_to_do(path, text):
+    error = prompt_tokens(path, text=text)
+    assert "standard input" in error
+    assert "-p TEXT" in error
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_more_threads_than_cores_get_a_warning(path, capsys, monkeypatch):
+    before = _cpu.threads()
+    monkeypatch.setattr("billfish.cli.model_arguments.allowed_cores", lambda: 2)
+    try:
+        for threads, warned in (("2", False), ("3", True)):
+            assert main(["run", str(path), "-p", "ab", "-n", "1", "--threads", threads]) == 0
+            error = capsys.readouterr().err
+            assert ("--threads 3" in error and "2 CPU cores" in error) == warned
+    finally:
+        _cpu.set_threads(before)

@@ -59,10 +59,7 @@ def test_errors_are_not_printed_to_the_output_where_theirs_is_closed():
 @pytest.mark.parametrize("words", [["formats"], ["--help"], ["--version"], []])
 def test_a_full_disk_behind_the_output_is_told(words):
     done = billfish("> /dev/full", *words)
-    assert done.stderr == (
-        "billfish: [billfish] standard output: got No space left on device; "
-        "takes a place with room that can be written to\n"
-    )
+    assert done.stderr == "billfish: standard output: No space left on device\n"
     assert done.returncode == 2
 
 
@@ -113,8 +110,6 @@ def test_paths_that_are_no_text(tmp_path, capsys):
         "quantize in out --format q4_0 --keep ?=q8_0",
         "convert in out --to ?",
         "verify ? ?",
-        "bench --formats ?",
-        "bench --json ?/? --m ?",
     ],
 )
 def test_words_that_are_no_text_are_told(line, tmp_path, monkeypatch, capsys):
@@ -169,7 +164,7 @@ def test_a_configuration_with_lone_surrogates(tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["remark"] == "\ud800"
     bf.convert(tmp_path / "in", tmp_path / "out.gguf", "gguf")
     file.write_text(json.dumps(config | {"model_type": "\ud800"}))
-    with pytest.raises(bf.CheckpointError, match=r"general\.architecture: got .*; takes a text that UTF-8 can hold"):
+    with pytest.raises(bf.CheckpointError, match=r"GGUF cannot hold .*general\.architecture"):
         bf.convert(tmp_path / "in", tmp_path / "raw.gguf", "gguf", raw_names=True)
     assert sorted(os.listdir(tmp_path)) == ["in", "out", "out.gguf"]
 

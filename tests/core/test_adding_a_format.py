@@ -15,7 +15,7 @@ import torch
 from common import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.cli.explain import print_formats
+from billfish.cli.formats import print_formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 NAME = "q5_m"

@@ -20,13 +20,12 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import weights
-from billfish.backends.cuda.describe import describe_planes
+from billfish.backends.cuda import device_weights
+from billfish.backends.cuda.axes import describe_planes
 from billfish.backends.cuda.layout import group_parts
 from billfish.backends.cuda.memory import address
 from billfish.core.arrays import bfloat16
-from billfish.core.device_array import SIGNLESS, UFUNCS, DeviceArray, look_up
-from billfish.core.device_types import DISGUISED
+from billfish.core.device_array import DISGUISED, SIGNLESS, UFUNCS, DeviceArray, look_up
 from billfish.core.format import Format
 from billfish.core.formats.word_packing import ScaledWordFormat
 from billfish.ops.quantization import quantize_matrix
@@ -80,7 +79,7 @@ def test_search_has_the_error_of_numpy(format):
 
 def test_rows_go_in_slices(monkeypatch):
     w = gaussian((41, 256))
-    monkeypatch.setattr("billfish.core.row_slices.DEVICE_SLICE_ELEMENTS", 7 * 256)
+    monkeypatch.setattr("billfish.core.machine.DEVICE_SLICE_ELEMENTS", 7 * 256)
     for name in ("q4_k", "nvfp4", "u4"):
         format = bf.FORMATS[name]
         options = format.check_options("test", {})
@@ -123,7 +122,7 @@ def fake(monkeypatch):
             driver.foreign[memory.data_ptr()] = memory.numpy()
         return address(memory)
 
-    monkeypatch.setattr(weights, "address", noted)
+    monkeypatch.setattr(device_weights, "address", noted)
     monkeypatch.setattr("billfish.backends.cuda.memory.address", noted)
     yield driver
     driver.forget()
@@ -161,8 +160,8 @@ def test_products_find_what_is_packed(fake):
 def test_saved_and_cut(fake, tmp_path):
     w = gaussian((40, 256))
     q, expected = quantized_there(w, "q4_0"), bf.quantize(w, "q4_0", method="rtn")
-    q.save(tmp_path / "w.safetensors")
-    assert_same_bits(bf.QuantizedTensor.load(tmp_path / "w.safetensors").storage["blocks"], expected.storage["blocks"])
+    bf.save(q, tmp_path / "w.safetensors")
+    assert_same_bits(bf.load(tmp_path / "w.safetensors")["weight"].storage["blocks"], expected.storage["blocks"])
     assert_same_bits(q.take_rows([3, 5]).storage["blocks"], expected.storage["blocks"][[3, 5]])
 
 

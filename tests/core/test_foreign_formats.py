@@ -135,6 +135,7 @@ def test_products_and_values_are_the_references(foreign, n):
             bf.quantized_linear(x, tensor, backend="cpu")
 
 
+@pytest.mark.full
 def test_the_emulated_metal_kernels_say_no_or_are_right(foreign):
     tensor = tensor_of(foreign, 8, 2 * max(128, foreign.block_size))
     x = gaussian((2, tensor.shape[1]))

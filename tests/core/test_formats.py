@@ -17,8 +17,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import billfish as bf
-from billfish.core.format import Format, aliases_of
+from billfish.core.format import Format, aliases_of, parse_format
 from billfish.core.formats.word_packing import WordFormat, pack_words, unpack_words
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "expected"),
+    [
+        ("fp4", None, ("fp4", None)),
+        ("FP4:64", None, ("fp4", 64)),
+        ("fp4:-1", None, ("fp4", -1)),
+        ("fp4", 64, ("fp4", 64)),
+        ("fp4:64", 64, ("fp4", 64)),
+        ("q4_0:32", None, ("q4_0", 32)),
+    ],
+)
+def test_a_format_is_written_with_its_group_size(text, beside, expected):
+    format, group_size = parse_format(text, "call", beside)
+    assert (format.name, group_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "beside", "message"),
+    [
+        ("fp5:64", None, "'fp5'"),
+        ("fp4:", None, "'fp4:'.*fp4:GROUP"),
+        ("fp4:6.4", None, "'fp4:6.4'"),
+        ("fp4:" + "9" * 5000, None, "fp4:999"),
+        ("fp4:48", None, "48.*16, 32, 64, 128"),
+        ("fp4", 48, "48.*16, 32, 64, 128"),
+        ("q4_0:-1", None, "-1.*32"),
+        ("fp4:64", 32, "'fp4:64'.*group_size 32"),
+        (3, None, "3"),
+    ],
+)
+def test_what_is_no_format_and_group_size_is_refused(text, beside, message):
+    with pytest.raises(bf.FormatError, match=message):
+        parse_format(text, "call", beside)
+
 
 FORMATS = pytest.mark.parametrize("format", bf.FORMATS.values(), ids=lambda f: f.name)
 

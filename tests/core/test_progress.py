@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
+from billfish.core import progress
 from billfish.core.progress import Progress, clock
 
 
@@ -29,7 +31,44 @@ def test_the_line_tells_amount_rate_and_time_left():
     assert Progress(0, "layers", stream=Terminal()).line(0.0).startswith("#" * 24)
 
 
-def test_it_draws_on_terminals_only_and_clears_up(monkeypatch):
+def test_the_time_left_is_that_of_the_work_and_not_of_a_fast_start():
+    """An embedding is copied at once, then matrices are quantized: 100 MB in 0.1 s, and 1 MB a second."""
+    bar = Progress(160e6, "B", stream=Terminal())
+    bar.done = 100e6
+    bar._recent.append((0.1, 100e6))
+    assert "left" not in bar.line(0.1)
+    for second in range(1, 21):
+        bar.done += 1e6
+        bar._recent.append((float(second), bar.done))
+    assert "120/160 MB, 1.0/s, 0:40 left" in bar.line(20.0)
+    assert "120/160 MB, 0.5/s, 1:20 left" in bar.line(30.0)  # a long matrix: time goes on
+
+
+def test_a_pipe_gets_a_line_soon_and_then_one_now_and_then(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.02)
+    monkeypatch.setattr(progress, "PIPE_SECONDS", 0.05)
+    pipe = io.StringIO()
+    with Progress(4, "layers", stream=pipe) as bar:
+        bar.advance(1, "up_proj")
+        deadline = time.monotonic() + 20
+        while pipe.getvalue().count("\n") < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)  # nothing advances, and yet it is told
+    lines = pipe.getvalue().splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith("1/4 layers, ") and line.endswith("up_proj") for line in lines)
+    assert "\r" not in pipe.getvalue()
+
+
+def test_it_ends_with_the_work(monkeypatch):
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.01)
+    terminal = Terminal()
+    with pytest.raises(KeyboardInterrupt), Progress(2, "layers", stream=terminal) as bar:
+        raise KeyboardInterrupt
+    assert not bar._clock.is_alive()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_it_is_silent_for_short_work_in_pipes_and_clears_up_in_terminals():
     terminal, pipe = Terminal(), io.StringIO()
     for stream in (terminal, pipe):
         with Progress(2, "layers", stream=stream) as bar:

@@ -109,7 +109,7 @@ def test_gains_are_those_of_the_documentation(format):
 
 def test_the_better_method_is_the_default_everywhere():
     """Except where a function promises ggml's very bits."""
-    from billfish.cli.parser import parser
+    from billfish.cli.main import parser_of
     from billfish.nn import mlx, torch
     from billfish.nn.transformers import BillfishConfig
 
@@ -127,7 +127,7 @@ def test_the_better_method_is_the_default_everywhere():
     assert {"quantize", "quantize_model", "pack_fp4_weights", "torch", "mlx", "config"} <= defaults.keys()
     for name, default in defaults.items():
         assert default == ("rtn" if name.startswith("quantize_q") else "mse"), name
-    assert parser().parse_args(["quantize", "in", "out", "--format", "q4_0"]).method == "mse"
+    assert parser_of("quantize").parse_args(["in", "out", "--format", "q4_0"]).method == "mse"
 
 
 def test_what_is_said_to_be_the_default_is_done():

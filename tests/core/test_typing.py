@@ -15,7 +15,7 @@ import pytest
 
 import billfish as bf
 from billfish.checkpoints.write.export import TARGETS
-from billfish.core import activations, arrays, format, gated_activation
+from billfish.core import activations, arrays, format, mixture
 from billfish.core import typing as names
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_names_are_those_of_the_registries():
     assert set(typing.get_args(names.FormatName)) == set(bf.FORMATS)
     assert typing.get_args(names.Method) == format.METHODS
     assert typing.get_args(names.Activations) == activations.ACTIVATIONS
-    assert typing.get_args(names.Gate) == gated_activation.GATES
+    assert typing.get_args(names.Gate) == mixture.GATES
     assert typing.get_args(names.FloatName) == tuple(arrays.FLOATS)
     assert set(typing.get_args(names.Layout)) == set(TARGETS)
     assert set(typing.get_args(names.Library)) == {adapter.kind for adapter in arrays.ADAPTERS} - {"cupy"}

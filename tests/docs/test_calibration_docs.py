@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from llm_models import Small, write_model
 
-from billfish.cli.parser import parser
+from billfish.cli.main import parser_of
 from billfish.llm.config import read_config
 from billfish.llm.model import default_model
 from billfish.llm.model_files import open_source
 from billfish.llm.model_weights import ATTENTION, FEED_FORWARD
 from billfish.quantizing import sensitivity
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibration import INPUTS, TOKENS, WINDOW
-from billfish.quantizing.calibration_text import default_text
+from billfish.quantizing.calibrate_checkpoint import INPUTS, TOKENS, WINDOW, default_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text()
 
@@ -35,7 +34,8 @@ def test_the_commands_are_there():
     lines = re.findall(r"^    (billfish .*?)(?: +#.*)?$", PAGE, re.MULTILINE)
     assert len(lines) == 9
     for line in lines:
-        parser().parse_args(shlex.split(line)[1:])
+        command, *words = shlex.split(line)[1:]
+        parser_of(command).parse_args(words)
 
 
 def test_the_plan_is_one(tmp_path):

@@ -1,8 +1,7 @@
-"""tests/docspoints.md and the README's lines on checkpoints do what they say."""
+"""docs/checkpoints.md and the README's lines on checkpoints do what they say."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import textwrap
@@ -13,7 +12,7 @@ import pytest
 from checkpoint_folders import write_folder
 
 import billfish as bf
-from billfish.cli.main import main, parser
+from billfish.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
@@ -43,8 +42,7 @@ def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
     shown = re.findall(r"^    \$ billfish (.*)\n((?:    .*\n)+)", PAGE, re.MULTILINE)
     assert [line.split()[0] for line, _ in shown] == ["quantize", "verify"]
     for line, text in shown:
-        with contextlib.suppress(SystemExit):
-            assert main(shlex.split(line)) == 0
+        assert main(shlex.split(line)) == line.startswith("verify")  # which finds differences
         printed = capsys.readouterr().out
         if line.startswith("verify"):  # of which the page has the end
             printed = printed[printed.index("\n\n") + 2 :]
@@ -55,4 +53,4 @@ def test_every_command_line_is_one_that_we_have():
     for text in (PAGE, README):
         for line in re.findall(r"^    billfish ((?:inspect|quantize|convert|verify) .*)$", text, re.MULTILINE):
             words = [re.sub(r"\|.*", "", word.strip("[]'")) for word in line.split("#")[0].split()]
-            parser().parse_args(words)
+            parser_of(words[0]).parse_args(words[1:])

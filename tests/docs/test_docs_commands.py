@@ -1,4 +1,4 @@
-"""The script of `make forty` is from the pages: each command, and each option of it, is in the page that it names."""
+"""The script of `make docs-commands` is from the pages: each command and option is in the page that it names."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_table_of_architectures():
         row[0]: row[1:] for row in re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \| (.*?) \|$", section, re.MULTILINE)
     }
     assert list(rows) == list(ARCHITECTURES)
-    tested = (ROOT / "tests" / "llm_architectures.py").read_text()
+    tested = (ROOT / "tests" / "support" / "llm_architectures.py").read_text()
     for name, (types, made_of, checked) in rows.items():
         assert re.findall(r"`(\w+)`", types) == [kind for kind, own in ARCHITECTURE_OF.items() if own == name]
         assert made_of == ", ".join(parts(ARCHITECTURES[name])), name

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from billfish.cli.main import main
-from billfish.cli.parser import parser
+from billfish.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -19,9 +18,9 @@ COMMANDS = re.findall(r"^    billfish (.+)$|`billfish ([a-z].+?)`", README, re.M
 
 @pytest.mark.parametrize("line", sorted({line.split("#")[0].strip() for pair in COMMANDS for line in pair if line}))
 def test_every_command_line_of_the_readme_is_one_that_we_have(line):
-    words = shlex.split(line.replace("gguf|compressed-tensors|mlx", "gguf"))
+    command, *words = shlex.split(line.replace("gguf|compressed-tensors|mlx", "gguf"))
     needed = {"eval": ["--text", "FILE"]}  # where a sentence only names the command
-    parser().parse_args(words if len(words) > 1 else [*words, *needed.get(words[0], [])])
+    parser_of(command).parse_args(words or needed.get(command, []))
 
 
 def test_the_extras_of_the_readme_are_those_of_the_package():

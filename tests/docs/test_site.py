@@ -175,7 +175,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(pages):
 def test_links_to_the_code_lead_to_its_text(pages):
     for page in ("index.html", "bits.html"):
         assert "source/billfish/core/bits.py.html" in pages[built_site() / page].links
-    assert "dequant_fp4_pair" in (built_site() / "source" / "billfish" / "bits.py.html").read_text()
+    assert "dequant_fp4_pair" in (built_site() / "source" / "billfish" / "core" / "bits.py.html").read_text()
 
 
 def test_pages_load_nothing_from_elsewhere(pages):

@@ -18,12 +18,12 @@ from llm_models import Small, write_model
 from serving_support import submit
 
 import billfish as bf
-from billfish.backends.cuda import decoder, layers
+from billfish.backends.cuda import decoder
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import Request
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import Request
 
 SMALL = Small(quantization="Q4_0", hidden=64, context=300)
 VOCABULARY = 261
@@ -41,7 +41,7 @@ class FakeGpu(FakeDriver):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
-        for module in (decoder, layers, cuda, cuda_kv_cache):
+        for module in (decoder, cuda, cuda_kv_cache):
             monkeypatch.setattr(module, "driver", lambda: self)
         monkeypatch.setattr(decoder, "compile_together", lambda *_: None)
         self.capture: list[Any] | None = None
@@ -156,7 +156,7 @@ class FakeGpu(FakeDriver):
             table = numbers(values[9], (int(texts.max()) + 1) * pages_of_text, ctypes.c_uint64).reshape(
                 -1, pages_of_text
             )
-            pages = table[texts, positions // layers.PAGE]
+            pages = table[texts, positions // decoder.PAGE]
             for page in pages:
                 self._room(int(page), 1)
             self.fed.append([(int(t), int(p), int(page)) for t, p, page in zip(tokens, positions, pages, strict=True)])
@@ -205,7 +205,7 @@ def check_fed(gpu: FakeGpu, text: list[int], pages: list[int]) -> None:
     """The last step at each position of a text had its token, in the page of that position."""
     last = {position: (token, page) for step in gpu.fed for token, position, page in step if page in pages}
     for position, token in enumerate(text):
-        assert last[position] == (token, pages[position // layers.PAGE]), position
+        assert last[position] == (token, pages[position // decoder.PAGE]), position
 
 
 def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
@@ -367,6 +367,65 @@ def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, ca
     monkeypatch.setattr("billfish.llm.devices._has_driver", lambda: True)
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
     assert "The CPU runs it." in capsys.readouterr().err
+
+
+class Code(int):
+    """An error code of the driver."""
+
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def test_memory_that_ends_while_weights_are_packed_is_known_by_its_code(gpu, tmp_path, monkeypatch, capsys):
+    """Not by the text of an error, which other errors may have as well."""
+    write_model(tmp_path / "model.gguf", SMALL)
+    allocate, left = gpu.cuMemAlloc, [5]
+
+    def some(nbytes: int) -> tuple:
+        left[0] -= 1
+        return allocate(nbytes) if left[0] >= 0 else (Code(2), 0)
+
+    monkeypatch.setattr(gpu, "cuMemAlloc", some)
+    with pytest.raises(BackendUnavailable, match="GB were packed when memory was full"):
+        load(tmp_path / "model.gguf", device="cuda")
+    monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(1), 0))  # of that name, and another code
+    with pytest.raises(bf.BillfishError, match="OUT_OF_MEMORY") as caught:
+        load(tmp_path / "model.gguf", device="cuda")
+    assert not isinstance(caught.value, (BackendUnavailable, MemoryError))
+
+
+def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkeypatch):
+    """`serve` spoke of llm.generate."""
+    monkeypatch.setattr(gpu, "cuMemAlloc", lambda nbytes: (Code(2), 0))
+    model.decoder._pool._free.clear()
+    with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
+        model.decoder.cache(64)
+    assert "llm.generate" not in str(caught.value)
+    with pytest.raises(bf.DataError, match=r"streams: got 3 with 200 positions each") as caught:
+        Engine(model, streams=3, context=200)
+    assert "llm.generate" not in str(caught.value)
+
+
+def test_a_cache_that_outlives_its_decoder_copies_on_a_stream_that_is_there(gpu, tmp_path, monkeypatch):
+    write_model(tmp_path / "model.gguf", SMALL)
+    model = load(tmp_path / "model.gguf", device="cuda")
+    cache = model.cache()
+    tokens_of(model.generate(counting(3, 100), max_tokens=5, cache=cache))
+    del model
+    gc.collect()
+    copied, streams = gpu.cuMemcpyDtoDAsync, []
+
+    def copy(to: int, source: int, nbytes: int, stream: int) -> tuple:
+        streams.append(stream)
+        return copied(to, source, nbytes, stream)
+
+    monkeypatch.setattr(gpu, "cuMemcpyDtoDAsync", copy)
+    other = cache.copy()
+    assert other.tokens == cache.tokens
+    assert streams
+    assert {*streams} <= gpu.objects
+    del cache, other
+    gc.collect()
+    assert not {*streams} & gpu.objects
 
 
 def test_tiny_temperatures_take_the_best():

@@ -154,8 +154,23 @@ def test_quantize_does_what_the_command_does(tmp_path, capsys, wanted, format, g
     assert np.array_equal(model.logits(TOKENS), load(tmp_path / "out").logits(TOKENS))
     assert ", ".join(sorted([format, "float32"])) in repr(model)  # the head stays
     assert capsys.readouterr().err == ""
-    again = load(tmp_path / "out", quantize="q8_0")  # what is quantized stays
-    assert np.array_equal(again.logits(TOKENS), model.logits(TOKENS))
+    with pytest.raises(bf.DataError, match=f"out is quantized already, to {format}.*quantize='q8_0'.*--requantize"):
+        load(tmp_path / "out", quantize="q8_0")
+
+
+def test_quantize_names_what_is_quantized_already(tmp_path, capsys):
+    write_random(tmp_path / "in", "llama")
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "half", "q4_0", only=["q_proj"])
+    capsys.readouterr()
+    load(tmp_path / "half", quantize="q8_0")
+    assert "model.layers.1.self_attn.q_proj.weight: quantized already, to q4_0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ignored", [{"method": "rtn"}, {"method": "mes"}, {"statistics": "stats.safetensors"}])
+def test_settings_of_quantize_are_refused_without_it(tmp_path, ignored):
+    write_random(tmp_path, "llama")
+    with pytest.raises(bf.DataError, match=f"{next(iter(ignored))}.*quantize"):
+        load(tmp_path, **ignored)
 
 
 def test_quantize_names_what_does_not_fit(tmp_path, capsys):
@@ -172,14 +187,14 @@ def test_quantize_names_what_does_not_fit(tmp_path, capsys):
     [
         ("q4_9", "[llm.load] format: got 'q4_9'"),
         ("fp4:7", "[llm.load] group_size: got 7; takes 16, 32, 64, 128"),
-        ("fp4:x", "[llm.load] quantize: got groups of 'x'; takes FORMAT, or FORMAT:GROUP"),
+        ("fp4:x", "'fp4:x'"),
     ],
 )
 def test_quantize_refuses_what_is_no_format(tmp_path, capsys, wanted, message):
     write_random(tmp_path, "llama")
     assert main(["run", str(tmp_path), "-p", "ab", "--quantize", wanted]) == 2
     assert message in capsys.readouterr().err
-    with pytest.raises(bf.DataError, match="quantize: got it and convert; takes one of them"):
+    with pytest.raises(bf.DataError, match="quantize= or convert="):
         load(tmp_path, quantize="q4_0", convert=lambda name, tensor: tensor)
 
 

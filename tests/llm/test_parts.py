@@ -6,9 +6,11 @@ import inspect
 import io
 import json
 import os
+import re
 import struct
 import sys
 import threading
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,8 +22,8 @@ from billfish.backends.cpu import _cpu
 from billfish.checkpoints.gguf_header import read_header
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.cli import run
-from billfish.cli.main import main
-from billfish.cli.parser import parser
+from billfish.cli.main import main, parser_of
+from billfish.core.errors import MissingPackage
 from billfish.llm import evaluate, load
 from billfish.llm.cpu import CpuDecoder
 from billfish.llm.model import Model
@@ -325,13 +327,91 @@ def test_eval_reads_pipes_and_not_for_ever(path, tmp_path, capsys, monkeypatch):
     writer.join()
 
 
+def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, capsys):
+    """The weights were packed, then packed again for the CPU, and then it failed."""
+    monkeypatch.setenv("BILLFISH_DEVICE", "auto")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not there
+    monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
+    with pytest.raises(MissingPackage, match=r"tokenizers is not installed.*'\.\[llm\]'"):
+        load(path)
+    assert "The CPU runs it" not in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "tokenizers")
+    monkeypatch.setattr(CpuDecoder, "pack", Mock(side_effect=MissingPackage("something else")))
+    with pytest.raises(MissingPackage, match="something else"):
+        load(path)
+    assert "The CPU runs it" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"cache_type": "int8"}, "cache_type: got 'int8'; takes 'float32' or 'float16'"),
+    ({"method": "rtn"}, "quantize: got None beside method='rtn'"),
+    ({"statistics": "stats.safetensors"}, "quantize: got None beside statistics"),
+    ({"quantize": "q4_0", "convert": lambda name, tensor: tensor}, "quantize= or convert=, not both"),
+])  # fmt: skip
+def test_options_of_load_are_checked_before_weights_are_packed(path, options, message, monkeypatch):
+    monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
+    with pytest.raises(bf.DataError, match=re.escape(message)):
+        load(path, device="cpu", **options)
+
+
+def test_a_model_without_anything_to_quantize_says_so(path, capsys):
+    load(path, device="cpu", quantize="q4_0")  # all of it is in q8_0
+    assert "quantize='q4_0' finds no unquantized matrix" in capsys.readouterr().err
+
+
+WRONG = {
+    "temperature": [None, "1", float("nan"), float("inf"), -1, True, [1]],
+    "top_k": [None, "5", 1.5, -1, True],
+    "top_p": [None, "1", 0, 1.5],
+    "min_p": [None, "0", -0.1, 2],
+    "presence_penalty": [None, "0", 1e9],
+    "frequency_penalty": [None, "0", 1e9],
+    "repetition_penalty": [None, "1", 0],
+    "seed": [None, "1", 1.5, -1],
+    "logit_bias": [[1], {"a": 1.0}, {1: "2"}, {1: 1e9}],
+    "max_tokens": [None, "5", 1.5, -1, True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize("call", ["generate", "generate_batch"])
+def test_settings_of_the_wrong_type_are_named_with_the_call(model, call, name, value):
+    prompt = "ab" if call == "generate" else ["ab"]
+    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got .*; takes") as caught:
+        getattr(model, call)(prompt, **{name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_settings_may_be_numbers_of_numpy(model):
+    how = {"temperature": np.float32(1), "top_k": np.int64(3), "seed": np.uint8(1), "max_tokens": np.int32(2)}
+    assert "".join(model.generate("ab", **how)) == model.generate_batch(["ab"], **how)[0]
+
+
+@pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "'max_tokens'"), ("topk", "'top_k'"), ("xyz", "seed")])
+@pytest.mark.parametrize("call", ["generate", "generate_batch"])
+def test_a_setting_that_is_none_gets_a_hint(model, call, name, hint):
+    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got 5; .*{hint}"):
+        getattr(model, call)("ab" if call == "generate" else ["ab"], **{name: 5})
+
+
+@pytest.mark.parametrize("prompt", [None, 5, [None], [1.5]])
+def test_a_prompt_that_is_none(model, prompt):
+    with pytest.raises(bf.DataError, match=r"prompt: got .*; takes a text, messages or token ids"):
+        model.generate(prompt)
+
+
+def test_several_prompts_are_a_list(model):
+    with pytest.raises(bf.DataError, match=r"\[llm\.generate_batch\] prompts: got a text; takes a list"):
+        model.generate_batch("ab")
+
+
 @pytest.mark.parametrize("package", ["tokenizers", "jinja2"])
 def test_a_missing_package_is_named_with_the_command_that_brings_it(path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
     assert main(["run", str(path), "-p", "ab"]) == 2
     error = capsys.readouterr().err
-    assert f"the package {package}: got none" in error
-    assert "pip install 'billfish[llm]'" in error
+    assert f"{package} is not installed" in error
+    assert "pip install '.[llm]'" in error
 
 
 def test_run_command_reads_standard_input(path, capsys, monkeypatch):
@@ -347,10 +427,9 @@ def test_run_command_reads_standard_input(path, capsys, monkeypatch):
         ("run --threads -1", "[run] --threads: got -1; takes a number from 1 to 1024"),
         ("run --threads 5000", "[run] --threads: got 5000; takes a number from 1 to 1024"),
         ("eval --threads 5000", "[eval] --threads: got 5000; takes a number from 1 to 1024"),
-        ("bench --threads 5000", "[bench] --threads: got 5000; takes a number from 1 to 1024"),
         ("run -n -1", "[llm.generate] max_tokens: got -1; takes a whole number from 0 on"),
         ("run --temperature nan", "[llm.generate] temperature: got nan; takes a number from 0 on"),
-        ("run --activations q4", "[llm.generate] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"),
+        ("run --activations q4", "[run] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"),
         ("eval --tokens -5", "[eval] --tokens: got -5; takes a whole number from 2 on"),
         ("eval --tokens 0", "[eval] --tokens: got 0; takes a whole number from 2 on"),
         ("eval --window 1", "[eval] --window: got 1; takes a whole number from 2 on"),
@@ -361,7 +440,7 @@ def test_numbers_that_make_no_sense(path, tmp_path, capsys, words, message):
     text = tmp_path / "text"
     text.write_text("abc " * 30)
     command, *options = words.split()
-    about = {"run": [str(path), "-p", "a"], "eval": [str(path), "--text", str(text)], "bench": []}[command]
+    about = {"run": [str(path), "-p", "a"], "eval": [str(path), "--text", str(text)]}[command]
     before = _cpu.threads()
     assert main([command, *about, *options]) == 2
     assert capsys.readouterr().err == f"billfish: {message}\n"
@@ -386,7 +465,7 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
         raise line
 
     monkeypatch.setattr("builtins.input", answer)
-    chat = run.Chat(model, parser().parse_args(["run", "-n", "3", "--system", "b"]))
+    chat = run.Chat(model, parser_of("run").parse_args(["-n", "3", "--system", "b"]))
     chat.talk()
     captured = capsys.readouterr()
     assert captured.err.count("answer 3 tokens") == 2
@@ -395,7 +474,7 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
 
 
 def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
-    chat = run.Chat(model, parser().parse_args(["run"]))
+    chat = run.Chat(model, parser_of("run").parse_args([]))
     decoder_run, calls = model.decoder.run, []
 
     def interrupted(*arguments):
@@ -412,6 +491,6 @@ def test_ctrl_c_stops_an_answer_not_the_chat(model, monkeypatch, capsys):
 
 def test_one_default_of_activations_for_answers_and_evaluation():
     defaults = {inspect.signature(call).parameters["activations"].default for call in (evaluate, Model.generate)}
-    for command in (["run"], ["eval", "--text", "a"]):
-        defaults.add(parser().parse_args(command).activations)
+    for command, *words in (["run"], ["eval", "--text", "a"]):
+        defaults.add(parser_of(command).parse_args(words).activations)
     assert (defaults, CpuDecoder.usual) == ({None}, "q16")

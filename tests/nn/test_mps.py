@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from common import assert_same_bits, gaussian
-from emulated_mps import mps
 from metal_support import assert_within_contract, quantized
 
 import billfish as bf
@@ -18,13 +17,14 @@ from billfish.backends.emulator.lint import check_text
 from billfish.backends.metal import Kernels, lay_out
 from billfish.backends.metal.mps import PRELUDE, shader_kernel
 from billfish.core.arrays import TorchArrays
+from billfish.nn.torch import emulated_mps
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
 
 
 @pytest.fixture(autouse=True)
 def device():
-    with mps():
+    with emulated_mps.mps():
         yield
 
 

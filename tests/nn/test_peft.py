@@ -230,7 +230,7 @@ def test_without_peft_the_message_names_the_extra():
     program = "import sys; sys.modules['peft'] = None; import billfish.nn.peft"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "BackendUnavailable: [billfish.nn.peft]" in run.stderr
-    assert "pip install 'billfish[peft]'" in run.stderr
+    assert "pip install '.[peft]'" in run.stderr
 
 
 def test_the_example_learns(tmp_path, monkeypatch, capsys):

@@ -377,4 +377,4 @@ def test_without_transformers_the_message_names_the_extra():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "BackendUnavailable: [billfish.nn.transformers]" in run.stderr
-    assert "pip install 'billfish[transformers]'" in run.stderr
+    assert "pip install '.[transformers]'" in run.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import emulated_mps
 import mlx.core as mx
 import mlx.nn
 import numpy as np
@@ -14,6 +13,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.metal import Kernels, MetalBackend
 from billfish.backends.metal.mps import MpsBackend
+from billfish.nn.torch import emulated_mps
 from billfish.nn.torch.expert_layers import MarlinExperts
 
 

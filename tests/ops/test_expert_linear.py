@@ -19,10 +19,10 @@ from common import assert_same_bits
 import billfish as bf
 from billfish.backends.cpu import CpuBackend, _cpu
 from billfish.backends.cpu.experts import pack_experts
-from billfish.backends.cpu.plain import PLAIN_TYPES
+from billfish.backends.cpu.packed import PLAIN_TYPES
 from billfish.core.arrays import FLOATS
 from billfish.core.format import FORMATS
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES
 
 E, N, K = 5, 24, 512
 BACKENDS = ("cpu", "reference")
@@ -308,6 +308,33 @@ def test_threads_keep_little_of_the_room_that_a_call_took(rng):
     ids, _ = oracle.random_routing(rng, 6000, 2, E)
     bf.expert_linear(rng.standard_normal((6000, 512)).astype(np.float32), w, ids, backend="cpu")
     assert _cpu.kept_bytes() <= 2 * 8 << 20
+
+
+class TakenAway(dict):
+    """What a stack keeps, while another thread removes every entry as soon as it is there."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+@pytest.mark.parametrize("of", ["stack", "matrix"])
+def test_what_was_made_is_returned_though_another_thread_removes_it(of, rng):
+    stack = oracle.random_stack(rng, E, 64, 96, "q4_0")
+    kept = stack if of == "stack" else stack[0]
+    object.__setattr__(kept, "_made", TakenAway())
+    assert kept.made("key", lambda: 7) == 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_pair_of_stacks_is_packed_though_another_thread_removes_it(backend, rng):
+    gate, up, other = (oracle.random_stack(rng, E, 64, 96, "q4_0") for _ in range(3))
+    down = oracle.random_stack(rng, E, 96, 64, "q4_0")
+    ids, weights = oracle.random_routing(rng, 4, 2, E)
+    x = rng.standard_normal((4, 96)).astype(np.float32)
+    expected = bf.experts(x, (gate, up), down, ids, weights, backend=backend)
+    bf.experts(x, (gate, other), down, ids, weights, backend=backend)
+    object.__setattr__(gate, "_made", TakenAway(gate._made))  # with the pair (gate, other)
+    assert_same_bits(bf.experts(x, (gate, up), down, ids, weights, backend=backend), expected)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 import re
 from functools import partial
 
@@ -312,3 +314,10 @@ def test_gemm_w4a8_reads_blocks_of_another_format():
     y = bf.gemm_w4a8(bf.quantize_q8_1(x), bf.quantize_q4_1(w), format="q4_1")
     blocks = bf.quantize(x, "q8_1", method="rtn"), bf.quantize(w, "q4_1", method="rtn")
     assert_same_bits(y, bf.gemm_w4a8(*blocks))
+
+
+def test_no_public_function_hides_a_module():
+    """As `bf.experts`, a function, once hid billfish/experts.py."""
+    modules = {module.name for module in pkgutil.iter_modules(bf.__path__)}
+    hidden = [name for name in modules & set(bf.__all__) if not inspect.ismodule(getattr(bf, name))]
+    assert not hidden

@@ -14,6 +14,7 @@ from llm_models import Small, write_model
 import billfish as bf
 from billfish.cli.main import main
 from billfish.llm import evaluate, load
+from billfish.quantizing import quantize_checkpoint as quantizing
 from billfish.quantizing import sensitivity as damage
 from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, lower_edge, plan_of
 
@@ -155,13 +156,67 @@ def test_a_measurement_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch
     assert plan == damage.plan_bits(tmp_path / "model.gguf", 5, formats=formats)
 
 
+def names_by_format(path):
+    checkpoint = bf.load(path)
+    found = {}
+    for about in map(checkpoint.describe, checkpoint):
+        if about.format is not None:
+            found.setdefault(about.format.name, []).append(about.name)
+    return found
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_only_limits_the_plan(model, tmp_path, edited):
+    """Rules of the plan are for what --only finds, whether the plan was measured or a person wrote it."""
+    plan, out = tmp_path / "plan", tmp_path / "out.gguf"
+    if edited:
+        plan.write_text("ffn_up=q8_0\nattn_q=q8_0\n=q4_0\n")
+    words = ["--bits", 6, "--formats", "q4_0,q8_0", "--plan", plan, "--only", "ffn_"]
+    assert quantize(model, out, *words) == 0
+    found = names_by_format(out)
+    assert set(found) == {"q4_0", "q8_0"}
+    assert all("ffn_" in name for names in found.values() for name in names)
+    assert sum(map(len, found.values())) == 9
+    assert "attn" not in "".join(BitPlan.load(plan).keep) or edited
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["taken.gguf"], "a path that exists"),
+        (["out", "--to", "gptq", "--formats", "u4b8:32,u8b128:32"], "gptq has one setting for all modules"),
+        (["out", "--to", "mlx", "--formats", "q4_0,fp4"], "fp4"),
+        (["out.gguf", "--only", "nosuch"], "finds no tensor"),
+        (["out.gguf", "--keep", "nosuch=q8_0"], "finds no tensor"),
+        (["out.gguf", "--bits", 3, "--calibrate"], "--bits"),
+    ],
+)
+def test_the_output_is_checked_before_anything_is_measured(model, tmp_path, monkeypatch, capsys, words, message):
+    def measured(*arguments, **options):
+        raise AssertionError("a model runs")
+
+    monkeypatch.setattr(quantizing, "plan_bits", measured)
+    monkeypatch.setattr(quantizing, "calibrated", measured)
+    (tmp_path / "taken.gguf").write_text("")
+    bits = [] if "--bits" in words else ["--bits", 6]
+    assert quantize(model, tmp_path / words[0], *bits, *words[1:]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_whole_rows_can_be_chosen(model, tmp_path):
+    out = tmp_path / "out"
+    assert quantize(model, out, "--bits", 4.6, "--formats", "u4b8:-1,q8_0") == 0
+    about = bf.load(out).describe("model.layers.0.mlp.up_proj.weight")
+    assert about.group_size == about.shape[1]
+
+
 def test_what_cannot_be(model, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     for words, message in (
         (["--bits", 3], "--bits: got 3.0; takes at least 4.25"),
         (["--bits", "nan"], "--bits: got nan"),
         (["--bits", 5, "--formats", "q4_0,q4_0"], "takes formats, each of them once"),
-        (["--bits", 5, "--formats", "q4_0,fp4:x"], "takes FORMAT, or FORMAT:GROUP"),
+        (["--bits", 5, "--formats", "q4_0,fp4:x"], "'fp4:x'"),
         (["--bits", 5, "--group-size", 64], "takes group sizes in --formats"),
         (["--format", "q4_0", "--plan", "p"], "takes it beside --bits"),
     ):

@@ -38,6 +38,18 @@ def same(a: bf.QuantizedTensor, b: bf.QuantizedTensor) -> bool:
     return all(np.array_equal(a.storage[name], b.storage[name]) for name in a.storage)
 
 
+@pytest.mark.parametrize("written", [["--format", "fp4:64"], ["--format", "fp4", "--group-size", "64"]])
+def test_group_sizes_are_part_of_a_format_wherever_it_is_written(tmp_path, written):
+    write_folder(tmp_path / "in", "plain")
+    keep = ["--keep", r"layers\.0\.mlp.*=fp4:-1"]
+    assert main(["quantize", str(tmp_path / "in"), str(tmp_path / "out"), *written, *keep]) == 0
+    ck = bf.load(tmp_path / "out")
+    assert ck["model.layers.1.mlp.up_proj.weight"].group_size == 64
+    assert ck["model.layers.0.mlp.up_proj.weight"].group_size == ck["model.layers.0.mlp.up_proj.weight"].shape[1]
+    bf.quantize_checkpoint(tmp_path / "in", tmp_path / "again", "fp4:64", keep={r"layers\.0\.mlp": "fp4:-1"})
+    assert bf.verify(tmp_path / "out", tmp_path / "again")
+
+
 @pytest.mark.parametrize("method", ["rtn", "mse", "gptq"])
 def test_checkpoints_are_quantized_by_statistics(tmp_path, method):
     model, _, known = sources(tmp_path)
@@ -107,9 +119,11 @@ def test_statistics_of_another_model_are_refused_and_nothing_is_written(tmp_path
 
 def test_what_would_fail_fails_before_a_text_runs(tmp_path, monkeypatch):
     model, text, _ = sources(tmp_path)
-    monkeypatch.setattr("billfish.quantizing.calibration.load", lambda *a, **k: pytest.fail("the model was read"))
+    monkeypatch.setattr(
+        "billfish.quantizing.calibrate_checkpoint.load", lambda *a, **k: pytest.fail("the model was read")
+    )
     (tmp_path / "there.gguf").write_bytes(b"")
-    with pytest.raises(bf.CheckpointError, match="a path that exists"):
+    with pytest.raises(bf.CheckpointError, match=" exists"):
         bf.quantize_checkpoint(model, tmp_path / "there.gguf", "q4_0", calibrate=text)
     with pytest.raises(bf.CheckpointError, match="finds no tensor"):
         bf.quantize_checkpoint(model, tmp_path / "out.gguf", "q4_0", calibrate=text, only=["nothing"])
@@ -137,7 +151,7 @@ def test_an_interrupted_command_goes_on_with_its_statistics(tmp_path, monkeypatc
             bf.quantize_checkpoint(model, tmp_path / "cut.gguf", "q4_0", calibrate=text, progress=False)
     assert (tmp_path / "cut.gguf.partial-statistics.safetensors").is_file()
     with monkeypatch.context() as patch:
-        patch.setattr("billfish.quantizing.calibration.load", lambda *a, **k: pytest.fail("calibrated again"))
+        patch.setattr("billfish.quantizing.calibrate_checkpoint.load", lambda *a, **k: pytest.fail("calibrated again"))
         bf.quantize_checkpoint(model, tmp_path / "cut.gguf", "q4_0", calibrate=text, progress=False)
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "cut.gguf").read_bytes()
     assert not list(tmp_path.glob("*partial*"))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import jsonschema
 import pytest
 from serving_schemas import random_schema
-from serving_support import Collected, alone, ask, random_tokens, small_model, submit
+from serving_support import Collected, alone, ask, compiled, random_tokens, small_model, submit
 
 import billfish as bf
 from billfish.checkpoints.tokenizer.tokenizer import UNUSED
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.grammar import Grammar, Vocabulary, json_object, json_schema
-from billfish.serving.requests import Request
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary, json_object, json_schema
+from billfish.serving.engine.grammar_compiler import GrammarCompiler
+from billfish.serving.engine.requests import Request
 
 PERSON = {
     "type": "object",
@@ -49,7 +51,7 @@ def test_generated_schemas_get_valid_answers(engine):
     for seed in range(100):
         schema = random_schema(rng)
         sampling = Sampling(rng.choice([0.0, 1.0, 1.5]), seed=seed, min_p=rng.choice([0.0, 0.05]))
-        request = Request(random_tokens(rng, 5), 900, sampling, grammar=json_schema(schema))
+        request = Request(random_tokens(rng, 5), 900, sampling, grammar=compiled(engine, schema))
         asked.append((submit(engine, request), schema))
         if seed % 10 == 0:
             submit(engine, Request(random_tokens(rng, 40), 20))
@@ -60,7 +62,8 @@ def test_generated_schemas_get_valid_answers(engine):
 def test_answers_with_and_without_a_grammar_beside_each_other(model):
     with Engine(model, streams=4, activations="exact") as engine:
         plain = Request([9, 10], 60, Sampling(1.0, seed=1))
-        answers = [submit(engine, Request([9, 10], 400, Sampling(1.0), grammar=json_schema(PERSON))) for _ in range(3)]
+        person = compiled(engine, PERSON)
+        answers = [submit(engine, Request([9, 10], 400, Sampling(1.0), grammar=person)) for _ in range(3)]
         assert ask(engine, plain).text == alone(model, plain, activations="exact")[0]
         texts = {answer.wait().text for answer in answers}
     assert len(texts) == 1
@@ -69,13 +72,15 @@ def test_answers_with_and_without_a_grammar_beside_each_other(model):
 
 def test_any_object(engine):
     for seed in range(3):
-        answer = ask(engine, Request([9, 10], 300, Sampling(1.0, seed=seed), grammar=json_object()))
+        answer = ask(
+            engine, Request([9, 10], 300, Sampling(1.0, seed=seed), grammar=engine.compile(json_object()).result())
+        )
         assert answer.finished == "length" or isinstance(json.loads(answer.text), dict)
         assert answer.text.startswith("{")
 
 
 def test_an_answer_that_is_cut_is_told_so(engine):
-    answer = ask(engine, Request([9, 10], 3, grammar=json_schema(PERSON)))
+    answer = ask(engine, Request([9, 10], 3, grammar=compiled(engine, PERSON)))
     assert answer.finished == "length"
     with pytest.raises(json.JSONDecodeError):
         json.loads(answer.text)
@@ -89,6 +94,8 @@ def test_an_answer_that_is_cut_is_told_so(engine):
         ({"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
         ({"enum": []}, "Unsatisfiable schema"),
         ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
+        ({"$ref": "#"}, "nothing satisfies it"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "nothing satisfies it"),
         ({"$ref": "#/nowhere"}, "nowhere"),
         ({"$ref": "https://example.com/other"}, "example.com"),
         ({"type": "string", "pattern": "("}, "regex"),
@@ -96,14 +103,14 @@ def test_an_answer_that_is_cut_is_told_so(engine):
         ([1], "Expecting object schema"),
     ],
 )
-def test_schemas_that_cannot_be_used_say_why(schema, why):
+def test_schemas_that_cannot_be_used_say_why(engine, schema, why):
     with pytest.raises(bf.DataError, match=rf"\[serving.json_schema\] schema: got one that fails.*{why}"):
-        json_schema(schema)
+        compiled(engine, schema)
 
 
 def test_a_grammar_that_is_none(engine):
-    with pytest.raises(bf.DataError, match=r"\[serving.Engine\] grammar: got one that fails"):
-        engine.submit(Request([5], 5, grammar=Grammar("nothing like that")), print)
+    with pytest.raises(bf.DataError, match=r"\[serving.json_schema\] schema: got one that fails"):
+        engine.compile(Grammar("nothing like that")).result()
 
 
 def test_a_grammar_that_fails_ends_its_own_request(model, monkeypatch):
@@ -116,14 +123,21 @@ def test_a_grammar_that_fails_ends_its_own_request(model, monkeypatch):
     with Engine(model, streams=2, activations="exact") as engine:
         plain = Request([9, 10], 30, Sampling(1.0, seed=1))
         other = submit(engine, plain)
-        matcher = Vocabulary(model.tokenizer, model.config.vocabulary).matcher(json_object())
+        grammar = engine.compile(json_object()).result()
+        matcher = grammar.matcher()
         state = type("State", (), {"compute_bitmask": panic, "is_error": lambda self: False})()
-        monkeypatch.setattr(Vocabulary, "matcher", lambda self, grammar: matcher)
+        monkeypatch.setattr(CompiledGrammar, "matcher", lambda self: matcher)
         monkeypatch.setattr(matcher, "_state", state)
-        failed = ask(engine, Request([9, 10], 30, grammar=json_object()))
+        failed = ask(engine, Request([9, 10], 30, grammar=grammar))
         assert failed.finished == "failed"
         assert "the answer cannot go on" in failed.pieces[-1].error
         assert other.wait().text == alone(model, plain, activations="exact")[0]
+
+
+@contextmanager
+def compiler(model: bf.llm.Model) -> Iterator[GrammarCompiler]:
+    with closing(GrammarCompiler(Vocabulary(model.tokenizer, model.config.vocabulary))) as made:
+        yield made
 
 
 def test_tokens_without_a_text_are_in_no_answer(model, monkeypatch):
@@ -131,7 +145,8 @@ def test_tokens_without_a_text_are_in_no_answer(model, monkeypatch):
     kinds = list(model.tokenizer.kinds)
     kinds[50] = UNUSED
     monkeypatch.setattr(model.tokenizer, "kinds", kinds)
-    matcher = Vocabulary(model.tokenizer, model.config.vocabulary).matcher(json_schema({"type": "string"}))
+    with compiler(model) as made:
+        matcher = made.compile(json_schema({"type": "string"})).result().matcher()
     quote = next(token for token in range(261) if model.tokenizer.piece_bytes(token) == b'"')
     matcher.take(quote)
     allowed = matcher.allowed()
@@ -144,12 +159,12 @@ def test_tokens_without_a_text_are_in_no_answer(model, monkeypatch):
 
 def test_a_model_without_an_end_takes_no_grammar(model, monkeypatch):
     monkeypatch.setattr(model.tokenizer, "ends", set())
-    with pytest.raises(bf.DataError, match="without a token that ends answers"):
-        Vocabulary(model.tokenizer, model.config.vocabulary).matcher(json_object())
+    with compiler(model) as made, pytest.raises(bf.DataError, match="without a token that ends answers"):
+        made.compile(json_object()).result()
 
 
 def test_smollm2_fills_in_a_schema():
     model = bf.llm.load(device="cpu")
     with Engine(model, streams=1, context=256) as engine:
         prompt = model.encode("Describe a person as JSON.")
-        assert_valid(ask(engine, Request(prompt, 60, grammar=json_schema(PERSON))), PERSON)
+        assert_valid(ask(engine, Request(prompt, 60, grammar=compiled(engine, PERSON))), PERSON)

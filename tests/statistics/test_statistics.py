@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 import safetensors.numpy
 
 import billfish as bf
+from billfish.checkpoints import mixes
 from billfish.core.errors import BillfishError
-from billfish.statistics import InputStatistics, Statistics
-from billfish.statistics.sums import Sums
+from billfish.statistics import InputStatistics, Statistics, imatrix
+from billfish.statistics.inputs import Sums
 
 NAMES = ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.ffn_down.weight")
 
@@ -34,6 +36,11 @@ def small_statistics(outer: bool = False) -> Statistics:
     known = dict(zip(NAMES, (shared, shared, summed(inputs(40, seed=1), outer)), strict=True))
     shapes = {name: (8, known[name].squares.shape[-1]) for name in NAMES}
     return Statistics(known, architecture="llama", shapes=shapes, window=10, texts=("a text",), run="abc")
+
+
+def partly_outer() -> Statistics:
+    """X^T X of one of two inputs."""
+    return Statistics({NAMES[0]: summed(inputs(24), outer=True), NAMES[2]: summed(inputs(40, seed=1))})
 
 
 def expert_statistics() -> InputStatistics:
@@ -97,7 +104,7 @@ def test_our_files_hold_everything(tmp_path, outer):
     assert read.has_outer is outer
     assert (read.architecture, read.shapes, read.window) == ("llama", statistics.shapes, 10)
     assert (read.texts, read.run, read.tokens) == (("a text",), "abc", 50)
-    assert read.model_digest == statistics.model_digest
+    assert read.shapes == statistics.shapes
     assert read[NAMES[0]] is read[NAMES[1]]
     for name in NAMES:
         for part in ("squares", "counts", "outer"):
@@ -191,11 +198,23 @@ def test_experts_of_dat_files_are_told_by_the_shape_of_the_stack(tmp_path):
 
 
 def test_x_t_x_has_no_place_in_files_of_llama_cpp(tmp_path):
-    with pytest.raises(bf.CheckpointError, match=r"\.safetensors: llama\.cpp's files have no place"):
-        small_statistics(outer=True).save(tmp_path / "i.gguf")
-    with pytest.raises(bf.CheckpointError, match=r"a name that ends in \.safetensors, \.gguf, \.dat"):
+    for statistics in (small_statistics(outer=True), partly_outer()):
+        with pytest.raises(bf.CheckpointError, match=r"i\.gguf.*X\^T X.*\.safetensors"):
+            statistics.save(tmp_path / "i.gguf")
+    with pytest.raises(bf.CheckpointError, match=r"i\.txt.*\.safetensors or \.gguf or \.dat"):
         small_statistics().save(tmp_path / "i.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("names", [NAMES[::2], NAMES[::-2]])
+def test_x_t_x_of_some_matrices_is_kept(tmp_path, names):
+    statistics = Statistics({name: partly_outer()[name] for name in names})
+    statistics.save(tmp_path / "s.safetensors")
+    read = Statistics.load(tmp_path / "s.safetensors")
+    for name, known in statistics.items():
+        assert np.array_equal(read[name].squares, known.squares)
+        assert (read[name].outer is None) == (known.outer is None)
+    assert np.array_equal(read[NAMES[0]].outer, statistics[NAMES[0]].outer)
 
 
 # ---- bad files ----------------------------------------------------------------------------------------------------
@@ -208,6 +227,14 @@ def changed(path: Path, part: str, value: object) -> None:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     array = arrays[f"{NAMES[0]}.{part}"]
     array[...] = value
+    safetensors.numpy.save_file(arrays, path, metadata)
+
+
+def described(path: Path, **metadata: str) -> None:
+    """The file with other metadata, and a digest that fits."""
+    with safetensors.safe_open(path, "np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        metadata = file.metadata() | metadata
     safetensors.numpy.save_file(arrays, path, metadata)
 
 
@@ -233,6 +260,58 @@ def test_x_t_x_that_is_not_finite_is_refused_where_it_is_used(tmp_path):
     statistics = Statistics.load(tmp_path / "s.safetensors")
     with pytest.raises(bf.DataError, match=r"\[quantize\] blk\.0\.attn_q\.weight: got X\^T X with numbers"):
         statistics.settings("quantize", NAMES[0], (8, 24), "gptq")
+
+
+@pytest.mark.parametrize("shape", ["[Infinity]", "[1e400]", "[NaN, 2]", '["8", 24]', "[true, 24]", "3"])
+def test_shapes_that_are_no_sizes_are_refused(tmp_path, shape):
+    small_statistics().save(tmp_path / "s.safetensors")
+    described(tmp_path / "s.safetensors", matrices=f'{{"a": {{"shape": {shape}, "input": "a"}}}}')
+    with pytest.raises(bf.DataError, match="damaged header"):
+        Statistics.load(tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("window", ["0", "-1", "9" * 4000, "9" * 12])
+def test_windows_that_are_no_counts_are_refused(tmp_path, window):
+    small_statistics().save(tmp_path / "s.safetensors")
+    described(tmp_path / "s.safetensors", window=window)
+    with pytest.raises(bf.DataError, match=r"window|damaged header"):
+        Statistics.load(tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("name", ["s.gguf", "s.dat"])
+def test_counts_that_imatrix_files_cannot_hold_are_refused(tmp_path, name):
+    known = InputStatistics(np.ones(24), np.array(2**63 - 1, np.int64))
+    with pytest.raises(bf.DataError, match=r"\.safetensors"):
+        Statistics({NAMES[0]: known}, window=1).save(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_tensor_that_no_array_can_hold_is_refused(tmp_path):
+    shapes = {f"{NAMES[0]}.in_sum2": (0, 2**62), f"{NAMES[0]}.counts": (1, 1)}
+    header = imatrix.gguf_header(shapes, (), 1, 1)
+    (tmp_path / "i.gguf").write_bytes(header + b"\0" * 64)
+    with pytest.raises(bf.CheckpointError, match="extents"):
+        Statistics.load(tmp_path / "i.gguf")
+    text = json.dumps({"a": {"dtype": "F64", "shape": [0, 2**62], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "i.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(bf.CheckpointError, match=r"shape|damaged header"):
+        bf.load(tmp_path / "i.safetensors")["a"]
+
+
+def test_an_imatrix_file_is_no_model(tmp_path):
+    small_statistics().save(tmp_path / "i.gguf")
+    with pytest.raises(bf.CheckpointError, match=r"i\.gguf.*general\.architecture"):
+        bf.convert(tmp_path / "i.gguf", tmp_path / "o.gguf", "gguf", raw_names=True)
+
+
+def test_layers_with_thousands_of_digits_are_no_layers(tmp_path):
+    """Python refuses to read such a number."""
+    name = f"model.layers.{'1' * 5000}.self_attn.q_proj.weight"
+    statistics = small_statistics()
+    statistics.check_model("quantize", "llama", [name])
+    with pytest.raises(bf.DataError, match="no statistics of its inputs"):
+        statistics.check_matrix("quantize", name, (8, 24), "mse")
+    assert mixes.MIXES["q4_k_m"].assign({name.replace("model.layers", "blk"): (8, 256)})
 
 
 @pytest.mark.parametrize("name", ["s.safetensors", "s.gguf", "s.dat"])

@@ -9,9 +9,9 @@ import pytest
 from build_cache import kept
 from cuda_support import all_kinds
 
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.compile import compile_fresh, kernel_name
 from billfish.backends.cuda.driver import Device
-from billfish.backends.cuda.kind import Kind
 
 H200 = Device(0, "NVIDIA H200", (9, 0), 132, 232448 - 1024)
 
@@ -43,9 +43,9 @@ def name_of(kind: Kind) -> str:
 
 
 def case(*values: object, often: bool) -> object:
-    """Values of a test that `make test` runs, or only `make test-cuda-full`."""
+    """Values of a test that `make test` runs, or only `make test-full`."""
     names = (name_of(value) if isinstance(value, Kind) else str(value) for value in values)
-    return pytest.param(*values, marks=() if often else pytest.mark.cuda_full, id="-".join(names))
+    return pytest.param(*values, marks=() if often else pytest.mark.full, id="-".join(names))
 
 
 KINDS = all_kinds()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from billfish.backends.cuda import driver, weights
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda import device_weights, driver
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.layout import brick_shape, pack_codes, split, unpack_codes
 
 
@@ -54,7 +54,7 @@ class FakeDriver:
             tensor_map=lambda *_: None,
             TensorMap=lambda: None,
         )
-        for module in (driver, weights):
+        for module in (driver, device_weights):
             monkeypatch.setattr(module, "launcher", lambda: native)
         monkeypatch.setattr(driver, "driver", lambda: self)
         monkeypatch.setattr(driver, "kernel", self.kernel)
@@ -189,7 +189,7 @@ class TorchMemory:
     def __init__(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fake = fake
         for name in ("room_for", "room_of"):
-            monkeypatch.setattr(weights, name, lambda _: self)
+            monkeypatch.setattr(device_weights, name, lambda _: self)
 
     def current(self) -> AbstractContextManager[None]:
         return driver.current(self.ordinal)

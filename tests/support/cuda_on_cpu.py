@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from build_cache import kept
 
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.compile import SOURCES
-from billfish.backends.cuda.kind import Kind
 
 EMULATED = Path(__file__).parent / "emulated"
 KERNELS = ("device.cuh", "decode.cuh", "values.cuh", "dequantize.cu", "pack.cu", "unpack.cu")

@@ -16,10 +16,9 @@ import numpy as np
 
 import billfish as bf
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.byte_plans import ByteShape, Parts, launch_bytes
+from billfish.backends.cuda.device_weights import native_parts
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
-from billfish.backends.cuda.plans import Gemm
-from billfish.backends.cuda.weights import native_parts
+from billfish.backends.cuda.plans import ByteShape, Gemm, Parts, launch_bytes
 from billfish.core.activations import quantize_rows
 
 M, N, K = 520, 392, 1152

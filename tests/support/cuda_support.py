@@ -7,8 +7,7 @@ from common import options_of, random_storage
 from foreign_formats import FOREIGN
 
 import billfish as bf
-from billfish.backends.cuda.describe import describe, why_not
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.axes import Kind, describe, why_not
 from billfish.core.format import FORMATS
 
 OTHERS = {format.name: format() for format in FOREIGN}

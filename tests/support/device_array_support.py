@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch  # noqa: F401  (DeviceArray looks for it among the imported modules)
 from common import gaussian
 
 from billfish.core.arrays import bfloat16

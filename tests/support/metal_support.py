@@ -53,7 +53,7 @@ MORE_FORMATS: dict[str, dict[str, str]] = {
 }
 ALL_M = (1, 2, 3, 8, 9, 16, 31, 33, 64, 65, 130)
 ALL_N = (8, 64, 70, 96, 200)
-# Two buffers of float32 tiles leave room for fewer threadgroups: choose.py takes one.
+# Two buffers of float32 tiles leave room for fewer threadgroups: kernels.py takes one.
 PRODUCTS = [
     (kernel, dtype)
     for kernel in ("gemv", "gemm", "fused", "striped")

@@ -12,8 +12,9 @@ from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import Piece, Request, Ticket
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.grammar import CompiledGrammar, json_schema
+from billfish.serving.engine.requests import Piece, Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 
@@ -64,6 +65,10 @@ def submit(engine: Engine, request: Request) -> Collected:
 
 def ask(engine: Engine, request: Request) -> Collected:
     return submit(engine, request).wait()
+
+
+def compiled(engine: Engine, schema: dict[str, Any]) -> CompiledGrammar:
+    return engine.compile(json_schema(schema)).result(PATIENCE)
 
 
 def alone(model: bf.llm.Model, request: Request, **more: Any) -> tuple[str, list[int], str]:

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from billfish.checkpoints.write.engine import Output, OutputFile, Piece, write
+from billfish.checkpoints.write.engine import Output, write
+from billfish.checkpoints.write.target import OutputFile, Piece
 from billfish.core.errors import BillfishError
 
 # What Python tells before it asks the system to change something.
@@ -51,7 +52,7 @@ def ask(*arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
-def output(settings: str = "s", before: Callable[[], object] = lambda: None) -> Output:
+def output(settings: str = "s", before: Callable[[], object] = lambda: None, name: str = "y") -> Output:
     """A folder of two files with four pieces each; `before` is called before each is made."""
 
     def piece(name: str, *sizes: int) -> Piece:
@@ -63,7 +64,7 @@ def output(settings: str = "s", before: Callable[[], object] = lambda: None) -> 
 
     files = [
         OutputFile(name, b"header", tuple(piece(letter, 3, 70_000) for letter in letters))
-        for name, letters in (("x", "abcd"), ("y", "efgh"))
+        for name, letters in (("x", "abcd"), (name, "efgh"))
     ]
     return Output(files, {"config.json": b"{}"}, True, {"settings": settings}, lambda: True)
 
@@ -190,11 +191,15 @@ def _leave(rng: random.Random, source: Path, out: Path, kind: str) -> None:
 def kill_at_every_call(folder: Path, earlier: str) -> list[object]:
     """Killed before the first call that changes something, before the second, ...: what the next run leaves.
 
-    With `earlier` a run with these settings was killed before.
+    With `earlier` a run with these settings was killed before; "replaced": there is another output, to be replaced.
     """
     happened: list[object] = []
+    replaces = earlier == "replaced"
     for stop in range(200):
-        if earlier:
+        if replaces:
+            write("convert", folder / "out", output("old", name="old"))
+            earlier_names = set(os.listdir(folder / "out"))
+        elif earlier:
             pieces = iter(range(2))
 
             def third_piece(pieces: Iterator[int] = pieces) -> None:
@@ -212,10 +217,16 @@ def kill_at_every_call(folder: Path, earlier: str) -> list[object]:
 
         def run(hook: Callable[[str, object], None] = hook) -> None:
             sys.addaudithook(hook)
-            write("convert", folder / "out", output())
+            write("convert", folder / "out", output(), overwrite=replaces)
+
+        def again() -> None:
+            write("convert", folder / "out", output(), overwrite=replaces)
 
         first = status_of(start(run))
-        second = 0 if first == 0 else status_of(start(lambda: write("convert", folder / "out", output())))
+        if replaces and first != 0:  # the old one or the new one is there, whole
+            place = folder / "out" if (folder / "out").exists() else folder / "out.partial" / "replaced"
+            assert set(os.listdir(place)) in (earlier_names, {"x", "y", "config.json"})
+        second = 0 if first == 0 else status_of(start(again))
         happened.append([[first, second], contents(folder)])
         shutil.rmtree(folder / "out")
         if first == 0:

@@ -5,7 +5,6 @@ To pack W (docs/words.md has the words):
     source.py     where codes and scales lie in the storage
     axes.py       which codes and which scales of the kernels a format is made of
     packed.py     the result: one stream of bytes, in the order in which the kernels read
-    plain.py      the same of a matrix that is not quantized
     experts.py    the same of a stack of matrices
     unpack.py     the way back
     tensors.py    the result as tensors of torch
@@ -27,8 +26,15 @@ from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
-from billfish.backends.cpu.packed import FLOAT_CODES, Axes, PackedWeights, room_for_stream, rooms_for_streams
-from billfish.backends.cpu.plain import PlainWeights, pack_plain
+from billfish.backends.cpu.packed import (
+    FLOAT_CODES,
+    Axes,
+    PackedWeights,
+    PlainWeights,
+    pack_plain,
+    room_for_stream,
+    rooms_for_streams,
+)
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
 from billfish.backends.cpu.tensors import from_tensors, to_tensors
 from billfish.backends.cpu.torch_threads import share_torch_threads
@@ -40,9 +46,8 @@ from billfish.core.errors import BackendUnavailable, FormatError, complaint
 from billfish.core.format import Format
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES, checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
 

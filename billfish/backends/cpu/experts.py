@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
-from billfish.backends.cpu.packed import Axes, PackedWeights, Rest, check_stream, room_for_stream
-from billfish.backends.cpu.plain import GROUP, PLAIN_TYPES, describe_plain
+from billfish.backends.cpu.packed import (
+    GROUP,
+    PLAIN_TYPES,
+    Axes,
+    PackedWeights,
+    Rest,
+    check_stream,
+    describe_plain,
+    room_for_stream,
+)
 from billfish.backends.cpu.source import codes_of, prepack_fields
 from billfish.backends.cpu.unpack import rest_of, rest_of_blocks
 from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint

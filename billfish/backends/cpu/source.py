@@ -37,7 +37,7 @@ CODE_BYTES = Structure(False, 32, 32, ((0, 1, 8),))
 
 
 @dataclass
-class Source:
+class StorageSource:
     """Storage in the terms of layout/problem.h. Scales are inside the blocks, or in fields of their own."""
 
     data: NDArray[np.uint8]
@@ -51,15 +51,15 @@ class Source:
     numbers: NDArray[np.float32] | None = None
 
 
-def codes_of(tensor: QuantizedTensor) -> Source:
+def codes_of(tensor: QuantizedTensor) -> StorageSource:
     """Where the packer finds codes: in storage, or in a plane of them where kernels do not read the storage."""
     structure = structure_of(tensor.format)
     if structure is None:
         codes = np.ascontiguousarray(tensor.format.unpack_codes(tensor.storage))
-        return Source(codes, False, _about(tensor, CODE_BYTES, codes.shape[1]))
+        return StorageSource(codes, False, _about(tensor, CODE_BYTES, codes.shape[1]))
     held = np.ascontiguousarray(next(iter(tensor.storage.values())))
     row_bytes = held.shape[1] if held.dtype == np.uint8 else tensor.shape[1] * tensor.format.element.bits // 8
-    return Source(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
+    return StorageSource(held.view(np.uint8), structure.words, _about(tensor, structure, row_bytes))
 
 
 def prepack_fields(
@@ -77,13 +77,13 @@ def as_bytes(fields: list[NDArray[Any]]) -> list[NDArray[np.uint8]]:
 
 
 @with_known_floats
-def source_of(tensor: QuantizedTensor) -> Source:
+def source_of(tensor: QuantizedTensor) -> StorageSource:
     """Codes and scales of a tensor whose storage the kernels read."""
     structure, format, storage = structure_of(tensor.format), tensor.format, tensor.storage
     if structure is None:
         structure = CODE_BYTES
         packed = np.ascontiguousarray(storage["packed"])
-        source = Source(packed, False, _about(tensor, structure, packed.shape[1]), numbers=byte_numbers(format))
+        source = StorageSource(packed, False, _about(tensor, structure, packed.shape[1]), numbers=byte_numbers(format))
     else:
         source = codes_of(tensor)
     if meaning(format) in (*E8M0, *E4M3):

@@ -1,9 +1,9 @@
 """The CUDA engine: kernels in CUDA C++ that NVRTC compiles at first use, for torch, CuPy and NumPy arrays.
 
-    format planes -> the kernel axes (describe.py) -> bricks on the GPU (layout.py, weights.py)
+    format planes -> the kernel axes (axes.py) -> bricks on the GPU (layout.py, device_weights.py)
     x, bricks -> a plan for the product (plans.py) -> a launch (driver.py) -> y
 
-Nothing here is imported from CUDA until a product is to run on it: without a GPU or without `billfish[cuda]` the
+Nothing here is imported from CUDA until a product is to run on it: without a GPU or without the extra `cuda` the
 backend says no, with the reason.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, Problem, Product, delivered
-from billfish.backends.cuda import array_products, expert_arrays, given
-from billfish.backends.cuda.byte_plans import why_exact, why_not_given
+from billfish.backends.cuda import experts
+from billfish.backends.cuda.axes import usual_kind, why_not
 from billfish.backends.cuda.compile import check_compiler
-from billfish.backends.cuda.describe import usual_kind, why_not
-from billfish.backends.cuda.direct import direct
+from billfish.backends.cuda.device_weights import DeviceWeights, read_brick_info
 from billfish.backends.cuda.driver import device
-from billfish.backends.cuda.expert_weights import DeviceExperts, pack_gate_up
+from billfish.backends.cuda.experts import DeviceExperts, pack_gate_up
 from billfish.backends.cuda.memory import as_tensor
-from billfish.backends.cuda.weights import DeviceWeights, read_about
+from billfish.backends.cuda.plans import why_exact, why_not_given
+from billfish.backends.cuda.products import dequantize, direct, linear_blocks, linear_cupy, linear_numpy
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import Format, Planes
@@ -85,7 +85,7 @@ class CudaBackend(Backend):
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
         if activations == "given":
-            return [given.linear(product) for product in products]
+            return [linear_blocks(product) for product in products]
         return [self._linear(product, activations) for product in products]
 
     def _linear(self, product: Product, activations: str) -> Any:
@@ -93,12 +93,10 @@ class CudaBackend(Backend):
         assert isinstance(x, Input)
         if x.device == "cpu":
             added = None if bias is None else bias.numpy()
-            return delivered(
-                product, array_products.linear_numpy(x.numpy(), weights, added, self.batch_invariant, activations)
-            )
+            return delivered(product, linear_numpy(x.numpy(), weights, added, self.batch_invariant, activations))
         source = None if bias is None else bias.source
         if x.kind == "cupy":
-            return array_products.linear_cupy(x.source, weights, source, self.batch_invariant, activations)
+            return linear_cupy(x.source, weights, source, self.batch_invariant, activations)
         from billfish.backends.cuda import torch_op  # here, where torch is in use
 
         return torch_op.linear(x.source, weights, source, self.batch_invariant, activations=activations)
@@ -110,14 +108,14 @@ class CudaBackend(Backend):
         return pack_gate_up(stacks, place)
 
     def expert_linear(self, product: ExpertProduct, activations: str) -> Any:
-        return expert_arrays.linear(product, self.batch_invariant)
+        return experts.linear(product, self.batch_invariant)
 
     def experts(self, block: ExpertBlock, activations: str) -> Any:
-        return expert_arrays.block(block, self.batch_invariant)
+        return experts.block(block, self.batch_invariant)
 
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         weights = tensor.made((self.name, out.place), lambda: self.pack(tensor, out.place))
-        array_products.dequantize(weights, out)
+        dequantize(weights, out)
 
     def to_tensors(self, weights: DeviceWeights) -> tuple[list[Any], str] | None:
         """Bricks, row scales, and the planes beside the codes, all as bytes."""
@@ -128,7 +126,7 @@ class CudaBackend(Backend):
 
     def from_tensors(self, tensors: Sequence[Any], about: str) -> DeviceWeights:
         bricks, row_scale, *planes = tensors
-        return DeviceWeights(read_about(about), bricks, row_scale, tuple(planes))
+        return DeviceWeights(read_brick_info(about), bricks, row_scale, tuple(planes))
 
     def direct(self, weights: DeviceWeights) -> Direct:
         return direct(weights, self)

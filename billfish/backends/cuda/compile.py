@@ -1,6 +1,6 @@
 """CUDA C++ to machine code: NVRTC through cuda-core, once for each kernel and architecture, kept on disk.
 
-No GPU and no toolkit is needed, only `pip install billfish[cuda]`. The name of a file in the cache is a hash of all
+No GPU and no toolkit is needed, only the extra `cuda`. The name of a file in the cache is a hash of all
 that its content depends on, and it is written under a temporary name and renamed, so processes may share the folder.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.files import write_atomically
+from billfish.core.machine import cache_folder
 
 SOURCES = Path(__file__).parent
-INSTALL = "pip install 'billfish[cuda]'"
+INSTALL = how_to_install("cuda")
 
 
 def cuda_module(name: str) -> Any:
@@ -26,15 +27,6 @@ def cuda_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise BackendUnavailable(f"[cuda] {name}: {error}; {INSTALL}") from None
-
-
-def cache_folder() -> Path:
-    """BILLFISH_CACHE, or where the system keeps such things."""
-    named = os.environ.get("BILLFISH_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "billfish" / "cuda"
 
 
 @cache
@@ -70,7 +62,7 @@ def kernel_name(source: str, macros: dict[str, str], arch: str) -> str:
 
 def compile_kernel(source: str, macros: dict[str, str], arch: str) -> bytes:
     """The cubin of a .cu file for an architecture such as "sm_90a", from the cache if it is there."""
-    path = cache_folder() / f"{kernel_name(source, macros, arch)}.cubin"
+    path = cache_folder("cuda") / f"{kernel_name(source, macros, arch)}.cubin"
     try:
         return path.read_bytes()
     except OSError:

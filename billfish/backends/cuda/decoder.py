@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.byte_plans import launches, most_work
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import (
     Buffer,
     KernelLaunch,
@@ -31,12 +32,146 @@ from billfish.backends.cuda.driver import (
     current,
     device,
     driver,
+    synchronize,
 )
-from billfish.backends.cuda.layers import PAGE, Layer, Matrix, Shape, Step
 from billfish.backends.cuda.memory import address
-from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas
-from billfish.backends.cuda.weights import DeviceWeights
+from billfish.backends.cuda.plans import GATE_COLUMNS, GATES, Gemm, gate_ctas, launches, most_work
 from billfish.core.errors import BackendUnavailable
+
+PAGE = 64  # positions; pages.cuh has the same number
+# How the token of a row is chosen, as choose.cu has it.
+CHOICE = np.dtype([("temperature", "f4"), ("top_p", "f4"), ("top_k", "i4"), ("unused", "i4"), ("random", "f8")])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int
+    epsilon: float
+    frequencies: tuple[float, ...]  # radians from one position to the next, for each pair of a head that rotates
+    adjacent: bool = False  # how pairs of a head rotate: 2i with 2i + 1, or i with i + half
+    gate: str = "silu"  # or "gelu"
+    head_norms: bool = False  # an RMSNorm of every head's q and k
+    embedding_scale: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """Heads that share keys and values."""
+        return self.heads // self.kv_heads
+
+    @property
+    def qkv(self) -> int:
+        """Rows of the matrices q, k and v together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def wide(self) -> int:
+        """Numbers of a head in a page, as pages.cuh has them."""
+        return -(-self.head_size // 64) * 64
+
+    @property
+    def page_bytes(self) -> int:
+        """Of keys and values of PAGE positions, in all layers."""
+        return self.layers * 2 * self.kv_heads * PAGE * self.wide * 2
+
+
+@dataclass(frozen=True)
+class DeviceMatrix:
+    """Weights, the float32 bias of their product, and the int32 order in which they have the columns of x."""
+
+    weights: DeviceWeights
+    bias: Buffer | None = None
+    order: Buffer | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Norms are float32. qkv: q, k and v, or neighbours of these in one. gate_up: one matrix, of eight rows of gate,
+    eight of up, and so on; or two."""
+
+    attention_norm: Buffer
+    feed_forward_norm: Buffer
+    qkv: tuple[DeviceMatrix, ...]
+    o: DeviceMatrix
+    gate_up: tuple[DeviceMatrix, ...]
+    down: DeviceMatrix
+    q_norm: Buffer | None = None
+    k_norm: Buffer | None = None
+
+    @property
+    def matrices(self) -> tuple[DeviceMatrix, ...]:
+        return (*self.qkv, self.o, *self.gate_up, self.down)
+
+
+class StepMemory:
+    """The memory of a step: what it reads (tokens, positions, texts, pages, blocks, scored), and all between products.
+
+    tokens, positions, texts int32 [rows]: a token, where it is in its text, and the text's number
+    pages uint64 [texts, pages_of_text]: addresses
+    blocks int32 [blocks, 4]: of queries, where a text has several rows: the first row, how many positions, the text,
+    and the first position
+    scored int32 [scored]: the rows that get scores, where a text has several
+    scores float32 [scored, vocabulary]
+    choices CHOICE [scored]: how a token is chosen
+
+    apart: gate and up are two products somewhere. ordered: the most columns of a matrix that has an order. work: bytes
+    for x in 8 bits.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        rows: int,
+        texts: int,
+        pages_of_text: int,
+        scored: int,
+        ordinal: int,
+        *,
+        apart: bool,
+        ordered: int,
+        work: int = 0,
+    ) -> None:
+        self.pages_of_text = pages_of_text
+        sizes = {
+            "tokens": 4 * rows,
+            "positions": 4 * rows,
+            "texts": 4 * rows,
+            "pages": 8 * texts * pages_of_text,
+            "blocks": 16 * (rows + texts),
+            "scored": 4 * scored,
+            "hidden": 4 * rows * shape.hidden,
+            "angles": 8 * rows * len(shape.frequencies),
+            "x": 2 * rows * shape.hidden,
+            "qkv": 2 * rows * shape.qkv,
+            "attended": 2 * rows * shape.heads * shape.head_size,
+            "opened": 2 * rows * shape.feed_forward,
+            "apart": 2 * 2 * rows * shape.feed_forward * apart,
+            "ordered": 2 * rows * ordered,
+            "work": work,
+            "added": 2 * rows * shape.hidden,
+            "scores": 4 * scored * shape.vocabulary,
+            "choices": CHOICE.itemsize * scored,
+        }
+        self._parts = {name: Buffer(size, ordinal) for name, size in sizes.items()}
+        with current(ordinal):
+            for name in ("tokens", "positions", "texts", "pages", "choices"):
+                check(driver().cuMemsetD8(self.at(name), 0, self._parts[name].nbytes), "clearing")
+            synchronize(0)  # no other stream waits for this one
+
+    def at(self, name: str) -> int:
+        """The address of a part."""
+        return self._parts[name].pointer
+
+
+# ---- the decoder -----------------------------------------------------------------------------------------------------
+
 
 FEW_WARPS, MANY_WARPS, STAGES = 4, 8, 2  # of attend.cu
 MOST_PARTS = 8  # CTAs of a cluster that share the keys of a text
@@ -56,7 +191,7 @@ class DeviceDecoder:
         shape: Shape,
         layers: Sequence[Layer],
         embedding: DeviceWeights,
-        head: Matrix,
+        head: DeviceMatrix,
         last_norm: Buffer,
         *,
         bfloat16: bool = False,
@@ -74,13 +209,13 @@ class DeviceDecoder:
         self._type = "BF16" if bfloat16 else "F16"
         self._frequencies = sent(np.asarray(shape.frequencies, np.float64), ordinal)
 
-    def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> Step:
+    def step(self, rows: int, texts: int, pages_of_text: int, scored: int) -> StepMemory:
         """Memory for steps of up to so many rows."""
         matrices = [self.head, *(matrix for layer in self.layers for matrix in layer.matrices)]
         apart = any(len(layer.gate_up) > 1 for layer in self.layers)
         ordered = max((matrix.weights.shape[1] for matrix in matrices if matrix.order is not None), default=0)
         work = most_work(rows, max(matrix.weights.shape[1] for matrix in matrices))
-        return Step(
+        return StepMemory(
             self.shape, rows, texts, pages_of_text, scored, self.ordinal, apart=apart, ordered=ordered, work=work
         )
 
@@ -94,7 +229,7 @@ class DeviceDecoder:
     def run(
         self,
         stream: int,
-        step: Step,
+        step: StepMemory,
         rows: int,
         *,
         blocks: int = 0,
@@ -106,14 +241,14 @@ class DeviceDecoder:
 
         blocks: of queries, for passages of several rows. 0: row i is the next token of text i. All rows or none get
         scores then, and `parts` CTAs share the keys of each text. activations: "fp8" or "q8" for products of many rows,
-        where the kind of their weights can (byte_plans.py).
+        where the kind of their weights can (plans.py).
         """
         self._activations = activations
         parts = self.parts_for(rows) if parts is None else parts
         self._run(stream, step, rows, range(len(self.layers)), blocks, scored, parts)
 
     def _run(
-        self, stream: int, step: Step, rows: int, layers: Sequence[int], blocks: int, scored: int, parts: int
+        self, stream: int, step: StepMemory, rows: int, layers: Sequence[int], blocks: int, scored: int, parts: int
     ) -> None:
         at = step.at
         self.embed(stream, step, rows)
@@ -131,7 +266,7 @@ class DeviceDecoder:
             self.normalize(stream, step, scored, self.last_norm, which=at("scored") if blocks else 0)
             self.score(stream, step, scored)
 
-    def score(self, stream: int, step: Step, rows: int) -> None:
+    def score(self, stream: int, step: StepMemory, rows: int) -> None:
         """Scores of rows of x, which are normalized."""
         self.products(stream, step, (self.head,), step.at("x"), step.at("scores"), rows, float_y=True)
 
@@ -147,7 +282,9 @@ class DeviceDecoder:
         ctas = rows * self.shape.kv_heads * -(-self.shape.group // 16)
         return power_of_two(self.device.multiprocessors // ctas, MOST_PARTS)
 
-    def prepare(self, step: Step, rows: int, *, blocks: int = 0, scored: int = 0, activations: str = "exact") -> None:
+    def prepare(
+        self, step: StepMemory, rows: int, *, blocks: int = 0, scored: int = 0, activations: str = "exact"
+    ) -> None:
         """Compile what `run` and `choose` will launch."""
         heard: set[KernelLaunch] = set()
         self._heard, self._activations = heard, activations
@@ -159,7 +296,7 @@ class DeviceDecoder:
             self._heard = None
         compile_together(heard, self.ordinal)
 
-    def embed(self, stream: int, step: Step, rows: int) -> None:
+    def embed(self, stream: int, step: StepMemory, rows: int) -> None:
         s, at = self.shape, step.at
         n, k = self.embedding.shape
         table = address(self.embedding.bricks), address(self.embedding.row_scale)
@@ -170,7 +307,7 @@ class DeviceDecoder:
         self._launch(stream, "embed", macros, (-(-k // 128), rows), 32, *table, *read, *written, *numbers)
 
     def normalize(
-        self, stream: int, step: Step, rows: int, weight: Buffer, *, added: bool = True, which: int = 0
+        self, stream: int, step: StepMemory, rows: int, weight: Buffer, *, added: bool = True, which: int = 0
     ) -> None:
         """Hidden states take in what the last product added, and are normalized for the next."""
         s, at = self.shape, step.at
@@ -182,8 +319,8 @@ class DeviceDecoder:
     def products(
         self,
         stream: int,
-        step: Step,
-        matrices: Sequence[Matrix],
+        step: StepMemory,
+        matrices: Sequence[DeviceMatrix],
         x: int,
         y: int,
         rows: int,
@@ -209,7 +346,7 @@ class DeviceDecoder:
                 raise BackendUnavailable(f"[cuda] {rows} rows at once on {self.device.name}: its kernels take up to 64")
             y += 2 * rows * n
 
-    def open(self, stream: int, step: Step, gate_up: Sequence[Matrix], rows: int) -> None:
+    def open(self, stream: int, step: StepMemory, gate_up: Sequence[DeviceMatrix], rows: int) -> None:
         """The gated numbers of the feed-forward part."""
         s, at = self.shape, step.at
         if len(gate_up) == 1:
@@ -230,7 +367,7 @@ class DeviceDecoder:
             s.feed_forward,
         )
 
-    def heads_at(self, step: Step, rows: int, layer: Layer) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    def heads_at(self, step: StepMemory, rows: int, layer: Layer) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Where q, k and v of the first row are, and how many numbers further on those of the next one."""
         s, places, strides, at = self.shape, [], [], step.at("qkv")
         sizes = [s.heads * s.head_size, s.kv_heads * s.head_size, s.kv_heads * s.head_size]
@@ -244,7 +381,7 @@ class DeviceDecoder:
         (q, k, v), (q_stride, k_stride, v_stride) = places, strides
         return (q, k, v), (q_stride, k_stride, v_stride)
 
-    def rotate(self, stream: int, step: Step, rows: int, i: int) -> None:
+    def rotate(self, stream: int, step: StepMemory, rows: int, i: int) -> None:
         """Queries and keys of layer i turn by their positions; keys and values go to their pages."""
         s, at, layer = self.shape, step.at, self.layers[i]
         together = 1 if rows < ROTATED_ROWS else max(1, ROTATED_ROWS * 64 // s.wide)
@@ -263,7 +400,7 @@ class DeviceDecoder:
         numbers = s.epsilon, s.heads, s.kv_heads, i, step.pages_of_text, rows
         self._launch(stream, "rotate", macros, grid, threads, *places, *strides, *pointers, *numbers)
 
-    def attend(self, stream: int, step: Step, rows: int, i: int, *, blocks: int, parts: int) -> None:
+    def attend(self, stream: int, step: StepMemory, rows: int, i: int, *, blocks: int, parts: int) -> None:
         s, at, few = self.shape, step.at, not blocks
         warps, tile = FEW_WARPS if few else MANY_WARPS, 2 * PAGE * s.wide * 2  # of keys and of values
         stages = STAGES if STAGES * tile <= self.device.shared_bytes else 1
@@ -283,7 +420,7 @@ class DeviceDecoder:
         shape = {"shared_bytes": max(tiles, sums) if few else tiles, "cluster": parts if few else 1}
         self._launch(stream, "attend", macros, grid, warps * 32, *pointers, *numbers, **shape)
 
-    def choose(self, stream: int, step: Step, rows: int) -> None:
+    def choose(self, stream: int, step: StepMemory, rows: int) -> None:
         """The token that `choices` say for each row of scores becomes the next step's, a position further on."""
         at, parts = step.at, 1
         if self.device.capability >= (9, 0):

@@ -31,11 +31,18 @@ def driver() -> Any:
     return cuda_module("cuda.bindings.driver")
 
 
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
+class OutOfMemory(BillfishError, MemoryError):
+    """A device has no room for an allocation."""
+
+
 def check(result: tuple[Any, ...], what: str) -> Any:
     """The value of a driver's call, which comes behind its error code."""
     error, *values = result
     if int(error) != 0:
-        raise BillfishError(f"[cuda] {what}: {error.name}")
+        raise (OutOfMemory if int(error) == OUT_OF_MEMORY else BillfishError)(f"[cuda] {what}: {error.name}")
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -220,6 +227,22 @@ class Buffer:
         if hasattr(self, "pointer"):
             self._driver.cuCtxPushCurrent(self._context)
             self._driver.cuMemFree(self.pointer)
+            self._driver.cuCtxPopCurrent()
+
+
+class Stream:
+    """A stream that waits for no other, destroyed with the last object that launches on it."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self._driver, self._context = driver(), _primary_context(ordinal)
+        with current(ordinal):
+            self.pointer = int(check(driver().cuStreamCreate(1), "a stream"))
+
+    def __del__(self) -> None:
+        if hasattr(self, "pointer"):
+            self._driver.cuCtxPushCurrent(self._context)
+            self._driver.cuStreamDestroy(self.pointer)
             self._driver.cuCtxPopCurrent()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.describe import Codes, Description
-from billfish.backends.cuda.kind import BRICK, COURSE, Kind
+from billfish.backends.cuda.axes import BRICK, COURSE, Codes, Description, Kind
 
 REVERSED_BYTES = np.array([int(f"{i:08b}"[::-1], 2) for i in range(256)], np.uint8)  # their bits
 

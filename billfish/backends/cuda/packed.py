@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.cuda.describe import Floats, describe
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.axes import Floats, Kind, describe
 from billfish.backends.cuda.layout import brick_shape, pack
 from billfish.core.errors import DataError, ShapeError, complaint
 from billfish.core.files import path_of, read_arrays, replacing

@@ -9,11 +9,13 @@ nothing is known of where exactly.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
+from billfish.backends.cuda.axes import BRICK, COURSE, Kind
 from billfish.backends.cuda.driver import STATIC_BYTES, Device, KernelLaunch, Macros
-from billfish.backends.cuda.kind import BRICK, COURSE, Kind
 
 MANY_ROWS = 64  # gemm_small decodes a brick once for each 32 rows: for more rows a library is the better one
 SMALL_N = 6144  # with 9 to 16 rows gemm_small is the faster one for N = 4096, gemm_large for N = 8192
@@ -47,7 +49,7 @@ class Gemm:
     batch_invariant: bool = False
     gate: str | None = None  # columns of x W.T are eight gates, eight numbers, and so on; y [m, n / 2]
     float_y: bool = False  # y is float32; gemm_small alone writes it
-    activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes (byte_plans.py)
+    activations: str = "exact"  # "fp8" or "q8": x may be multiplied in bytes
 
     def macros(self, **more: object) -> Macros:
         names = self.kind.macros() | {"TYPE": "BF16" if self.bfloat16 else "F16"}
@@ -209,7 +211,7 @@ CALL_NS, TILE_NS, MEETING_NS, DECODED_TWICE = 1500, 1000, 1000, 1.08
 
 
 @dataclass(frozen=True)
-class Shape:
+class LargeShape:
     """A shape of gemm_large. Its fields are macros of gemm_large.cu."""
 
     width: int  # rows of x in a tile
@@ -256,62 +258,62 @@ def rounds_of(ctas: int, split: int, multiprocessors: int) -> int:
     return -(-ctas // (room // split * split))
 
 
-def shapes(m: int, kind: Kind) -> list[Shape]:
+def shapes(m: int, kind: Kind) -> list[LargeShape]:
     """Shapes worth weighing. The first of equal cost wins.
 
     A warpgroup with two strips, or four, has fewer instructions beside each wgmma.
     """
     if m <= 32:
         width = 16 if m <= 16 else 32
-        both = Shape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
-        four = Shape(width, teams=2, tall=4, stages=8)
+        both = LargeShape(width, teams=2, tall=2, stages=12 if m <= 16 else 8)
+        four = LargeShape(width, teams=2, tall=4, stages=8)
         if kind.offset == "ZERO" or kind.scale == "ScaleF32" or kind.element == "Table4":  # slow to decode
             both = replace(both, buffers=2, batch=1)
         if kind.scale != "ScaleF32":  # float32 scales leave too few registers
             four = replace(four, buffers=2, batch=1)
         return [
             *(replace(both, split=split) for split in (1, 2, 3)),
-            Shape(width, teams=2, stages=10, split=2, batch=4),
-            Shape(width, teams=2, stages=10, split=3, batch=4),
+            LargeShape(width, teams=2, stages=10, split=2, batch=4),
+            LargeShape(width, teams=2, stages=10, split=3, batch=4),
             four,
-            Shape(width, tall=2, stages=6),
+            LargeShape(width, tall=2, stages=6),
         ]
-    two = Shape(64, stages=8)
+    two = LargeShape(64, stages=8)
     if m <= 64:
         team = replace(two, teams=2)
         return [
             *(replace(two, split=split) for split in (1, 2, 3)),
             *(replace(team, split=split) for split in (2, 3)),
-            Shape(64, tall=2, stages=6),
+            LargeShape(64, tall=2, stages=6),
             replace(two, paired=True),
         ]
-    one = Shape(128)
+    one = LargeShape(128)
     found = [replace(one, split=split) for split in (1, 2, 3)]
     found += [replace(one, paired=True), replace(one, tall=2, paired=True)]
     if m <= 128:
         return [*found, replace(one, tall=2), *(replace(two, stages=6, split=split) for split in (2, 3))]
-    return [*found, replace(one, tall=2, batch=1) if m > 2048 else Shape(256, stages=3)]
+    return [*found, replace(one, tall=2, batch=1) if m > 2048 else LargeShape(256, stages=3)]
 
 
 def large(gemm: Gemm, device: Device) -> Plan:
     return launch_large(gemm, device, large_shape(gemm, device))
 
 
-def large_shape(gemm: Gemm, device: Device) -> Shape:
+def large_shape(gemm: Gemm, device: Device) -> LargeShape:
     m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // BRICK), gemm.kind
     fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s, kind)]
     # With two stages nothing is copied while the kernel multiplies, and two teams would stand still by turns.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
 
-    def cost(shape: Shape) -> float:
+    def cost(shape: LargeShape) -> float:
         factor = DECODED_TWICE if shape.paired and costs_to_decode else 1
         return shape.cost(m, n, bricks, device.multiprocessors) * factor
 
     return min(flowing, key=cost)
 
 
-def spills(shape: Shape, kind: Kind) -> bool:
+def spills(shape: LargeShape, kind: Kind) -> bool:
     """Whether registers are too few. tests/backends/cuda/test_products.py has ptxas count spills.
 
     Eight offsets for each row of a brick leave too few for wide tiles where a warpgroup has several strips. Many bytes
@@ -324,7 +326,7 @@ def spills(shape: Shape, kind: Kind) -> bool:
     return shape.tall > 1 and kind.groups == 8 and kind.offset != "NONE" and shape.width > 64
 
 
-def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
+def ring(shape: LargeShape, kind: Kind, device: Device) -> tuple[int, int]:
     """Stages of the ring, and all dynamic shared memory as gemm_large.cu lays it out: ring, y on its way out, and the
     sums that partners send."""
     stage = shape.width * X_BYTES + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
@@ -335,7 +337,7 @@ def ring(shape: Shape, kind: Kind, device: Device) -> tuple[int, int]:
     return stages, stages * stage + rest
 
 
-def launch_large(gemm: Gemm, device: Device, shape: Shape) -> Plan:
+def launch_large(gemm: Gemm, device: Device, shape: LargeShape) -> Plan:
     kind = gemm.kind
     stages, shared_bytes = ring(shape, kind, device)
     # With more than two buffers for codes of 8 bits, and more than one for plain weights, ptxas serializes the wgmmas.
@@ -374,3 +376,385 @@ def wgmma_macros(name: str, width: int, register: str = "f") -> dict[str, str]:
         f"{name}_FLAG": f'"%{count + 5}"',
         f"{name}_OUTPUTS": ", ".join(f'"+{register}"(d[{i}])' for i in range(count)),
     }
+
+
+# ---- x in 8 bits -----------------------------------------------------------------------------------------------------
+#
+# `activations="fp8"` rounds x to E4M3, "q8" to int8, with one scale for each row of x. Weights stay exact, so only some
+# kinds can: `why_exact` says why others cannot. Where the kernels of 16 bits are the faster ones, up to FEW_ROWS rows
+# of x for one, `byte_plan` gives None: x is multiplied as it is, and `why_as_it_is` says so.
+
+FEW_ROWS = 64
+MORE_ROWS = 256  # whose scales gemm_bytes.cu may read, as it reads those of whole tiles
+ROW_BYTES = 8  # of row_of_x.cuh
+SIXTEEN = 16  # k that quantize_rows.cu writes at a time
+
+# Nanoseconds for one stage, 128 k, of a tile, by rows of x: of two strips, and of one, which two teams share along K.
+# Measured on an H200, for weights that are folded, weights whose sums are scaled, and int8, as STAGE_NS.
+BYTE_STAGE_NS = {
+    "folded": ({64: 326, 128: 455, 152: 490, 176: 545, 192: 595, 208: 605, 256: 800}, {128: 404}),
+    "scaled": ({64: 295, 128: 480, 152: 550, 176: 615, 192: 665, 208: 650}, {128: 430}),
+    "int8": ({64: 293, 128: 549, 176: 740, 192: 820}, {128: 486}),
+}
+BYTE_CALL_NS, BYTE_TILE_NS, BYTE_MEETING_NS = 1500, 2300, 1300
+PAIR_GAINS = 0.95  # two launches have to gain more than estimates are off by
+# quantize_rows.cu takes BYTE_CALL_NS, and from there on what memory takes: 2 bytes read, one written.
+BYTES_PER_NS = 3500
+# Such products of 16 bits took 0.93 to 1.25 of what LargeShape.cost says, and bytes gain more than they lose.
+AS_IT_IS = 1.2
+
+
+def why_exact(kind: Kind, activations: str) -> str:
+    """Why weights of a kind are not multiplied with x in bytes, or ""."""
+    if kind.offset != "NONE":
+        return "weights with a zero point or a minimum"
+    if kind.element == "E2M1" and activations == "fp8":
+        if kind.scale == "ScaleE5M2":
+            return "" if kind.narrow else "a row whose powers of two span more than 16 octaves"
+    elif kind.element != "Int4":
+        takes = "4-bit integers and E2M1" if activations == "fp8" else "4-bit integers"
+        return f"weights of {kind.element}; {activations} takes {takes}"
+    if kind.groups > 1:
+        size = BRICK // kind.groups
+        return f"groups of {size}: to scale sums every {size} of K takes longer than to multiply x in 16 bits"
+    return ""
+
+
+@dataclass(frozen=True)
+class ByteShape:
+    """A shape of gemm_bytes. Its fields are macros of gemm_bytes.cu, as those of gemm_large.cu."""
+
+    width: int
+    teams: int = 1
+    split: int = 1
+    stages: int = 8
+
+    warpgroups = 2
+
+    @property
+    def strips(self) -> int:
+        return self.warpgroups // self.teams
+
+    @property
+    def partners(self) -> int:
+        return self.split * self.teams
+
+    def places(self, n: int) -> int:
+        """Tiles along the columns of y."""
+        return -(-n // (STRIP * self.strips))
+
+    def across(self, m: int) -> int:
+        """Tiles along the rows of y."""
+        return -(-m // self.width)
+
+    def cost(self, way: str, gemm: Gemm, places: int, multiprocessors: int) -> float:
+        """Nanoseconds of so many places of a product, roughly, as LargeShape.cost. way: of BYTE_STAGE_NS."""
+        rounds = rounds_of(places * self.across(gemm.m) * self.split, self.split, multiprocessors)
+        stages = -(-gemm.k // BRICK) / self.partners
+        tile = BYTE_STAGE_NS[way][self.teams - 1][self.width] * stages + BYTE_TILE_NS
+        return BYTE_CALL_NS + rounds * (tile + (BYTE_MEETING_NS if self.split > 1 else 0))
+
+
+Parts = tuple[tuple[ByteShape, int], ...]  # of a product: shapes, and how many places along the columns of y each has
+
+
+@dataclass(frozen=True)
+class BytePart:
+    """A launch of gemm_bytes for some of the columns of y: `places` times 128, from the `first_place` on."""
+
+    launch: KernelLaunch
+    box_rows: int
+    first_place: int
+    places: int
+
+
+@dataclass(frozen=True)
+class BytePlan:
+    """Launches, and the memory between them: x in bytes, rows `stride` bytes apart, and its scales behind them."""
+
+    quantize: KernelLaunch  # or split_blocks.cu
+    parts: tuple[BytePart, ...]
+    stride: int
+    work_bytes: int
+
+
+def launches(gemm: Gemm, device: Device) -> list[KernelLaunch]:
+    """What a product will launch, x in bytes or as it is; none: decoded weights go to a library."""
+    in_bytes = byte_plan(gemm, device)
+    if in_bytes is not None:
+        return [in_bytes.quantize, *(part.launch for part in in_bytes.parts)]
+    chosen = plan(gemm, device)
+    return [] if chosen is None else [chosen.launch]
+
+
+def most_work(rows: int, k: int) -> int:
+    """Memory that products with up to so many rows and columns of x want for x in bytes."""
+    return rows * -(-k // SIXTEEN) * SIXTEEN + ROW_BYTES * (rows + MORE_ROWS) if rows > FEW_ROWS else 0
+
+
+def way_of(kind: Kind, activations: str) -> str:
+    """Of BYTE_STAGE_NS."""
+    return "int8" if activations == "q8" else "folded" if kind.scale == "ScaleE5M2" else "scaled"
+
+
+def why_as_it_is(gemm: Gemm, device: Device) -> str:
+    """Why a product whose x may go in bytes takes x as it is, or ""."""
+    if gemm.activations == "exact":
+        return "nobody asked for 8 bits"
+    if device.capability != (9, 0):
+        return f"{device.name} is no Hopper GPU"
+    reason = why_exact(gemm.kind, gemm.activations)
+    if reason:
+        return reason
+    if gemm.batch_invariant or gemm.float_y:
+        return "gemm_small alone gives the same bits in any batch, and float32"
+    if gemm.m <= FEW_ROWS:
+        return f"{gemm.m} rows: up to {FEW_ROWS}, x in 16 bits is as fast"
+    if fastest(gemm, device) is None:
+        return f"{gemm.m} rows of {gemm.k} x {gemm.n}: rounding x would take longer than 8 bits gain"
+    return ""
+
+
+@lru_cache(maxsize=4096)
+def byte_plan(gemm: Gemm, device: Device) -> BytePlan | None:
+    """The plan of a product whose x goes in bytes; None: x as it is, and `why_as_it_is` says why."""
+    parts = None if why_as_it_is(gemm, device) else fastest(gemm, device)
+    return None if parts is None else launch_bytes(gemm, device, parts)
+
+
+def fastest(gemm: Gemm, device: Device) -> Parts | None:
+    """The shapes with the least estimated time; None: x in 16 bits takes less."""
+    way, bricks = way_of(gemm.kind, gemm.activations), -(-gemm.k // BRICK)
+    too_wide = 208 if gemm.gate is not None and way == "folded" else 0  # registers are too few
+    shapes = [ByteShape(width) for width in BYTE_STAGE_NS[way][0] if width > FEW_ROWS and width != too_wide]
+    shapes += [ByteShape(128, split=split) for split in (2, 3)]
+    if gemm.m <= 128:
+        shapes += [ByteShape(64, split=2), *(ByteShape(128, teams=2, split=split) for split in (1, 2, 3))]
+    fitting = [shape for shape in shapes if shape.partners <= bricks]
+
+    def cost(parts: Parts) -> float:
+        return sum(shape.cost(way, gemm, places, device.multiprocessors) for shape, places in parts)
+
+    one = min((((shape, shape.places(gemm.n)),) for shape in fitting), key=cost)
+    two = min(pairs(fitting, gemm, device.multiprocessors), key=cost, default=one)
+    chosen = two if cost(two) < PAIR_GAINS * cost(one) else one
+    quantizing = BYTE_CALL_NS + 3 * gemm.m * gemm.k / BYTES_PER_NS
+    as_it_is = large_shape(gemm, device).cost(gemm.m, gemm.n, bricks, device.multiprocessors)
+    factor = 1 if gemm.m <= 128 else AS_IT_IS
+    return chosen if cost(chosen) + quantizing < factor * as_it_is else None
+
+
+def pairs(shapes: list[ByteShape], gemm: Gemm, multiprocessors: int) -> Iterator[Parts]:
+    """Two shapes for one product: whole rounds of tiles of the first one, and the second one for the columns left.
+
+    1024 rows of 4096 x 14336 are 560 tiles of 208 rows: five rounds of 132, the last one with 32. Three rounds of these
+    and one of 132 tiles of 256 rows take 0.9 of the time.
+    """
+    alike = [shape for shape in shapes if shape.teams == 1]  # tiles of 128 columns
+    for first in alike:
+        across, all_places = first.across(gemm.m), first.places(gemm.n)
+        whole = all_places * across // multiprocessors
+        for rounds in range(max(1, whole - 1), whole + 1) if first.split == 1 else ():
+            places = rounds * multiprocessors // across
+            if 0 < places < all_places:
+                yield from (((first, places), (second, all_places - places)) for second in alike)
+
+
+def byte_ring(shape: ByteShape, kind: Kind, device: Device, given: bool) -> tuple[int, int]:
+    """Stages of the ring, and all dynamic shared memory as gemm_bytes.cu lays it out."""
+    stage = shape.width * (BRICK + (16 if given else ROW_BYTES)) + shape.strips * COURSES_IN_STRIP * kind.brick_bytes
+    owned = -(-shape.width // 8 // shape.partners)
+    letters = shape.teams * (shape.partners - 1) * shape.strips * owned * LETTER_BYTES
+    rest = shape.warpgroups * (OUT_BYTES + 32 * owned * shape.partners) + letters
+    stages = min(shape.stages, (device.shared_bytes - rest) // stage) // shape.teams * shape.teams
+    return stages, stages * stage + rest
+
+
+def launch_bytes(gemm: Gemm, device: Device, parts: Parts) -> BytePlan:
+    """A plan in these shapes."""
+    stride = -(-gemm.k // SIXTEEN) * SIXTEEN
+    firsts = accumulate((places for _, places in parts), initial=0)
+    launched = tuple(
+        BytePart(_launch_part(gemm, device, shape, places), shape.width, first, places)
+        for (shape, places), first in zip(parts, firsts, strict=False)
+    )
+    return BytePlan(quantize_launch(gemm, stride), launched, stride, most_work(gemm.m, gemm.k))
+
+
+def given_plan(gemm: Gemm, device: Device, block_bytes: int) -> BytePlan:
+    """x is blocks of q8_0 or q8_1, and y float32: sums are scaled every 32 of K, whatever the groups of the weights."""
+    gemm = replace(gemm, activations="q8")
+    shape = ByteShape(64 if gemm.m <= FEW_ROWS else 128)
+    macros = (("BLOCK_BYTES", str(block_bytes)), ("CODES_AT", str(block_bytes - 32)))
+    split = KernelLaunch("split_blocks.cu", "marlin_split_blocks", macros, (gemm.m,), 128, overlap=True)
+    work_bytes = gemm.m * gemm.k + 16 * (gemm.m * -(-gemm.k // BRICK) + MORE_ROWS)
+    places = shape.places(gemm.n)
+    part = BytePart(_launch_part(gemm, device, shape, places, given=True), shape.width, 0, places)
+    return BytePlan(split, (part,), gemm.k, work_bytes)
+
+
+def why_not_given(kind: Kind) -> str:
+    """Why weights of a kind are not multiplied with x in blocks, or ""."""
+    if kind.element != "Int4" or kind.offset != "NONE" or kind.groups > 4:
+        return "it multiplies blocks of x with 4-bit integers without zero points, in groups of 32 or more"
+    return ""
+
+
+def _launch_part(gemm: Gemm, device: Device, shape: ByteShape, places: int, given: bool = False) -> KernelLaunch:
+    """Of so many places of a product."""
+    integers = gemm.activations == "q8"
+    stages, shared_bytes = byte_ring(shape, gemm.kind, device, given)
+    macros = gemm.macros(
+        BYTES="INT8" if integers else "FP8",
+        GIVEN=int(given),
+        PARTS=int(places < shape.places(gemm.n)),
+        WARPGROUPS=shape.warpgroups,
+        TEAMS=shape.teams,
+        TALL=1,
+        WIDTH=shape.width,
+        STAGES=stages,
+        SPLIT=shape.split,
+        PAIRED=0,
+        **wgmma_macros("WGMMA", shape.width, "r" if integers else "f"),
+    )
+    ctas = places * shape.across(gemm.m) * shape.split
+    if shape.partners == 1:
+        ctas = min(ctas, device.multiprocessors)
+    threads, cluster = 128 * (shape.warpgroups + 1), shape.split
+    return KernelLaunch(
+        "gemm_bytes.cu", "marlin_gemm_bytes", macros, (ctas, 1), threads, shared_bytes, cluster, overlap=True
+    )
+
+
+def quantize_launch(gemm: Gemm, stride: int) -> KernelLaunch:
+    """One CTA a row, whose threads hold all of it up to 256 * 8 * 16 k."""
+    blocks = stride // SIXTEEN
+    threads = min(256, -(-blocks // 32) * 32)
+    way = way_of(gemm.kind, gemm.activations)
+    macros = {
+        "TYPE": "BF16" if gemm.bfloat16 else "F16",
+        "INTEGERS": str(int(way == "int8")),
+        "STEEPNESS": str(int(way != "int8")),
+        "THREADS": str(threads),
+        "HELD": str(min(8, -(-blocks // threads))),
+    }
+    defined = tuple(sorted(macros.items()))
+    return KernelLaunch("quantize_rows.cu", "marlin_quantize_rows", defined, (gemm.m,), threads, overlap=True)
+
+
+# ---- products with experts -------------------------------------------------------------------------------------------
+#
+# Visits are sorted by expert on the device, so nobody here knows how many rows an expert has. What is known: how many
+# visits and experts there are, and so the mean. All rows of an expert are tiles of `width` rows. CTAs walk along the
+# tiles that there are, each with a share of them.
+
+FEW = 8  # rows of a tile of gemm_small
+FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and should not need another tile
+
+
+@dataclass(frozen=True)
+class ExpertRouting:
+    """Visits of tokens to experts, each token to `chosen` of them."""
+
+    tokens: int
+    chosen: int
+    experts: int
+    batch_invariant: bool = False
+
+    @property
+    def visits(self) -> int:
+        return self.tokens * self.chosen
+
+    def width(self, device: Device) -> int:
+        """Rows of a tile: the fewest that most experts' rows have room in."""
+        if self.tokens <= FEW:  # a token visits an expert once
+            return next(width for width in (1, 2, 4, 8) if width >= self.tokens)
+        mean = self.visits / self.experts
+        large = device.capability == (9, 0) and not self.batch_invariant
+        widths = (FEW, 16, 32, 64, 128) if large else (FEW, 16, 32)
+        return next((width for width in widths if mean <= FILLED * width), widths[-1])
+
+    def entries(self, width: int) -> int:
+        """Tiles that the rows of all experts can be at most: those of the table that route.cu writes."""
+        busy = min(self.experts, self.visits)
+        return min(self.visits, busy + (self.visits - busy) // width)
+
+    def expected(self, width: int) -> float:
+        """Tiles of the rows of all experts if visits are even: the last tile of an expert is half full."""
+        busy = self.experts * (1 - (1 - 1 / self.experts) ** self.visits)
+        return min(self.entries(width), max(busy, self.visits / width + busy / 2))
+
+
+@lru_cache(maxsize=4096)
+def plan_experts(gemm: Gemm, routing: ExpertRouting, device: Device) -> Plan:
+    """The plan of y [visits, n], gemm.m being all visits."""
+    width = routing.width(device)
+    if width <= FEW or device.capability != (9, 0) or routing.batch_invariant:
+        return few(gemm, routing, width, device)
+    return many(gemm, routing, width, device)
+
+
+def few(gemm: Gemm, routing: ExpertRouting, width: int, device: Device) -> Plan:
+    """gemm_small."""
+    tile, courses, hopper = replace(gemm, m=width), -(-gemm.n // COURSE), device.capability >= (9, 0)
+    shapes = [fitting(tile, device, shape, walks(routing, device)) for shape in small_shapes(tile, hopper)]
+    all_courses = round(routing.expected(width) * courses)
+
+    def cost(shape: Small) -> float:
+        # Two CTAs on a multiprocessor share its bandwidth to the end. One row of each of two experts, N = 28672 and
+        # K = 4096, takes 31.8 us so, and 34.0 in the shape that `Small.cost` prefers.
+        shared = width == 1 and all_courses >= shape.courses * shape.resident * device.multiprocessors
+        return (
+            all_courses / device.multiprocessors if shared and shape.resident > 1 else shape.cost(all_courses, device)
+        )
+
+    return launch_few(gemm, routing, width, device, min(shapes, key=cost))
+
+
+def walks(routing: ExpertRouting, device: Device) -> bool:
+    """Whether CTAs of gemm_small have several passes. The order of additions depends on which pass it is."""
+    return device.capability >= (9, 0) and not routing.batch_invariant
+
+
+def launch_few(gemm: Gemm, routing: ExpertRouting, width: int, device: Device, shape: Small) -> Plan:
+    tile, walking = replace(gemm, m=width), walks(routing, device)
+    launch = launch_small(tile, device, shape, walking).launch
+    passes = routing.entries(width) * -(-gemm.n // (COURSE * shape.courses))
+    ctas = min(passes, device.multiprocessors * shape.resident) if walking else passes
+    rows = 1 if width == 1 else min(gemm.m, rows_at_once(tile))
+    return Plan(routed(launch, "marlin_experts_small", width, ctas), rows)
+
+
+def many(gemm: Gemm, routing: ExpertRouting, width: int, device: Device) -> Plan:
+    """gemm_large."""
+    one = {
+        16: LargeShape(16, stages=10),
+        32: LargeShape(32, stages=10),
+        64: LargeShape(64, stages=8),
+        128: LargeShape(128),
+    }[width]
+    kind, two = gemm.kind, replace(one, tall=2, stages=min(one.stages, 6))
+    few_scales = kind.brick_bytes - kind.code_bytes == 2 * COURSE  # a float16 number for each row of a brick
+    if width == 128:  # With products of half a tile, too, registers are few, and fewer beside many scales.
+        two = replace(two, batch=1, buffers=4 if few_scales else 2)
+    crowded = spills(two, kind) or (width == 128 and kind.scale == "ScaleF32" and kind.groups == 8)
+    shapes = [one] if crowded or ring(two, kind, device)[0] < 3 else [two, one]
+
+    def cost(shape: LargeShape) -> float:
+        tiles = routing.expected(width) * -(-gemm.n // shape.height)
+        stage = STAGE_NS[shape.height][width] * -(-gemm.k // BRICK) + TILE_NS
+        return -(-tiles // device.multiprocessors) * stage
+
+    return launch_many(gemm, routing, device, min(shapes, key=cost))
+
+
+def launch_many(gemm: Gemm, routing: ExpertRouting, device: Device, shape: LargeShape) -> Plan:
+    launch = launch_large(gemm, device, shape).launch
+    tiles = routing.entries(shape.width) * -(-gemm.n // (STRIP * shape.strips))
+    return Plan(routed(launch, "marlin_experts_large", shape.width, min(tiles, device.multiprocessors)), shape.width)
+
+
+def routed(launch: KernelLaunch, name: str, width: int, ctas: int) -> KernelLaunch:
+    """The same kernel, for rows of experts."""
+    macros = tuple(sorted((*launch.macros, ("EXPERTS", str(width)))))
+    return replace(launch, name=name, macros=macros, grid=(ctas, 1))

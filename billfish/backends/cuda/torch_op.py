@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from billfish.backends.cuda.array_products import linear_torch
-from billfish.backends.cuda.kind import read_kind
+from billfish.backends.cuda.axes import read_kind
+from billfish.backends.cuda.device_weights import BrickInfo, DeviceWeights
 from billfish.backends.cuda.memory import as_tensor
-from billfish.backends.cuda.weights import About, DeviceWeights
+from billfish.backends.cuda.products import linear_torch
 from billfish.core.torch_modes import is_watched
 
 
@@ -34,7 +34,7 @@ def cuda_linear(
     activations: str = "exact",
 ) -> torch.Tensor:
     """activation(x W.T + bias): x [..., K] -> [..., N]. bricks, row_scale: bytes; kind: as `Kind.spelled` spells it."""
-    weights = DeviceWeights(About(read_kind(kind), (n, x.shape[-1])), bricks, row_scale)
+    weights = DeviceWeights(BrickInfo(read_kind(kind), (n, x.shape[-1])), bricks, row_scale)
     y: torch.Tensor = linear_torch(x, weights, bias, batch_invariant, activation, activations)
     return y
 

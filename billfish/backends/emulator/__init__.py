@@ -1,6 +1,6 @@
 """Metal kernels on the CPU: the source that MLX or torch hands to Metal, compiled by clang and run, thread by thread.
 
-    from billfish.backends.metal import emulator
+    from billfish.backends import emulator
 
     kernel = emulator.metal_kernel(name, input_names, output_names, source, header="")   # as mx.fast.metal_kernel
     with emulator.options(check=True, order="random", seed=1):
@@ -10,7 +10,9 @@
 `metal_kernel` takes MLX's arguments, and NumPy or MLX arrays; MLX arrays or types give MLX arrays back.
 
     library = emulator.compile_shader(text)   # as torch.mps.compile_shader
-    library.kernel(x.to("mps"), 3, threads=256, group_size=64)
+    library.kernel(x, 3, threads=256, group_size=64)
+
+`billfish.nn.torch.emulated_mps.mps()` gives torch a device "mps" whose compile_shader is this one.
 
 `options(check=, order="forward" | "reverse" | "random", seed=, hostile=)` say how kernels run inside a `with` block.
 A checked launch raises KernelFault, with `kind`, `site` (file, line, text), `other_site`, `thread`, `threadgroup`,

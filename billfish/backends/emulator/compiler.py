@@ -22,6 +22,8 @@ from billfish.backends.emulator.faults import CompileError
 from billfish.backends.emulator.hostile import flush_halves
 from billfish.backends.emulator.sites import annotate
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
+from billfish.core.machine import cache_folder
 
 HERE = Path(__file__).parent
 SHIM, RUNTIME = HERE / "shim", HERE / "runtime"
@@ -66,8 +68,8 @@ class Compiler:
     def run(self, arguments: Sequence[str | Path], folder: Path) -> None:
         """Runs it in `folder`; its complaints are the exception's message."""
         environment = os.environ | {
-            "ZIG_GLOBAL_CACHE_DIR": str(cache_folder() / "zig"),
-            "ZIG_LOCAL_CACHE_DIR": str(cache_folder() / "zig"),
+            "ZIG_GLOBAL_CACHE_DIR": str(library_folder() / "zig"),
+            "ZIG_LOCAL_CACHE_DIR": str(library_folder() / "zig"),
         }
         command = [*self.command, *self.target, *map(str, arguments)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -96,20 +98,14 @@ def find_compiler() -> Compiler:
             return Compiler((path,), version.splitlines()[0], ("-march=x86-64-v3",) if x86 else ())
     raise BackendUnavailable(
         f"[metal_kernel] the Metal emulator compiles kernels with clang and found neither ziglang >= "
-        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: pip install 'billfish[metal-emulator]'"
+        f"{'.'.join(map(str, OLDEST_ZIG))} nor clang >= {OLDEST_CLANG}: {how_to_install('metal-emulator')}"
     )
 
 
 @cache
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: BILLFISH_CACHE, or a folder of the user's cache."""
-    if "BILLFISH_CACHE" in os.environ:
-        folder = Path(os.environ["BILLFISH_CACHE"])
-    elif _DARWIN:
-        folder = Path.home() / "Library" / "Caches" / "billfish"
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "billfish"
-    folder = folder / "metal-emulator"
+def library_folder() -> Path:
+    """Where compiled kernels are kept, which exists."""
+    folder = cache_folder("metal-emulator")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -126,9 +122,9 @@ def _cached(key: Sequence[str], suffix: str, make: Callable[[Path, Path], None])
     compiler = find_compiler()
     whole = [sys.platform, platform.machine(), compiler.version, *compiler.target, *key]
     digest = hashlib.sha256("\0".join(whole).encode() + b"\0" + _own_sources()).hexdigest()[:24]
-    result = cache_folder() / f"{digest}{suffix}"
+    result = library_folder() / f"{digest}{suffix}"
     if not result.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="making-") as folder:
+        with tempfile.TemporaryDirectory(dir=library_folder(), prefix="making-") as folder:
             made = Path(folder) / result.name
             make(Path(folder), made)
             made.replace(result)

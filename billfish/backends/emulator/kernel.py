@@ -141,13 +141,15 @@ class metal_kernel:
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[Any],
         init_value: float | None,
-    ) -> list[runtime.Buffer]:
+    ) -> list[runtime.KernelBuffer]:
         buffers = []
         for argument in text.arguments:
             if argument.kind == "output":
                 dtype = _numpy_dtype(output_dtypes[argument.index])
                 nbytes = math.prod(output_shapes[argument.index]) * dtype.itemsize
-                buffer = runtime.Buffer.of(argument.name, nbytes, initialised=init_value is not None, writable=True)
+                buffer = runtime.KernelBuffer.of(
+                    argument.name, nbytes, initialised=init_value is not None, writable=True
+                )
                 if init_value is None:
                     buffer.bytes.fill(0xFF)  # not a number, in every floating-point type
                 else:
@@ -166,7 +168,7 @@ class metal_kernel:
             else:
                 content = _span(array)
             raw = np.frombuffer(content.tobytes(), np.uint8)
-            buffer = runtime.Buffer.of(argument.name, raw.size, initialised=True, writable=False)
+            buffer = runtime.KernelBuffer.of(argument.name, raw.size, initialised=True, writable=False)
             buffer.bytes[:] = raw
             buffers.append(buffer)
         return buffers

@@ -45,7 +45,7 @@ class Program:
 
     def run(
         self,
-        buffers: Sequence[runtime.Buffer],
+        buffers: Sequence[runtime.KernelBuffer],
         in_device_memory: Sequence[bool],
         grid: tuple[int, ...],
         threadgroup: tuple[int, ...],

@@ -93,7 +93,7 @@ class _Request(ctypes.Structure):
 
 
 @dataclass
-class Buffer:
+class KernelBuffer:
     """A copy of an array, or room for one, with nothing else near it."""
 
     name: str
@@ -103,7 +103,7 @@ class Buffer:
     writable: bool
 
     @classmethod
-    def of(cls, name: str, nbytes: int, *, initialised: bool, writable: bool, offset: int = 0) -> Buffer:
+    def of(cls, name: str, nbytes: int, *, initialised: bool, writable: bool, offset: int = 0) -> KernelBuffer:
         """offset: of its address, from a multiple of 64 bytes."""
         block = np.empty(nbytes + 2 * MARGIN + 128, np.uint8)
         skip = MARGIN + -(block.ctypes.data + MARGIN) % 64 + offset % 64
@@ -163,7 +163,7 @@ def variables(library: ctypes.CDLL) -> list[_Variable]:
 
 def launch(
     library: ctypes.CDLL,
-    buffers: Sequence[Buffer],
+    buffers: Sequence[KernelBuffer],
     grid: Sequence[int],
     threadgroup: Sequence[int],
     *,

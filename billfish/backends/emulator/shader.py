@@ -152,7 +152,7 @@ class Kernel:
         for i, (parameter, value) in enumerate(zip(self.buffers, arguments, strict=True)):
             memory = self._memory(i, value, arg_casts)
             is_tensor = isinstance(value, torch.Tensor)
-            buffer = runtime.Buffer.of(
+            buffer = runtime.KernelBuffer.of(
                 parameter.name,
                 memory.nbytes,
                 initialised=True,

@@ -1,6 +1,6 @@
 """The Metal engine: kernels for Apple GPUs, called through MLX, and the same kernels on any CPU in an emulator.
 
-    format planes -> MetalWeights (layout.py) -> the kernel for the shape (choose.py) -> y (bridge.py)
+    format planes -> MetalWeights (layout.py) -> the kernel for the shape and the call (kernels.py) -> y
 
 `metal` takes MLX arrays and returns MLX arrays; nothing is copied to the host. `metal-emulator` runs the same text, to
 test it: it is slow.
@@ -20,16 +20,16 @@ from numpy.typing import NDArray
 
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, NumpyBackend, Problem, Product
 from billfish.backends.metal import experts
-from billfish.backends.metal.bridge import Kernels
 from billfish.backends.metal.experts import MetalExperts
+from billfish.backends.metal.kernels import Kernels
 from billfish.backends.metal.layout import MetalWeights, element_axis, lay_out, lay_out_experts
 from billfish.core.activations import IntegerActivations
 from billfish.core.arrays import Input, MlxArrays
 from billfish.core.errors import BackendUnavailable
+from billfish.core.extras import how_to_install
 from billfish.core.formats.meaning import decodes_plainly
-from billfish.core.gated_activation import open_gate
+from billfish.core.mixture import checked_ids, checked_routing, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.routing import checked_ids, checked_routing
 from billfish.core.tensor import QuantizedTensor
 
 MLX = MlxArrays()
@@ -107,7 +107,7 @@ class MetalBackend(Backend):
         if sys.platform != "darwin":
             return False, "Metal is a part of macOS"
         if importlib.util.find_spec("mlx") is None:
-            return False, "no package mlx; pip install 'billfish[metal]'"
+            return False, f"no package mlx; {how_to_install('metal')}"
         import mlx.core as mx
 
         return (True, "Apple GPU, for MLX arrays") if mx.metal.is_available() else (False, NO_METAL)

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
-from billfish.backends.metal.bridge import Kernels
+from billfish.backends.metal.kernels import Kernels, cast, library, zeros
 from billfish.backends.metal.layout import MetalWeights
-from billfish.backends.metal.libraries import cast, library, zeros
-from billfish.core.gated_activation import CLAMP, STEEPNESS
+from billfish.core.mixture import CLAMP, STEEPNESS
 
 # x [T, K] or [T, k, K], packed weights [E, N, K], ids [T, k], biases [E, N] or none, type of y -> y [T, k, N]
 Multiply = Callable[[Any, Any, Any, Any, Any], Any]
@@ -80,7 +79,7 @@ class MetalExperts:
 
 
 def open_gate(gate: Any, up: Any, activation: str) -> Any:
-    """As billfish.core.gated_activation.open_gate, of float32 arrays of MLX or torch."""
+    """As billfish.core.mixture.open_gate, of float32 arrays of MLX or torch."""
     xp = library(gate)
     if activation == "clamped_silu":
         g = xp.clip(gate, None, CLAMP)

@@ -1,6 +1,6 @@
 """The Metal engine for torch: the same kernels on tensors on mps, through `torch.mps.compile_shader`.
 
-    format planes -> MetalWeights (layout.py) -> the kernel for the shape (choose.py) -> bridge.py -> shader_kernel
+    format planes -> MetalWeights (layout.py) -> the kernel for the shape (kernels.py) -> shader_kernel
 
 torch takes whole shaders and has no template arguments, so :class:`shader_kernel` writes the text that MLX would write,
 with an explicit instantiation, and binds arguments in its order.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem, Product
 from billfish.backends.metal import experts, has_kernels
-from billfish.backends.metal.bridge import Kernels
+from billfish.backends.metal.kernels import Kernels
 from billfish.backends.metal.layout import LEAST_SIZE, MetalWeights, lay_out, lay_out_experts
 from billfish.backends.metal.signature import Argument, write
 from billfish.core.arrays import Input, TorchArrays

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.entry import Entry, Matrix, Unsupported, check_part
-from billfish.checkpoints.safetensors_files import CALL, Stored, parse_json
+from billfish.checkpoints.safetensors_files import CALL, Stored
 from billfish.core.elements import NF4
 from billfish.core.errors import CheckpointError, complaint
+from billfish.core.files import parse_json
 from billfish.core.format import Format, get_format
 from billfish.core.storage import Array, Storage
 

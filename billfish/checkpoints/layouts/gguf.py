@@ -1,23 +1,36 @@
-"""GGUF: what its header says becomes tensors and metadata."""
+"""GGUF, the files of llama.cpp: fields and tensors, as billfish.checkpoints.gguf_header has them.
+
+    NAME          blocks [..., N, K/b] of ggml's type, one after the other: docs/formats.md; or numbers
+    NAME.scale    f32 [1], or [E] of a stack: NVFP4's global scale, a multiplier
+
+A tensor begins at a multiple of 32 bytes. A file may be split into MODEL-00001-of-0000N.gguf and so on.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from billfish.checkpoints.entry import Entry, Matrix, Plain, Unsupported
-from billfish.checkpoints.gguf_header import Field, Info, Items, read_header
+from billfish.checkpoints.gguf_header import ALIGNMENT, Field, Fields, Info, Items, header_bytes, read_header
 from billfish.checkpoints.safetensors_files import TYPES, MappedFile, Stored, damaged
-from billfish.core.format import FORMATS, Format, get_format
-from billfish.core.storage import Storage
+from billfish.checkpoints.write.recast import Misfit
+from billfish.checkpoints.write.target import Item, OutputFile, Spec, Target, storage_specs
+from billfish.core.format import FORMATS, Format, Planes, get_format
+from billfish.core.storage import Array, Storage
 
-PLAIN = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
+PLAIN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"} | {
+    f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)
+}  # ggml's names of NumPy's types
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def ggml_names() -> dict[str, str]:
@@ -110,7 +123,7 @@ def _refuse_overlaps(path: Path, tensors: list[Info]) -> None:
 
 def _stored(file: MappedFile, info: Info) -> Stored:
     """Numbers as they are, blocks as rows of bytes."""
-    if info.kind in PLAIN:
+    if info.kind in PLAIN.values():
         dtype, shape = np.dtype(TYPES[info.kind][1]), info.shape
     else:
         rows = info.shape[:-1]
@@ -139,7 +152,7 @@ def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
     known = ggml_names()
     for name, (info, held) in infos.items():
         format = known.get(info.kind)
-        if info.kind in PLAIN:
+        if info.kind in PLAIN.values():
             entries[name] = Plain(held, "gguf")
         elif format is None:
             entries[name] = Unsupported(name, "gguf", f"ggml's {info.kind}", [held], info.shape)
@@ -155,3 +168,69 @@ def _entries(infos: dict[str, tuple[Info, Stored]]) -> dict[str, Entry]:
                     scale = None
             entries[name] = GgufMatrix(format, held, info.shape, scale)
     return {name: entry for name, entry in entries.items() if name not in taken}
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class GgufTarget(Target):
+    name = "gguf"
+    suffixes = (".gguf",)
+    takes_dtype = True
+    casts_vectors = False  # llama.cpp wants them in float32
+
+    def __init__(self) -> None:
+        self.formats = (*ggml_names().values(),)
+
+    def own(self, format: Format) -> Format:
+        """MXFP4 is ggml's, which is not quite the standard's."""
+        return get_format(ggml_names().get(format.name.upper(), format.name))
+
+    def is_plain(self, name: str, dtype: np.dtype[Any] | None) -> bool:
+        return dtype is not None
+
+    def fallback(self, source: Format, k: int) -> tuple[str, int] | None:
+        if k % 32:
+            return None
+        if source.element.bits > 4:
+            return "q8_0", 32
+        return ("q4_0" if source.offset == "none" else "q4_1"), 32
+
+    def check(self, format: Format, group_size: int, planes: Planes, shape: tuple[int, ...], act_order: bool) -> None:
+        if act_order:
+            raise Misfit("act-order: GGUF has no place for a permutation")
+
+    def check_plain(self, dtype: np.dtype[Any]) -> None:
+        if dtype.name not in PLAIN:
+            raise Misfit(f"GGUF has no type {dtype.name}")
+
+    def specs(self, item: Item) -> dict[str, Spec]:
+        storage = storage_specs(item)
+        specs = {item.name: storage["blocks"]}
+        if "global_scale" in storage:
+            specs[f"{item.module}.scale"] = (np.dtype(np.float32), item.experts or (1,))
+        return specs
+
+    def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
+        arrays = {item.name: storage["blocks"]}
+        if "global_scale" in storage:
+            arrays[f"{item.module}.scale"] = storage["global_scale"]
+        return arrays
+
+
+def gguf_file(
+    target: GgufTarget, name: str, items: Sequence[Item], fields: Fields, release: Callable[[], None]
+) -> OutputFile:
+    """The file of these items."""
+    tensors = [
+        (tensor, _kind(item, tensor, dtype), item.shape if tensor == item.name else shape)
+        for item in items
+        for tensor, (dtype, shape) in target.all_specs(item).items()
+    ]
+    header = header_bytes(fields, tensors)
+    return OutputFile(name, header, tuple(target.piece(item, release) for item in items), ALIGNMENT)
+
+
+def _kind(item: Item, tensor: str, dtype: np.dtype[Any]) -> str:
+    """ggml's name of the type of a tensor."""
+    return vars(type(item.format))["gguf"] if item.format is not None and tensor == item.name else PLAIN[dtype.name]

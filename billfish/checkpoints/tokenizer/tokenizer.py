@@ -21,6 +21,8 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6
 TOKEN_COST = 500  # bytes of memory for all that is known about one token
 # Names of control tokens that end an answer, beside the tokens that the model's files name.
 ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "</s>", "<|end|>")
+# gpt-oss's harmony format: <|end|> closes a message, such as the chain of thought, and others follow it.
+HARMONY, HARMONY_ENDS, MESSAGE_END = {"<|return|>", "<|channel|>"}, {"<|return|>", "<|call|>"}, "<|end|>"
 
 
 @contextmanager
@@ -67,7 +69,11 @@ class Tokenizer:
         self.bos = roles.get("bos")
         self.starts_with_bos = starts_with_bos and self.bos is not None
         self.ends = {roles[role] for role in ("eos", "eot", "eom") if role in roles} | set(ends)
-        self.ends |= {i for i, kind in enumerate(kinds) if kind == CONTROL and pieces[i] in ENDS}
+        control = [(i, pieces[i]) for i, kind in enumerate(kinds) if kind == CONTROL]
+        self.ends |= {token for token, piece in control if piece in ENDS}
+        if {piece for _, piece in control} >= HARMONY:
+            self.ends |= {token for token, piece in control if piece in HARMONY_ENDS}
+            self.ends -= {token for token, piece in control if piece == MESSAGE_END}
         self._bytes = byte_characters() if byte_level else {}
         self._turn = threading.Lock()  # the encoder has one setting for all threads
 

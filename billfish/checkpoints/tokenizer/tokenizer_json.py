@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from billfish.checkpoints.safetensors_files import read_json
 from billfish.checkpoints.tokenizer.tokenizer import (
     BYTE,
     CALL,
@@ -21,7 +20,7 @@ from billfish.checkpoints.tokenizer.tokenizer import (
 )
 from billfish.core.errors import ModelError, complaint
 from billfish.core.extras import require
-from billfish.core.files import read_whole
+from billfish.core.files import read_json, read_whole
 
 MAX_GAP = 10_000  # numbers of tokens that neither a piece nor a row of the embedding has
 ROLES = ("bos", "eos", "unk", "pad")

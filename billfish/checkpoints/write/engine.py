@@ -4,8 +4,16 @@ Everything goes to a folder beside the output, `OUT.partial`. When all of it is 
 one file in it, is renamed to OUT. A file is its header and then its pieces in order, and nothing is ever written but at
 the end. When a piece is written, its digest is noted. A later run keeps the pieces that have their digests, up to the
 first that has not, if `plan.json` in the folder tells the same plan as ours: the same input by content, the same
-settings, the same headers to the byte. One process at a time has the output (lock.py), and a folder that is not ours is
-left alone (partial.py).
+settings, the same headers to the byte. One process at a time has the output (lock.py).
+
+plan.json    what the output is to be
+digests      of the pieces that are written, 32 bytes each, in order
+output       the unfinished files
+replaced     an earlier OUT, from the moment at which all is written until the new one has its name
+states       what a calibration needs to go on
+
+A folder of that name may be somebody else's. It is ours if `plan.json` is a plan as we write it, and nothing is in the
+folder but what the plan names. Any other folder, a file or a link is neither written to nor removed.
 
 What an error leaves behind is what the same command can continue, and nothing else:
 
@@ -25,53 +33,45 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from billfish.checkpoints.safetensors_files import MappedFile, damaged
 from billfish.checkpoints.write.lock import lock_path, only_writer
-from billfish.checkpoints.write.partial import Note, Partial, partial_path, plan_text, sync_folder, write_small
-from billfish.core.errors import CheckpointError, complaint
+from billfish.checkpoints.write.target import OutputFile, Piece
+from billfish.core.errors import CheckpointError, readable
 from billfish.core.files import sync
 from billfish.core.progress import Advance, OnProgress, follow
-from billfish.core.storage import Array
 
-Made = Sequence[Array]
+FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20  # of a piece that is read again, at a time
+MARKER = {"billfish": "plan of an unfinished output"}
+NOBODYS = ".DS_Store"  # macOS puts one into each folder that somebody looks at
+KINDS = {
+    "plan.json": stat.S_ISREG,
+    "digests": stat.S_ISREG,
+    "output": stat.S_ISDIR,
+    "replaced": stat.S_ISDIR,
+    "states": stat.S_ISDIR,
+    NOBODYS: stat.S_ISREG,
+}
+MAX_PLAN_BYTES = 100_000_000  # a plan has some hundred bytes for each file of the output
+DIGEST_BYTES = 32
+MAX_DIGEST_BYTES = DIGEST_BYTES << 20  # of a million pieces
 
+Note = Callable[[bytes], object]  # called with the digest of each piece when it is written
+HEAD_BYTES = 1 << 22  # the header of most files
+SAMPLES, SAMPLE_BYTES = 64, 1 << 14  # evenly over the rest, 1 MiB in all: small files are read whole
 
-@dataclass(frozen=True)
-class Piece:
-    """Arrays that are made together and written one after the other."""
-
-    label: str
-    sizes: tuple[int, ...]  # bytes of each, without padding
-    make: Callable[[], Made]
-
-
-@dataclass(frozen=True)
-class OutputFile:
-    name: str
-    header: bytes
-    pieces: tuple[Piece, ...]
-    alignment: int = 1  # arrays are padded with zeros to a multiple of this
-
-    def padded(self, size: int) -> int:
-        return -(-size // self.alignment) * self.alignment
-
-    def length(self, piece: Piece) -> int:
-        """Bytes of a piece in the file."""
-        return sum(map(self.padded, piece.sizes))
-
-    def ends(self) -> list[int]:
-        """Where the header ends, and where each piece does."""
-        return list(accumulate(map(self.length, self.pieces), initial=len(self.header)))
+Identity = list[tuple[str, int, int, str]]
 
 
 @dataclass(frozen=True)
@@ -99,32 +99,64 @@ class SourceChanged(CheckpointError):
     """The input is no longer what it was when writing began."""
 
 
-def write(call: str, out: Path, output: Output, progress: bool | OnProgress = False) -> None:
-    """Write `output` to `out`, which must not exist. `progress` is told of the bytes that were left to write."""
+def write(
+    call: str, out: Path, output: Output, progress: bool | OnProgress = False, overwrite: bool | None = None
+) -> None:
+    """Write `output` to `out`. `progress` is told of the bytes that were left to write.
+
+    overwrite: whether an `out` that exists is replaced, when the new one is whole; None: no, and nobody can ask for it.
+    """
     out = Path(os.path.abspath(out))
-    check_free(call, out)
+    check_free(call, out, output.folder, overwrite)
     try:
         with only_writer(call, out) as scratch:
-            _write_alone(call, out, output, progress, Partial(call, out, scratch))
+            _write_alone(call, out, output, progress, Partial(call, out, scratch), overwrite)
     except OSError as error:
-        raise _refused(call, out, error, "a place that can be written to") from None
+        raise _refused(call, out, error, "Choose a place that can be written to.") from None
 
 
-def check_free(call: str, out: Path) -> None:
+def check_free(call: str, out: Path, folder: bool, overwrite: bool | None = None) -> None:
     """Raises if `out` exists, and nothing of ours is to end or to clear up, where we might not be allowed to lock."""
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
-        raise _exists(call, out)
+    if os.path.lexists(out):
+        if overwrite:
+            _check_replaceable(call, out, folder)
+        elif not any(map(os.path.lexists, (partial_path(out), lock_path(out)))):
+            raise _exists(call, out, overwrite)
 
 
-def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial) -> None:
+def _check_replaceable(call: str, out: Path, folder: bool) -> None:
+    """Raises unless `out` is a file, or a folder of a model, where one is to be written: no more is ever removed."""
+    mode = out.lstat().st_mode
+    kind = "folder" if folder else "file"
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        raise CheckpointError(
+            f"{call}: {readable(out)} is no {kind} to be replaced by a {kind}. Choose another output."
+        )
+    if folder:
+        inside = sorted(out.iterdir())
+        odd = next((path for path in inside if not path.is_file()), None)
+        if odd is not None:
+            what = f"{readable(odd)} is no file of a model"
+            raise CheckpointError(f"{call}: {what}, so {readable(out)} is not replaced. Remove it yourself.")
+        if inside and not any(path.suffix == ".safetensors" or path.name == "config.json" for path in inside):
+            what = f"{readable(out)} is no folder of a model, so it is not replaced"
+            raise CheckpointError(f"{call}: {what}. Choose another output.")
+
+
+def _write_alone(
+    call: str, out: Path, output: Output, progress: bool | OnProgress, partial: Partial, overwrite: bool | None
+) -> None:
     plan = output.plan()
     known = partial.known_plan()
+    partial.give_back()
     if os.path.lexists(out):
         if known == plan and _is_written(out, output, partial.digests()):  # killed between the renaming and the end
             partial.discard()
             return
-        raise _exists(call, out)
+        if not overwrite:
+            raise _exists(call, out, overwrite)
+        _check_replaceable(call, out, output.folder)
     with _errors(call, out, output, partial, resumes=known == plan):
         if known != plan:
             partial.discard()
@@ -132,10 +164,11 @@ def _write_alone(call: str, out: Path, output: Output, progress: bool | OnProgre
         _fill(call, output, progress, partial)
         if not output.is_current():
             raise _changed(call)
-        if os.path.lexists(out):  # somebody made it since; renaming would put ours in its place
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
-        finished = partial.output if output.folder else partial.output / output.files[0].name
-        finished.rename(out)
+        if os.path.lexists(out):  # perhaps somebody made it since
+            if not overwrite:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(out))
+            _check_replaceable(call, out, output.folder)
+        partial.publish(partial.output if output.folder else partial.output / output.files[0].name)
     partial.discard()
 
 
@@ -150,13 +183,14 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
             raise _changed(call) from None
         present = sum(_present(partial.output / file.name, file) for file in output.files)
         whole = min(present, len(partial.digests())) if output.continues else 0
-        takes = "a place with room that can be written to"
+        hint = "Make room." if error.errno in FULL else "Choose a place that can be written to."
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
-            takes += f"; {whole} of {pieces} tensors are kept in {partial.path}, and the same command continues"
+            kept = f"{whole} of {pieces} tensors are kept in {readable(partial.path)}"
+            hint += f" {kept}, and the same command continues."
         else:
             _discard(partial)
-        raise _refused(call, out, error, takes) from None
+        raise _refused(call, out, error, hint) from None
     except (MemoryError, KeyboardInterrupt, SystemExit):
         if not output.continues:
             _discard(partial)
@@ -173,17 +207,18 @@ def _discard(partial: Partial) -> None:
         partial.discard()
 
 
-def _refused(call: str, out: Path, error: OSError, takes: str) -> CheckpointError:
-    return CheckpointError(complaint(call, str(out), f"{error.strerror or error} ({error.filename or out})", takes))
+def _refused(call: str, out: Path, error: OSError, hint: str) -> CheckpointError:
+    what = f"{readable(out)} cannot be written: {error.strerror or error} ({readable(error.filename or out)})"
+    return CheckpointError(f"{call}: {what}. {hint}")
 
 
 def _changed(call: str) -> SourceChanged:
-    takes = "files that stay as they are until the end; start again"
-    return SourceChanged(complaint(call, "the input", "files that changed while they were read", takes))
+    return SourceChanged(f"{call}: files of the input changed while they were read. Start again when they stay.")
 
 
-def _exists(call: str, out: Path) -> CheckpointError:
-    return CheckpointError(complaint(call, str(out), "a path that exists", "one to create"))
+def _exists(call: str, out: Path, overwrite: bool | None) -> CheckpointError:
+    replace = "" if overwrite is None else ", or replace it with overwrite=True (--force)"
+    return CheckpointError(f"{call}: {readable(out)} exists. Choose another output{replace}.")
 
 
 def _is_written(out: Path, output: Output, digests: Sequence[bytes]) -> bool:
@@ -247,8 +282,16 @@ def _fill(call: str, output: Output, progress: bool | OnProgress, partial: Parti
 def _check_space(call: str, partial: Path, needed: int) -> None:
     free = shutil.disk_usage(partial).free
     if needed > free:
-        got = f"{free / 1e9:.2f} GB free"
-        raise CheckpointError(complaint(call, str(partial.parent), got, f"room for {needed / 1e9:.2f} GB"))
+        room = f"{_size(free)} free, and the output takes {_size(needed)}"
+        raise CheckpointError(f"{call}: {readable(partial.parent)} has {room}. Make room, or choose another place.")
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit of which there is one; rounded down, so that what does not fit does not look as if it did."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes * 100 // size / 100:.2f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def _present(path: Path, output: OutputFile) -> int:
@@ -298,3 +341,165 @@ def _write_piece(file: BinaryIO, output: OutputFile, piece: Piece) -> bytes:
             file.write(part)
             digest.update(part)
     return digest.digest()
+
+
+# ---- OUT.partial -----------------------------------------------------------------------------------------------------
+
+
+def plan_text(files: list[Any], small: Mapping[str, str], settings: Mapping[str, Any]) -> str:
+    """A plan as `plan.json` has it. Names are the first of each in `files`, and the keys of `small`."""
+    return json.dumps({**MARKER, "files": files, "small": dict(small), "settings": dict(settings)}, sort_keys=True)
+
+
+def write_small(path: Path, content: bytes) -> None:
+    """These bytes to the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        sync(file)
+
+
+def sync_folder(path: Path) -> None:
+    """The names in a folder to the disk, where the system can do that."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with contextlib.suppress(OSError):  # some file systems sync no folders
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class Partial:
+    """The folder of one output. `scratch` is a name beside it that nobody else uses."""
+
+    def __init__(self, call: str, out: Path, scratch: Path) -> None:
+        self.path, self.out, self.call, self.scratch = partial_path(out), out, call, scratch
+        self.output, self._digests, self._replaced = (self.path / name for name in ("output", "digests", "replaced"))
+
+    def known_plan(self) -> str | None:
+        """The plan of an earlier run, None if there is no such folder; raises CheckpointError if it is not ours."""
+        if not os.path.lexists(self.path):
+            return None
+        if not stat.S_ISDIR(self.path.lstat().st_mode):
+            raise self._foreign(self.path)
+        plan = _read(self.path / "plan.json")
+        names = _names(plan)
+        if plan is None or names is None:
+            raise self._foreign(self.path)
+        for path in self.path.iterdir():
+            is_kind = KINDS.get(path.name)
+            if is_kind is None or not is_kind(path.lstat().st_mode):
+                raise self._foreign(path)
+        for path in self.output.iterdir() if self.output.exists() else ():
+            if path.name not in {*names, NOBODYS} or not stat.S_ISREG(path.lstat().st_mode):
+                raise self._foreign(path)
+        return plan
+
+    def create(self, plan: str) -> None:
+        """The folder with a plan in it, there at once or not at all."""
+        self.scratch.mkdir()
+        write_small(self.scratch / "plan.json", plan.encode())
+        self.scratch.rename(self.path)
+
+    def digests(self) -> list[bytes]:
+        """Of the pieces that are written."""
+        if not self._digests.exists():
+            return []
+        with self._digests.open("rb") as file:
+            content = file.read(MAX_DIGEST_BYTES)
+        return [content[at : at + DIGEST_BYTES] for at in range(0, len(content), DIGEST_BYTES)]
+
+    @contextlib.contextmanager
+    def noting_digests(self, known: int) -> Iterator[Note]:
+        """What adds a digest behind the first `known`; others that are there are dropped."""
+        with self._digests.open("r+b" if self._digests.exists() else "w+b", buffering=0) as file:
+            file.truncate(known * DIGEST_BYTES)
+            file.seek(0, os.SEEK_END)
+            yield file.write
+
+    def publish(self, finished: Path) -> None:
+        """Give what is finished the output's name. A file takes an earlier one's place; a folder cannot, so that the
+        earlier one is moved aside first."""
+        if self.out.is_dir():
+            self.out.rename(self._replaced)
+        finished.replace(self.out)
+
+    def give_back(self) -> None:
+        """Put an earlier output back that was moved aside by a run that did not come to its end."""
+        if self._replaced.exists() and not os.path.lexists(self.out):
+            self._replaced.rename(self.out)
+
+    def discard(self) -> None:
+        """Remove the folder, if it is there and still ours."""
+        if self.known_plan() is not None:
+            self.give_back()
+            self.path.rename(self.scratch)
+            shutil.rmtree(self.scratch)
+
+    def _foreign(self, path: Path) -> CheckpointError:
+        what = "is" if path == self.path else f"has {readable(path.name)}, which is"
+        return CheckpointError(
+            f"{self.call}: {readable(self.path)} {what} not ours. Move it away, or choose another output."
+        )
+
+
+def partial_path(out: Path) -> Path:
+    return out.parent / f"{out.name}.partial"
+
+
+def _read(path: Path) -> str | None:
+    """A file that is no link, of the size and the characters that plans have; None if it is another."""
+    try:
+        about = path.lstat()
+        ours = stat.S_ISREG(about.st_mode) and about.st_size <= MAX_PLAN_BYTES
+        return path.read_text(encoding="ascii") if ours else None
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+
+
+def _names(plan: str | None) -> set[str] | None:
+    """The files that a plan is about; None if we have not written it, down to the last space."""
+    try:
+        content = json.loads(plan or "")
+        if plan != plan_text(content["files"], content["small"], content["settings"]):
+            return None
+        names = [name for name, _digest, _size in content["files"]] + list(content["small"])
+        return set(names) if all(isinstance(name, str) for name in names) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+# ---- the input -------------------------------------------------------------------------------------------------------
+
+
+def identity(files: Iterable[MappedFile]) -> Identity:
+    """Name, size, time of change and digest of each. The time tells of changes between the samples."""
+    return [(file.path.name, file.size, _time(file.path), digest_of(file)) for file in files]
+
+
+def is_current(files: Iterable[MappedFile], known: Identity) -> bool:
+    """Whether the paths still lead to these files, and they are as they were."""
+    try:
+        return identity(MappedFile(file.path) for file in files) == known
+    except CheckpointError:  # one is gone
+        return False
+
+
+def _time(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as error:
+        raise damaged(path, f"what cannot be opened ({error.strerror})", "a file that stays") from None
+
+
+def digest_of(file: MappedFile) -> str:
+    """Of the mapped bytes, as they are what is read: the path may lead to another file by now."""
+    digest = hashlib.blake2b(digest_size=32)
+    head = min(HEAD_BYTES, file.size)
+    digest.update(file.view(0, head, np.uint8, (head,)).data)
+    rest = file.size - head
+    length = min(SAMPLE_BYTES, rest)
+    for start in sorted({head + (rest - length) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+        digest.update(file.view(start, length, np.uint8, (length,)).data)
+    file.release()
+    return digest.hexdigest()

@@ -1,44 +1,62 @@
 """Writing checkpoints: billfish's own layout, compressed-tensors, MLX, GPTQ, AWQ, plain arrays, GGUF.
 
-quantization  which tensors are quantized, and to which format
-plan          what becomes of each tensor, from headers, scales and offsets
-target        how it is called and laid out there
-source        what the input is, so that no output is made of two
-engine        the bytes to disk, in such a way that being killed costs nothing
-partial       the folder that they are collected in, and whether it is ours
-lock          one writer for each output
+selection        which tensors are quantized, and to which format
+plan             what becomes of each tensor, from headers, scales and offsets
+recast           whether another format holds the same weights, bit for bit
+target           what a layout has to say to be written; the layouts themselves: billfish.checkpoints.layouts
+tokenizer_files  a tokenizer as GGUF's fields, or as files of a folder
+engine           the bytes to disk, in such a way that being killed costs nothing
+lock             one writer for each output
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Description
-from billfish.checkpoints.layouts.awq_writer import AwqTarget
-from billfish.checkpoints.layouts.compressed_tensors_writer import CompressedTensorsTarget
-from billfish.checkpoints.layouts.gguf import Metadata
-from billfish.checkpoints.layouts.gguf_writer import STRING_TYPE, GgufTarget, file_type_fields, gguf_file
-from billfish.checkpoints.layouts.gptq_writer import Gptq2Target, GptqTarget
-from billfish.checkpoints.layouts.mlx_writer import MlxTarget
-from billfish.checkpoints.layouts.native_writer import NativeTarget
-from billfish.checkpoints.layouts.plain_writer import PlainTarget
-from billfish.checkpoints.names.gguf_names import EMBEDDING, is_gguf, is_gguf_name
+from billfish.checkpoints.gguf_header import STRING, UINT32, Fields, typed
+from billfish.checkpoints.layouts.awq import AwqTarget
+from billfish.checkpoints.layouts.compressed_tensors import CompressedTensorsTarget
+from billfish.checkpoints.layouts.gguf import GgufTarget, Metadata, gguf_file
+from billfish.checkpoints.layouts.gptq import Gptq2Target, GptqTarget
+from billfish.checkpoints.layouts.mlx import MlxTarget
+from billfish.checkpoints.layouts.native import NativeTarget
+from billfish.checkpoints.layouts.plain import PlainTarget
+from billfish.checkpoints.mixes import FILE_TYPES, Mix
+from billfish.checkpoints.names.expert_stacks import by_mlx_stacks, by_transformers_stacks, one_by_one
+from billfish.checkpoints.names.gguf_names import (
+    EMBEDDING,
+    UnknownModel,
+    by_gguf_names,
+    by_model_names,
+    is_gguf,
+    is_gguf_name,
+    model_config,
+)
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
-from billfish.checkpoints.write.engine import Output, check_free, write
+from billfish.checkpoints.safetensors_files import TYPES
+from billfish.checkpoints.write.engine import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
-from billfish.checkpoints.write.source_digest import Identity, identity, is_current
-from billfish.checkpoints.write.target import Item, Target, json_bytes, safetensors_file, safetensors_files
-from billfish.checkpoints.write.target_names import GgufFields, for_folders, for_gguf, typed
+from billfish.checkpoints.write.target import (
+    ExpertNames,
+    Item,
+    Target,
+    json_bytes,
+    safetensors_file,
+    safetensors_files,
+)
 from billfish.checkpoints.write.tokenizer_files import tokenizer_fields, tokenizer_files
-from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint
+from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError, complaint, readable
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
 from billfish.core.version import __version__
@@ -56,6 +74,12 @@ TARGETS: dict[str, type[Target]] = {
         GgufTarget,
     )
 }
+ARRANGED: dict[ExpertNames, Callable[[Checkpoint], Checkpoint]] = {
+    "as they are": lambda checkpoint: checkpoint,
+    "one by one": one_by_one,
+    "mlx stacks": by_mlx_stacks,
+    "transformers stacks": by_transformers_stacks,
+}
 # Files of a model's folder that are no weights: they are copied.
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "README*", "NOTICE*")
 REPLACED = ("config.json", "quantize_config.json", "hf_quant_config.json", "quant_config.json")
@@ -71,7 +95,13 @@ TOKENIZER = (
 )
 LINK = "a link that leads out of the model's folder"
 MAX_COMPANION_BYTES = 200_000_000
+QUANTIZATION_VERSION = 2  # of ggml's blocks
 FILES = (".gguf", ".safetensors")  # an output of such a name is one file, any other a folder
+# Whoever names an output so means a file, and not a folder. Others, such as ".5B", belong to the names of models.
+OTHER_FILES = (
+    *(".bin", ".ckpt", ".dat", ".ggml", ".gz", ".h5", ".json", ".npy", ".npz", ".onnx", ".pickle", ".pkl", ".pt"),
+    *(".pth", ".tar", ".tflite", ".txt", ".zip"),
+)
 
 
 def export(
@@ -79,41 +109,54 @@ def export(
 ) -> ConversionReport:
     """Write a checkpoint to `path`."""
     target, sources = settings.target, identity(checkpoint.files)  # before anything is read
-    _check_path(call, path, target)
+    _check_path(call, checkpoint, path, settings)
     checkpoint, planned = _planned(call, checkpoint, settings)
     refuse(call, planned, settings)
     output = _output(checkpoint, sources, path, planned, settings)
-    write(call, path, output, progress)
+    write(call, path, output, progress, settings.overwrite)
     return _report(checkpoint, path, planned, target, output)
 
 
-def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
-    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first."""
-    _check_path(call, path, settings.target)
-    check_free(call, path)
-    refuse(call, _planned(call, checkpoint, settings)[1], settings)
+def check_export(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> set[str]:
+    """Raises what `export` would raise before it writes. Whoever computes for long beforehand asks here first.
+
+    Returns the names, in the source, of the tensors that would be quantized.
+    """
+    _check_path(call, checkpoint, path, settings)
+    check_free(call, path, path.suffix not in FILES, settings.overwrite)
+    arranged, planned = _planned(call, checkpoint, settings)
+    refuse(call, planned, settings)
+    return {arranged.origins.get(name, name) for name in planned.quantized}
 
 
 def _planned(call: str, checkpoint: Checkpoint, settings: Settings) -> tuple[Checkpoint, Plan]:
     """The checkpoint under the target's names, and what becomes of its tensors."""
     if isinstance(settings.target, GgufTarget):
-        checkpoint = _for_gguf(call, checkpoint, settings)
+        checkpoint = _named_for_gguf(call, checkpoint, settings)
     else:
-        checkpoint = settings.target.arranged(for_folders(checkpoint))
+        checkpoint = ARRANGED[settings.target.expert_names](_for_folders(checkpoint))
     return checkpoint, plan(checkpoint, settings)
 
 
-def _check_path(call: str, path: Path, target: Target) -> None:
-    suffix = path.suffix if path.suffix in FILES else ""
-    if suffix not in target.suffixes:
+def _check_path(call: str, checkpoint: Checkpoint, path: Path, settings: Settings) -> None:
+    """Raises for a name that the target is not written to, and for an output that would replace its own input."""
+    target, suffix = settings.target, path.suffix if path.suffix in FILES else ""
+    lower = path.suffix.lower()
+    is_file = lower in OTHER_FILES or bool(difflib.get_close_matches(lower, FILES))
+    if suffix not in target.suffixes or (not suffix and is_file):
         kinds = {"": "a folder"} | {suffix: f"a name that ends in {suffix}" for suffix in FILES}
-        takes = f"{' or '.join(kinds[known] for known in target.suffixes)} for {target.name}"
-        raise CheckpointError(complaint(call, "output", path.name, takes))
+        takes = " or ".join(kinds[known] for known in target.suffixes)
+        what = f"a {path.suffix} file" if suffix or is_file else "a folder"
+        raise CheckpointError(f"{call}: the output {readable(path)} is {what}. The layout {target.name} takes {takes}.")
+    out = path.resolve()
+    inputs = [file.path.resolve() for file in checkpoint.files]
+    if settings.overwrite and any(out in (file, *file.parents) for file in inputs):
+        raise CheckpointError(f"{call}: {readable(path)} is where the input is. Choose another output.")
 
 
-def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
+def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoint:
     """As llama.cpp names it; raises if it has no names for it, unless the names may stay."""
-    view = for_gguf(checkpoint)
+    view = _for_gguf(checkpoint)
     translated = view is not checkpoint or is_gguf(checkpoint)
     if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
         got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
@@ -122,6 +165,31 @@ def _for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Checkpoi
             " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
         )
         raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
+    return view
+
+
+def _for_folders(checkpoint: Checkpoint) -> Checkpoint:
+    """A GGUF file as transformers and mlx-lm name it, with a config.json. Other checkpoints as they are."""
+    try:
+        view = by_model_names(checkpoint)
+    except UnknownModel:
+        return checkpoint
+    if view is checkpoint or EMBEDDING not in checkpoint:
+        return checkpoint
+    view.config = model_config(checkpoint)
+    return view
+
+
+def _for_gguf(checkpoint: Checkpoint) -> Checkpoint:
+    """A model's folder as llama.cpp names it, with the fields it reads, but for the tokenizer's. Other checkpoints as
+    they are."""
+    if is_gguf(checkpoint):
+        return checkpoint
+    try:
+        view = by_gguf_names(checkpoint)
+    except UnknownModel:
+        return checkpoint
+    view.metadata = typed(view.metadata)
     return view
 
 
@@ -160,7 +228,7 @@ def _output(checkpoint: Checkpoint, sources: Identity, path: Path, planned: Plan
     config = _config(checkpoint, notes)
     if isinstance(target, GgufTarget):
         mix = settings.quantization.mix if settings.quantization else None
-        described = file_type_fields(checkpoint, items, mix)
+        described = _file_type(checkpoint, items, mix)
         tokenizer = _tokenizer_fields(checkpoint, settings.raw_names, notes)
         fields = {**_gguf_metadata(checkpoint, config), **tokenizer, **described}
         file = gguf_file(target, path.name, items, fields, checkpoint.release)
@@ -200,7 +268,7 @@ def _tokenizer(checkpoint: Checkpoint, notes: list[Remark]) -> dict[str, bytes]:
         return {}
 
 
-def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> GgufFields:
+def _tokenizer_fields(checkpoint: Checkpoint, raw_names: bool, notes: list[Remark]) -> Fields:
     """The tokenizer that lies beside a folder's weights, as GGUF has it. No program runs a file that lacks it, so a
     tokenizer that cannot be translated is an error, unless `raw_names` asks for a file that no program runs."""
     folder = checkpoint.folder
@@ -260,12 +328,15 @@ def _belongs_to(path: Path, folder: Path) -> bool:
     return False
 
 
-def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFields:
+def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Fields:
     """The fields of a GGUF file as they are, or those that llama.cpp needs; of models that it does not know, or we do
     not, the architecture and the whole configuration."""
     if "general.architecture" in checkpoint.metadata and not isinstance(checkpoint.metadata, Metadata):
         return dict(checkpoint.metadata)
     if isinstance(checkpoint.metadata, Metadata):
+        if "general.architecture" not in checkpoint.metadata:
+            got = "a GGUF file without general.architecture, as an imatrix file is"
+            raise CheckpointError(complaint("convert", str(checkpoint.path), got, "a model"))
         dropped = ("general.file_type", "general.quantization_version", "general.alignment")
         return {
             name: (checkpoint.metadata[name], *checkpoint.metadata.types(name))
@@ -274,6 +345,30 @@ def _gguf_metadata(checkpoint: Checkpoint, config: Mapping[str, Any]) -> GgufFie
         }
     architecture = str(config.get("model_type", "unknown"))
     return {
-        "general.architecture": (architecture, STRING_TYPE, None),
-        "billfish.config": (json.dumps(config, sort_keys=True), STRING_TYPE, None),
+        "general.architecture": (architecture, STRING, None),
+        "billfish.config": (json.dumps(config, sort_keys=True), STRING, None),
     }
+
+
+def _file_type(checkpoint: Checkpoint, items: Sequence[Item], mix: Mix | None) -> Fields:
+    """`general.file_type`, what llama.cpp calls such a file: by the mix that was asked for, or as it was called if no
+    tensor has changed, or by the format or type that most weights have."""
+    number = checkpoint.metadata.get("general.file_type")
+    if mix is not None:
+        number = mix.file_type
+    elif number is None or any(_changed(checkpoint, item) for item in items):
+        weights: Counter[str] = Counter()
+        for item in items:
+            weights[item.dtypes[""].name if item.format is None else item.format.name] += math.prod(item.shape)
+        number = next((FILE_TYPES.get(kind) for kind, _ in weights.most_common(1)), None)
+    fields: Fields = {}
+    if number is not None:
+        fields["general.file_type"] = (number, UINT32, None)
+    if any(item.format for item in items):
+        fields["general.quantization_version"] = (QUANTIZATION_VERSION, UINT32, None)
+    return fields
+
+
+def _changed(checkpoint: Checkpoint, item: Item) -> bool:
+    about = checkpoint.describe(item.name)
+    return about.format is not item.format or (item.format is None and TYPES[about.dtype][1] != item.dtypes[""])

@@ -5,11 +5,10 @@ end. The system lets go of the lock when its holder dies, however it dies. The h
 lock. Whoever opened the file before then finds, with the lock in hand, that the name is gone or another file's, and
 opens again.
 
-The file says who holds it, from the moment at which it is locked, and names a scratch folder. Folders of ours are made
-and removed under that random name, so that no half-made `OUT.partial` exists at any moment. A killed holder leaves the
-file, and the next one removes the scratch folder that it names, and uses the name.
-
-Windows has no `flock`: nothing is locked there.
+The file holds a space, the one byte that Windows locks and lets nobody read, and a line of JSON. It says who has the
+lock and names a scratch folder. Folders of ours are made and removed under that random name, so that no half-made
+`OUT.partial` exists at any moment. A killed holder leaves the file, and the next one removes the scratch folder that it
+names, and uses the name. A file that begins as ours do is ours, even if a kill has cut it in half.
 """
 
 from __future__ import annotations
@@ -27,10 +26,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, readable
 
 # What file systems without locks answer, such as Lustre the way it is mounted by default.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+BEGINNING = b' {"billfish": "lock"'
+SCRATCH = re.compile(rb'"scratch": "([0-9a-f]{32})"')  # behind the beginning, where every record has it
 
 # How often, and how many seconds apart, a locked file is asked who holds it.
 HOLDER_READS, HOLDER_WAIT = 20, 0.005
@@ -43,29 +45,26 @@ class Busy(CheckpointError):
 @contextlib.contextmanager
 def only_writer(call: str, out: Path) -> Iterator[Path]:
     """Nobody else writes `out` until the end. Yields where a folder may be made, which is removed at the end."""
-    scratch = out.parent / f".{out.name}.billfish-{os.urandom(16).hex()}"
-    if sys.platform == "win32":
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return
     path = lock_path(out)
     with _open_locked(call, out, path) as file:
-        earlier = _record(file)
-        if earlier is None:
-            takes = "a name that is free: move this file, or choose another OUT"
-            raise CheckpointError(complaint(call, str(path), "a file that is not ours", takes))
-        scratch = _scratch_of(out, earlier) or scratch
+        earlier = _content(file, 0)
+        if not (earlier.startswith(BEGINNING) or BEGINNING.startswith(earlier)):
+            what = f"{readable(path)} is a file that is not ours"
+            raise CheckpointError(f"{call}: {what}. Move it away, or choose another output.")
+        known = SCRATCH.search(earlier)
+        token = known[1].decode() if known else os.urandom(16).hex()
+        scratch = out.parent / f".{out.name}.billfish-{token}"
         try:
-            _write_record(file, {"billfish": "lock", "pid": os.getpid(), "call": call, "scratch": scratch.name})
+            _write_record(file, {"billfish": "lock", "scratch": token, "pid": os.getpid(), "call": call})
             if scratch.is_dir():
                 shutil.rmtree(scratch)
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                if not scratch.exists():  # else the next holder has to know of it
+            if not scratch.exists():  # else the next holder has to know of it
+                if sys.platform == "win32":
+                    file.close()  # Windows removes no open file
+                with contextlib.suppress(OSError):
                     path.unlink()
 
 
@@ -75,13 +74,14 @@ def lock_path(out: Path) -> Path:
 
 def _open_locked(call: str, out: Path, path: Path) -> IO[bytes]:
     """The lock file, locked and still the one of this name."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        descriptor = os.open(path, flags, 0o666)
         file = os.fdopen(descriptor, "r+b", buffering=0)
         try:
-            if not _lock(file):
-                takes = "one that nobody else writes: wait for the end, or choose another name"
-                raise Busy(complaint(call, str(out), f"an output that {_holder(file)} is writing", takes))
+            if not _lock(descriptor):
+                what = f"{_holder(file)} is writing {readable(out)}"
+                raise Busy(f"{call}: {what}. Wait until it ends, or choose another output.")
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                     return file
@@ -91,14 +91,12 @@ def _open_locked(call: str, out: Path, path: Path) -> IO[bytes]:
         file.close()
 
 
-def _lock(file: IO[bytes]) -> bool:
+def _lock(descriptor: int) -> bool:
     """Lock a file; False if another process has it."""
-    import fcntl  # here, because Windows has none
+    from filelock import lock_descriptor  # here: it takes longer to import than to open a checkpoint
 
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return lock_descriptor(descriptor, blocking=False)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
@@ -110,15 +108,17 @@ def _holder(file: IO[bytes]) -> str:
     """Who has locked a file, in words."""
     record: dict[str, Any] = {}
     for _ in range(HOLDER_READS):
-        record = _record(file) or {}
+        record = _record(_content(file, 1))
         if record and _runs(record["pid"]):
             break
         time.sleep(HOLDER_WAIT)  # it has the lock, and does not yet say so
-    return f"process {record['pid']} ({record['call']})" if record else "another process"
+    return f"process {record['pid']} ({readable(record['call'])})" if record else "another process"
 
 
 def _runs(process: int) -> bool:
     """Whether there is such a process on this machine."""
+    if sys.platform == "win32":
+        return True  # os.kill would end it
     try:
         os.kill(process, 0)
     except (OSError, OverflowError) as error:
@@ -126,29 +126,22 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _record(file: IO[bytes]) -> dict[str, Any] | None:
-    """What a lock file says, in its first line; {} if nothing yet, None if it is no lock file of ours."""
-    file.seek(0)
-    content = file.read(10_000).split(b"\n")[0]
-    if not content:
-        return {}
+def _content(file: IO[bytes], start: int) -> bytes:
+    file.seek(start)
+    return file.read(10_000)
+
+
+def _record(content: bytes) -> dict[str, Any]:
+    """What a lock file says, in its first line; {} if it does not, or not yet."""
     try:
-        record = json.loads(content)
+        record = json.loads(content.split(b"\n")[0])
     except (ValueError, RecursionError):
-        return None
-    kinds = {"billfish": str, "pid": int, "call": str, "scratch": str}
-    ours = isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in kinds.items())
-    return record if ours and record["billfish"] == "lock" and record["pid"] > 0 else None
+        return {}
+    whole = isinstance(record, dict) and type(record.get("pid")) is int and record["pid"] > 0 and "call" in record
+    return record if whole else {}
 
 
 def _write_record(file: IO[bytes], record: dict[str, Any]) -> None:
-    """At no moment there is no record, or half of one: what is left of a longer one is behind the first line."""
+    """What is left of a longer record is behind the first line until it is cut off."""
     file.seek(0)
-    file.truncate(file.write(json.dumps(record).encode() + b"\n"))
-
-
-def _scratch_of(out: Path, record: dict[str, Any]) -> Path | None:
-    """The scratch folder of a holder that was killed. Its name is checked: a lock file must not point elsewhere."""
-    name = record.get("scratch", "")
-    known = re.fullmatch(re.escape(f".{out.name}.billfish-") + "[0-9a-f]{32}", name)
-    return out.parent / name if known else None
+    file.truncate(file.write(b" " + json.dumps(record).encode() + b"\n"))

@@ -38,6 +38,7 @@ class Settings:
     requantize: bool = False
     raw_names: bool = False  # whether GGUF may get names that no program knows
     dtype: np.dtype[Any] | None = None  # of matrices that are written as numbers; None: as they are, decoded to float32
+    overwrite: bool = False  # whether an output that exists is replaced
 
 
 @dataclass

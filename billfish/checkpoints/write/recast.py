@@ -7,13 +7,11 @@ scales and offsets alone, so that a plan need not look at the codes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.layouts.packed_words import narrow
 from billfish.core.arrays import bfloat16
 from billfish.core.elements import Integer, Signed
 from billfish.core.format import Format, GroupValues, Planes
@@ -30,8 +28,7 @@ class Misfit(Exception):
     """A format that cannot hold these weights; the message says why."""
 
 
-@dataclass(frozen=True)
-class Recast:
+class Recast(NamedTuple):
     """How a tensor becomes one of another format: its planes beside the codes, and a table for the codes."""
 
     format: Format
@@ -177,6 +174,17 @@ def holds(values: Floats, dtype: Any) -> bool:
     """Whether a narrower type has all these numbers."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.array_equal(values.astype(dtype).astype(np.float32), values, equal_nan=True))
+
+
+def narrow(scales: Array) -> Array:
+    """float16 if that holds every scale as it is, else float32."""
+    if scales.dtype == np.float16:
+        return scales
+    wide = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    exact = np.array_equal(half.astype(np.float32), wide, equal_nan=True)
+    return half if exact else wide
 
 
 def _as_half(values: Floats, target: Format) -> Array:

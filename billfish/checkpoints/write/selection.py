@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.mixes import Mix
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
+from billfish.checkpoints.write.target import is_sensitive
 from billfish.core.errors import CheckpointError, complaint
 from billfish.core.format import Format
-
-if TYPE_CHECKING:
-    from billfish.statistics import Statistics
 
 # What is usually left as it is: embeddings, the last layer, norms, and the small matrices that choose experts.
 SENSITIVE = re.compile(
@@ -24,6 +22,18 @@ SENSITIVE = re.compile(
 )
 # Tensors of three axes that are quantized: the experts of a model. Others may be convolutions.
 EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp|block_sparse_moe)\.|_exps\.")
+
+
+class InputKnowledge(Protocol):
+    """What is known of the inputs of matrices; :class:`billfish.statistics.Statistics`, a floor above, is one."""
+
+    @property
+    def digest(self) -> str: ...
+    def check_model(self, call: str, architecture: str, names: Iterable[str]) -> None: ...
+    def check_matrix(self, call: str, name: str, shape: Sequence[int], method: str) -> None: ...
+    def settings(
+        self, call: str, name: str, shape: Sequence[int], method: str, expert: int | None = None
+    ) -> tuple[str, dict[str, Any]]: ...
 
 
 class Rule(NamedTuple):
@@ -44,7 +54,8 @@ class Quantization:
     rules: tuple[Rule, ...] = ()
     only: tuple[re.Pattern[str], ...] = ()
     mix: Mix | None = None  # whose rules come after these
-    statistics: Statistics | None = None  # of the inputs that weights are multiplied with
+    statistics: InputKnowledge | None = None  # of the inputs that weights are multiplied with
+    planned: tuple[Rule, ...] = ()  # further rules, for what `only` finds
 
     def choice(self, name: str, origin: str, shape: tuple[int, ...]) -> tuple[Format, int | None] | None:
         """The format of a tensor; None to leave it as it is. Patterns are for its name, or the one it had."""
@@ -60,7 +71,7 @@ class Quantization:
             return f"kept by the rule '{rule.pattern.pattern}'" if rule.format is None else ""
         if not self.is_wanted(name, origin):
             return "not found by `only`"
-        if SENSITIVE.search(name):
+        if is_sensitive(name):
             return "sensitive (embeddings, last layer, norms, routers); `keep` chooses a format"
         if len(shape) == 3 and EXPERTS.search(name):
             return ""
@@ -88,12 +99,15 @@ class Quantization:
         return not self.only or any(finds(pattern, name, origin) for pattern in self.only)
 
     def _rule(self, name: str, origin: str) -> Rule | None:
-        return next((rule for rule in self.rules if finds(rule.pattern, name, origin)), None)
+        rules = (*self.rules, *self.planned) if self.is_wanted(name, origin) else self.rules
+        return next((rule for rule in rules if finds(rule.pattern, name, origin)), None)
 
     def check_patterns(self, checkpoint: Checkpoint) -> None:
         """Raises if a pattern finds no tensor: a misspelt rule must not be silently without effect."""
         origins = {name: checkpoint.origins.get(name, name) for name in checkpoint}
-        patterns = [("keep", rule.pattern) for rule in self.rules] + [("only", pattern) for pattern in self.only]
+        patterns = [("keep", rule.pattern) for rule in (*self.rules, *self.planned)] + [
+            ("only", pattern) for pattern in self.only
+        ]
         for argument, pattern in patterns:
             if not any(finds(pattern, *names) for names in origins.items()):
                 got = f"'{pattern.pattern}', which finds no tensor"

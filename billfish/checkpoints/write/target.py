@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.entry import Tensor
 from billfish.checkpoints.safetensors_files import KINDS
-from billfish.checkpoints.write.engine import OutputFile, Piece
 from billfish.core.format import Format, Planes
 from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
@@ -23,10 +23,20 @@ from billfish.core.tensor import QuantizedTensor
 SHARD_BYTES = 5_000_000_000
 
 Spec = tuple[np.dtype[Any], tuple[int, ...]]
+ExpertNames = Literal["as they are", "one by one", "mlx stacks", "transformers stacks"]
+# Embeddings, the last layer, norms, and the small matrices that choose experts: usually not quantized.
+SENSITIVE = (
+    r"(^|\.)(lm_head|output|\w*embe?d\w*|wte|wpe|token_types|\w*norm\w*"
+    r"|router|router\.layer|gate|shared_expert_gate|ffn_gate_inp|ffn_gate_inp_shexp)(\.weight)?$"
+)
 
 
-@dataclass(frozen=True)
-class Item:
+def is_sensitive(name: str) -> bool:
+    """Whether a tensor is one of those that are usually not quantized."""
+    return re.search(SENSITIVE, name) is not None  # compiled here: those who only read need not wait for it
+
+
+class Item(NamedTuple):
     """One tensor of the output. Nothing is read before `load` is called."""
 
     name: str
@@ -73,7 +83,36 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Misplaced:
+class Piece:
+    """Arrays that are made together and written one after the other."""
+
+    label: str
+    sizes: tuple[int, ...]  # bytes of each, without padding
+    make: Callable[[], Sequence[Array]]
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A header, and the pieces behind it."""
+
+    name: str
+    header: bytes
+    pieces: tuple[Piece, ...]
+    alignment: int = 1  # arrays are padded with zeros to a multiple of this
+
+    def padded(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
+
+    def length(self, piece: Piece) -> int:
+        """Bytes of a piece in the file."""
+        return sum(map(self.padded, piece.sizes))
+
+    def ends(self) -> list[int]:
+        """Where the header ends, and where each piece does."""
+        return list(accumulate(map(self.length, self.pieces), initial=len(self.header)))
+
+
+class Misplaced(NamedTuple):
     """Why an item cannot be beside the others, and what it would have to be."""
 
     reason: str
@@ -104,6 +143,7 @@ class Target(ABC):
     takes_dtype: bool = False  # whether a type can be asked for, in which matrices are written as numbers
     casts_vectors: bool = True  # to that type, where it loses nothing
     suffixes: tuple[str, ...] = ("",)  # of what it is written to: "" is a folder, others are of one file
+    expert_names: ExpertNames = "as they are"  # how it has the experts of a layer: see `export`
 
     def own(self, format: Format) -> Format:
         """The format that the target means by a format's name."""
@@ -147,10 +187,6 @@ class Target(ABC):
     def further_files(self, items: Sequence[Item]) -> dict[str, bytes]:
         """Small files of the folder beside config.json."""
         return {}
-
-    def arranged(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A checkpoint with its experts as the target has them: in stacks as they are, or one by one."""
-        return checkpoint
 
     @abstractmethod
     def fallback(self, source: Format, k: int) -> tuple[str, int] | None:

@@ -20,7 +20,7 @@ from billfish.core.elements import U4, U4B8, U8, U8B128
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.word_packing import ScaledWordFormat, WordFormat
 from billfish.core.search import Search, extremes, float16_scale, reciprocal
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
 
@@ -120,10 +120,10 @@ class AffineFormat(Format):
     group_sizes = (32, 64, 128)
     block_size = 32
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
-        packed = Part("packed", (np.dtype(np.uint8),), "nk", 8 // self.element.bits)
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
+        packed = StoragePart("packed", (np.dtype(np.uint8),), "nk", 8 // self.element.bits)
         floats = (np.dtype(np.float16), bfloat16, np.dtype(np.float32))
-        return packed, Part("scales", floats, "nk"), Part("biases", floats, "nk", like="scales")
+        return packed, StoragePart("scales", floats, "nk"), StoragePart("biases", floats, "nk", like="scales")
 
     def pack(self, planes: Planes) -> Storage:
         codes = planes["codes"]

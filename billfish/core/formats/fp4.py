@@ -20,11 +20,11 @@ from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.word_packing import ScaledWordFormat
 from billfish.core.scales import E4M3_MAX, decode_e4m3, decode_e8m0, encode_e4m3
 from billfish.core.search import Search, reciprocal
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
 
-GLOBAL_SCALE = Part("global_scale", (np.dtype(np.float32),))
+GLOBAL_SCALE = StoragePart("global_scale", (np.dtype(np.float32),))
 
 
 @register
@@ -44,9 +44,9 @@ class MicroscaledFp4(Format):
 
     element: Element = FP4
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
         byte = (np.dtype(np.uint8),)
-        return Part("packed", byte, "nk", 2), Part("scales", byte, "nk")
+        return StoragePart("packed", byte, "nk", 2), StoragePart("scales", byte, "nk")
 
     def pack(self, planes: Planes) -> Storage:
         codes = planes["codes"]
@@ -120,7 +120,7 @@ class Nvfp4(MicroscaledFp4):
     block_size = 16
     layout = "u8 [N, K/2], u8 [N, K/16], f32 []"
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
         return *super().parts(options), GLOBAL_SCALE
 
     def pack(self, planes: Planes) -> Storage:

@@ -20,7 +20,7 @@ from billfish.core.elements import FP8, Element
 from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.fp4 import Mxfp4
 from billfish.core.search import Search, reciprocal
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
 
@@ -30,8 +30,8 @@ class ByteRows(Format):
 
     scale_types: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float16), bfloat16)
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
-        return Part("packed", (np.dtype(np.uint8),), "nk", 1), Part("scales", self.scale_types, "nk")
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
+        return StoragePart("packed", (np.dtype(np.uint8),), "nk", 1), StoragePart("scales", self.scale_types, "nk")
 
     def pack(self, planes: Planes) -> Storage:
         return {"packed": planes["codes"], "scales": planes["scale"]}

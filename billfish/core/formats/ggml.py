@@ -19,7 +19,7 @@ from billfish.core.format import Format, GroupValues, Planes, register
 from billfish.core.formats.fp4 import GLOBAL_SCALE, Mxfp4, Nvfp4
 from billfish.core.scales import decode_e8m0_half, decode_ue4m3_half
 from billfish.core.search import Search, extremes, float16_scale, reciprocal, signed_extreme
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
 
@@ -56,8 +56,8 @@ class BlockFormat(Format):
         if "struct" in cls.__dict__:
             cls.layout = f"{cls.struct.itemsize} B: {describe_struct(cls.struct)}"
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
-        return (Part("blocks", (np.dtype(np.uint8),), "nk", self.block_size, self.struct.itemsize),)
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
+        return (StoragePart("blocks", (np.dtype(np.uint8),), "nk", self.block_size, self.struct.itemsize),)
 
     def read_codes(self, blocks: Array) -> Array:
         """Struct blocks [N, B] to codes [N, B, block_size]."""
@@ -320,7 +320,7 @@ class Nvfp4Gguf(BlockFormat, Nvfp4):
     def quantization_run(self, group_size: int) -> int:
         return group_size
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
         return *BlockFormat.parts(self, options), GLOBAL_SCALE
 
     def pack(self, planes: Planes) -> Storage:

@@ -16,7 +16,7 @@ import numpy as np
 from billfish.core.elements import NF4
 from billfish.core.format import Planes, register
 from billfish.core.formats.fp8 import FloatScaled
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 
 @register
@@ -28,8 +28,10 @@ class Nf4(FloatScaled):
     block_size = 8
     layout = "u8 [N, K/2], f32 [N, K/g]"
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
-        return Part("packed", (np.dtype(np.uint8),), "nk", 2), Part("scales", (np.dtype(np.float32),), "nk")
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
+        return StoragePart("packed", (np.dtype(np.uint8),), "nk", 2), StoragePart(
+            "scales", (np.dtype(np.float32),), "nk"
+        )
 
     def pack(self, planes: Planes) -> Storage:
         codes = planes["codes"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from billfish.core.format import Format, GroupValues, Planes
 from billfish.core.search import Search, float16_scale, reciprocal
-from billfish.core.storage import Array, Part, Storage
+from billfish.core.storage import Array, Storage, StoragePart
 
 Floats = NDArray[np.float32]
 
@@ -50,14 +50,14 @@ class WordFormat(Format):
     whole_row_groups = True
     has_zeros = False
 
-    def parts(self, options: Mapping[str, str]) -> tuple[Part, ...]:
-        packed = Part("packed", (np.dtype(np.uint32),), "kn", 32 // self.element.bits)
-        scales = Part("scales", (np.dtype(np.float16), np.dtype(np.float32)), "kn")
+    def parts(self, options: Mapping[str, str]) -> tuple[StoragePart, ...]:
+        packed = StoragePart("packed", (np.dtype(np.uint32),), "kn", 32 // self.element.bits)
+        scales = StoragePart("scales", (np.dtype(np.float16), np.dtype(np.float32)), "kn")
         if not self.has_zeros:
             return packed, scales
         zeros = (np.dtype(np.uint8), np.dtype(np.float16))
         fractional = options.get("zero_point") == "fractional"
-        return packed, scales, Part("zeros", zeros[::-1] if fractional else zeros, "kn")
+        return packed, scales, StoragePart("zeros", zeros[::-1] if fractional else zeros, "kn")
 
     def pack(self, planes: Planes) -> Storage:
         storage = {

@@ -16,9 +16,8 @@ import numpy as np
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.core.errors import DataError, DTypeError, complaint
 from billfish.core.progress import Progress
-from billfish.statistics.inputs import CALL, InputStatistics
+from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
-from billfish.statistics.sums import Sums
 
 
 def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, progress: bool = True) -> Statistics:

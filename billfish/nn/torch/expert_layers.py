@@ -17,7 +17,7 @@ from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.activations import check_activations
 from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import get_format
-from billfish.core.gated_activation import GATES, check_gate, open_gate
+from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.torch_modes import is_watched, wants_gradient
 from billfish.core.typing import Activations, FormatLike, Gate, Method

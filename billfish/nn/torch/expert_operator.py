@@ -15,7 +15,7 @@ from torch import Tensor
 
 from billfish.backends.cpu.experts import PackedExperts
 from billfish.core.activations import check_activations
-from billfish.core.gated_activation import CLAMP, STEEPNESS
+from billfish.core.mixture import CLAMP, STEEPNESS
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.typing import Gate
 from billfish.nn.torch.operator import decode, operator_kernel, without_autocast
@@ -106,7 +106,7 @@ def _experts_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def opened(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(h, dh/dgate, dh/dup) as core.gated_activation has h: each is gate * sigmoid(z) * up, of clamped values."""
+    """(h, dh/dgate, dh/dup) as core.mixture has h: each is gate * sigmoid(z) * up, of clamped values."""
     g, u, slope_g, slope_u = gate, up, 1.0, 1.0
     if activation == "clamped_silu":
         g, u = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP) + 1

@@ -14,8 +14,8 @@ from common import assert_same_bits, gaussian, multiply
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import CpuBackend, _cpu
-from billfish.core.gated_activation import GATES
 from billfish.core.machine import with_known_floats
+from billfish.core.mixture import GATES
 
 if not torch.set_flush_denormal(False):
     pytest.skip("torch cannot flush subnormals on this machine", allow_module_level=True)

@@ -61,6 +61,7 @@ def test_emulated_instructions_are_all_that_avx512_needs(compiler):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
 def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
     def compile_to(name: str, source: Path, *more: str) -> str:

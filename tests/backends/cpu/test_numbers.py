@@ -10,6 +10,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_bits, gaussian, multiply
 from cpu_levels import FORMATS, LEVELS, backend_at, magnitude
 
@@ -66,9 +67,9 @@ def test_small_terms_stay_where_the_largest_x_meets_a_zero(level):
     np.testing.assert_allclose(multiply(backend, x, backend.pack(q)), x[:, 1:] @ bf.dequantize(q)[:, 1:].T, rtol=1e-6)
 
 
-@LEVELS
-@FORMATS
-@pytest.mark.parametrize("huge", [1e7, 1e12, 1e30])
+@pytest.mark.parametrize(
+    ("level", "format", "huge"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), [1e7, 1e12, 1e30])
+)
 def test_a_huge_x_in_every_place_beside_zeros_of_w(level, format, huge):
     """Next to the huge value, minimums and zero points are no reason to lose the others."""
     k, backend = columns_of(format), backend_at(level)
@@ -187,9 +188,7 @@ def check_all_activations(level: str, q: bf.QuantizedTensor, sizes: tuple[float,
                 assert_within_the_bound(y[:, representable], values, w[representable], size[representable])
 
 
-@LEVELS
-@FORMATS
-@pytest.mark.parametrize("scale", [1e-6, 1, 1e3])
+@pytest.mark.parametrize(("level", "format", "scale"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), [1e-6, 1, 1e3]))
 def test_x_of_any_size_with_every_format(level, format, scale):
     check_all_activations(level, bf.quantize(gaussian((20, columns_of(format))) * np.float32(scale), format))
 

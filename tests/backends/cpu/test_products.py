@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_bits, decode_into, gaussian, multiply, options_of, random_storage
 from cpu_levels import FORMATS, LEVELS, backend_at, magnitude
 
@@ -55,9 +56,7 @@ def check_products(backend: CpuBackend, q: bf.QuantizedTensor, m: int, dtype: ty
         assert_close(y, values, magnitude(q), expected if bias is None else expected + bias.astype(np.float64))
 
 
-@LEVELS
-@FORMATS
-@pytest.mark.parametrize("m", M_SIZES)
+@pytest.mark.parametrize(("level", "format", "m"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), M_SIZES))
 def test_products(level, format, m):
     """Every M with every N; K from one block on."""
     for i, n in enumerate(N_SIZES):

@@ -14,10 +14,15 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("no Hopper GPU", allow_module_level=True)
 
 from billfish.backends.cuda import DeviceWeights  # noqa: E402
-from billfish.backends.cuda.byte_plans import ByteShape, Parts, byte_plan, launch_bytes  # noqa: E402
+from billfish.backends.cuda.device_weights import native_parts  # noqa: E402
 from billfish.backends.cuda.driver import device, native  # noqa: E402
-from billfish.backends.cuda.plans import Gemm  # noqa: E402
-from billfish.backends.cuda.weights import native_parts  # noqa: E402
+from billfish.backends.cuda.plans import (  # noqa: E402
+    ByteShape,
+    Gemm,
+    Parts,
+    byte_plan,
+    launch_bytes,
+)
 
 GPU = device()
 BOUND = 3e-3  # of docs/cuda.md

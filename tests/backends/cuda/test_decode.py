@@ -13,10 +13,9 @@ from cuda_on_cpu import compiled
 from cuda_support import all_kinds, make, storages
 
 import billfish as bf
-from billfish.backends.cuda.describe import Description, describe
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.axes import Description, Kind, describe
+from billfish.backends.cuda.device_weights import PLAIN, stored_codes
 from billfish.backends.cuda.layout import group_parts, pack, pack_codes, split, unpack_codes
-from billfish.backends.cuda.weights import PLAIN, stored_codes
 from billfish.core.elements import FP4, FP8
 
 ELEMENTS = ("Int4", "Int8", "E2M1", "E4M3", "Table4")

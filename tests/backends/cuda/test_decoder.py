@@ -14,9 +14,8 @@ import pytest
 
 import billfish as bf
 from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.decoder import DeviceDecoder, captured, sent
+from billfish.backends.cuda.decoder import CHOICE, DeviceDecoder, DeviceMatrix, Layer, Shape, captured, sent
 from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
-from billfish.backends.cuda.layers import CHOICE, Layer, Matrix, Shape
 from billfish.core.errors import BackendUnavailable
 from billfish.llm.sampler import Sampling, choose_token
 
@@ -75,11 +74,11 @@ class Model:
         for w in self.layers:
             norms = [None if v is None else sent(v, 0) for v in w[:5]]
             qkv, o, gate_up, down = (DeviceWeights.pack(q, "cpu") for q in w[5:])
-            products = (Matrix(qkv, norms[4]),), Matrix(o), (Matrix(gate_up),), Matrix(down)
+            products = (DeviceMatrix(qkv, norms[4]),), DeviceMatrix(o), (DeviceMatrix(gate_up),), DeviceMatrix(down)
             layers.append(Layer(norms[0], norms[1], *products, norms[2], norms[3]))
         embedding, head = (DeviceWeights.pack(q, "cpu") for q in (self.embedding, self.head))
         last_norm = sent(self.last_norm, 0)
-        self.decoder = DeviceDecoder(s, layers, embedding, Matrix(head), last_norm, bfloat16=bfloat16)
+        self.decoder = DeviceDecoder(s, layers, embedding, DeviceMatrix(head), last_norm, bfloat16=bfloat16)
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
         """[tokens, vocabulary], in float64."""

@@ -18,10 +18,10 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import CudaBackend, DeviceWeights, weights
+from billfish.backends.cuda import CudaBackend, DeviceWeights, device_weights
 from billfish.backends.cuda.driver import device, tensor_map
 from billfish.backends.cuda.memory import OurRoom, address
-from billfish.backends.cuda.plans import Gemm, Shape, Small, fitting, launch_large, launch_small, plan
+from billfish.backends.cuda.plans import Gemm, LargeShape, Small, fitting, launch_large, launch_small, plan
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import FORMATS, Format
 
@@ -131,7 +131,9 @@ def test_every_fp4_code_times_the_identity(dtype, rows):
     assert torch.equal(y.T.float().cpu(), torch.from_numpy(bf.dequantize(q, backend="reference")))
 
 
-@pytest.mark.parametrize("shape", [None, Shape(16, teams=2, tall=2), Shape(32, teams=2, tall=2), Shape(64), Shape(128)])
+@pytest.mark.parametrize(
+    "shape", [None, LargeShape(16, teams=2, tall=2), LargeShape(32, teams=2, tall=2), LargeShape(64), LargeShape(128)]
+)
 @pytest.mark.parametrize(("name", "most"), [("u4", 15), ("u8", 255)])
 def test_any_zero_point_is_as_good_as_the_middle(shape, name, most):
     """Codes around it, and x that does not cancel out: what is rounded for a whole group alike would add up."""
@@ -162,26 +164,26 @@ def test_any_zero_point_is_as_good_as_the_middle(shape, name, most):
 
 
 SHAPES = [
-    Shape(256, stages=3),
-    Shape(128, tall=2, batch=1),
-    Shape(128, buffers=2, batch=1),
-    Shape(64, stages=8, batch=4),
-    Shape(32, 4, 2, stages=8, batch=4),
-    Shape(16, 4, 2, tall=2, stages=8),
-    Shape(32, tall=2, stages=6),
-    Shape(16, teams=2, tall=2, stages=12, buffers=2, batch=1),
-    Shape(16, teams=2, tall=4, stages=8, buffers=2, batch=1),
-    Shape(32, teams=2, tall=4, stages=6, buffers=2, batch=1),
-    Shape(32, teams=2, tall=2, stages=8, split=2),
-    Shape(16, teams=2, tall=2, stages=12, split=3),
-    Shape(128, split=3),
-    Shape(64, stages=6, split=2),
-    Shape(32, teams=2, stages=10, split=3, batch=4),
-    Shape(16, 4, 2, stages=8, split=2),
-    Shape(16, teams=2, stages=10, split=3),
-    Shape(128, tall=2, paired=True),
-    Shape(128, paired=True),
-    Shape(32, 4, stages=8, paired=True),
+    LargeShape(256, stages=3),
+    LargeShape(128, tall=2, batch=1),
+    LargeShape(128, buffers=2, batch=1),
+    LargeShape(64, stages=8, batch=4),
+    LargeShape(32, 4, 2, stages=8, batch=4),
+    LargeShape(16, 4, 2, tall=2, stages=8),
+    LargeShape(32, tall=2, stages=6),
+    LargeShape(16, teams=2, tall=2, stages=12, buffers=2, batch=1),
+    LargeShape(16, teams=2, tall=4, stages=8, buffers=2, batch=1),
+    LargeShape(32, teams=2, tall=4, stages=6, buffers=2, batch=1),
+    LargeShape(32, teams=2, tall=2, stages=8, split=2),
+    LargeShape(16, teams=2, tall=2, stages=12, split=3),
+    LargeShape(128, split=3),
+    LargeShape(64, stages=6, split=2),
+    LargeShape(32, teams=2, stages=10, split=3, batch=4),
+    LargeShape(16, 4, 2, stages=8, split=2),
+    LargeShape(16, teams=2, stages=10, split=3),
+    LargeShape(128, tall=2, paired=True),
+    LargeShape(128, paired=True),
+    LargeShape(32, 4, stages=8, paired=True),
 ]
 
 
@@ -441,7 +443,7 @@ def test_weights_that_die_while_another_stream_reads_them():
 
 def test_weights_that_were_made_without_torch(monkeypatch):
     """As with CuPy alone: torch then reads the same memory."""
-    monkeypatch.setattr(weights, "room_for", lambda place: OurRoom(0))
+    monkeypatch.setattr(device_weights, "room_for", lambda place: OurRoom(0))
     q = random_tensor("q4_k", 96, 512, 32, {})
     held = packed(q)
     monkeypatch.undo()
@@ -525,7 +527,7 @@ def test_more_rows_than_a_grid_has_in_its_second_axis(monkeypatch):
     q = random_tensor("u4b8", 16, k, -1, {})
     x = torch.randn((m, k), device="cuda").half()
     y = bf.quantized_linear(x, q)
-    for rows in (slice(0, 9), slice(weights.ROWS_AT_ONCE - 3, weights.ROWS_AT_ONCE + 3), slice(m - 5, m)):
+    for rows in (slice(0, 9), slice(device_weights.ROWS_AT_ONCE - 3, device_weights.ROWS_AT_ONCE + 3), slice(m - 5, m)):
         assert torch.equal(y[rows], bf.quantized_linear(x[rows], q))
 
 

@@ -13,15 +13,22 @@ from cuda_fake import FakeDriver
 import billfish as bf
 from billfish.backends.base import ExpertBlock
 from billfish.backends.cuda import DeviceExperts
+from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.driver import signature
-from billfish.backends.cuda.expert_arrays import _gate_up_biases
-from billfish.backends.cuda.expert_plans import Routing, plan_experts
-from billfish.backends.cuda.expert_weights import by_turns, joined, pack_gate_up
-from billfish.backends.cuda.experts import ENTRY_BYTES, WEIGHT_TYPES, Numbers, Visits, route_shape
-from billfish.backends.cuda.kind import Kind
+from billfish.backends.cuda.experts import (
+    ENTRY_BYTES,
+    WEIGHT_TYPES,
+    Numbers,
+    Visits,
+    _gate_up_biases,
+    by_turns,
+    joined,
+    pack_gate_up,
+    route_shape,
+)
 from billfish.backends.cuda.memory import OurRoom, fetch
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm
+from billfish.backends.cuda.plans import ExpertRouting, Gemm, plan_experts
 from billfish.core.arrays import Input
 
 U4B8 = Kind("Int4", "ScaleF16", "NONE", 1)
@@ -31,20 +38,20 @@ WIDTHS = {1: 1, 2: 2, 3: 4, 8: 8, 16: 8, 30: 16, 64: 32, 128: 64, 1024: 128, 409
 # ---- plans ----------------------------------------------------------------------------------------------------------
 
 
-def gemm(routing: Routing, n: int, k: int, kind: Kind = U4B8, gate: str | None = None) -> Gemm:
+def gemm(routing: ExpertRouting, n: int, k: int, kind: Kind = U4B8, gate: str | None = None) -> Gemm:
     return Gemm(kind, routing.visits, n, k, gate=gate, batch_invariant=routing.batch_invariant)
 
 
 @pytest.mark.parametrize(("tokens", "width"), WIDTHS.items())
 def test_tiles_are_as_wide_as_most_experts_have_rows(tokens, width):
-    assert Routing(tokens, 2, 8).width(H200) == width
-    assert Routing(tokens, 2, 8).width(ADA) == min(width, 32)
-    assert Routing(tokens, 2, 8, batch_invariant=True).width(H200) == min(width, 32)
+    assert ExpertRouting(tokens, 2, 8).width(H200) == width
+    assert ExpertRouting(tokens, 2, 8).width(ADA) == min(width, 32)
+    assert ExpertRouting(tokens, 2, 8, batch_invariant=True).width(H200) == min(width, 32)
 
 
 def test_the_table_has_room_for_every_routing():
     for tokens, chosen, experts in ((1, 1, 1), (5, 2, 8), (40, 4, 32), (300, 2, 8), (7, 8, 128)):
-        routing = Routing(tokens, chosen, experts)
+        routing = ExpertRouting(tokens, chosen, experts)
         for width in (1, 8, 32, 128):
             busy = min(experts, routing.visits)
             worst = [
@@ -64,7 +71,7 @@ def test_plans_fit_the_device(kind, device):
     for tokens in (1, 4, 9, 30, 64, 128, 1024):
         for n, k in ((1, 128), (768, 2048), (28672, 4096), (4096, 14336)):
             for invariant in (False, True):
-                routing = Routing(tokens, 2, 8, invariant)
+                routing = ExpertRouting(tokens, 2, 8, invariant)
                 found = plan_experts(gemm(routing, n, k, kind), routing, device)
                 launch, macros = found.launch, dict(found.launch.macros)
                 assert launch.shared_bytes <= device.shared_bytes
@@ -82,7 +89,7 @@ def test_plans_fit_the_device(kind, device):
 
 
 def test_batch_invariance_fixes_the_order_of_additions():
-    routings = [Routing(tokens, 2, 8, batch_invariant=True) for tokens in (1, 3, 9, 40, 1000)]
+    routings = [ExpertRouting(tokens, 2, 8, batch_invariant=True) for tokens in (1, 3, 9, 40, 1000)]
     launches = [plan_experts(gemm(routing, 4096, 4096 + 128), routing, H200).launch for routing in routings]
     assert {dict(launch.macros)["TEAMS"] for launch in launches} == {"8"}
     for routing, launch in zip(routings, launches, strict=True):  # every CTA begins with its only pass
@@ -95,7 +102,7 @@ def test_batch_invariance_fixes_the_order_of_additions():
 def test_routing_fits_the_device(experts):
     for tokens in (1, 100, 10_000):
         for device in (H200, ADA):
-            warps, shared = route_shape(Routing(tokens, 2, experts), device)
+            warps, shared = route_shape(ExpertRouting(tokens, 2, experts), device)
             assert 2 <= warps <= 32
             assert shared <= device.shared_bytes
     assert ENTRY_BYTES == 16
@@ -115,7 +122,7 @@ def test_the_kernels_around_products_compile(arch):
 
 @pytest.mark.parametrize("tokens", [1, 4, 16, 30, 64, 128, 1024])
 def test_what_the_h200_runs_compiles_without_spills(tokens):
-    routing = Routing(tokens, 2, 8)
+    routing = ExpertRouting(tokens, 2, 8)
     for asked in (gemm(routing, 28672, 4096, gate="silu"), gemm(routing, 4096, 14336)):
         launch = plan_experts(asked, routing, H200).launch
         resources(launch.source, dict(launch.macros), "sm_90a")
@@ -124,7 +131,7 @@ def test_what_the_h200_runs_compiles_without_spills(tokens):
 @pytest.mark.parametrize("kind", SAMPLES, ids=name_of)
 def test_every_kind_compiles_without_spills(kind):
     for i, tokens in enumerate((2, 40, 600)):
-        routing = Routing(tokens, 2, 8)
+        routing = ExpertRouting(tokens, 2, 8)
         asked = replace(gemm(routing, 4096, 4096, kind, "clamped_silu" if i else None), bfloat16=kind.groups in (1, 4))
         launch = plan_experts(asked, routing, H200).launch
         resources(launch.source, dict(launch.macros), "sm_90a")
@@ -132,7 +139,7 @@ def test_every_kind_compiles_without_spills(kind):
 
 def test_few_rows_compile_for_other_gpus():
     for tokens in (1, 20):
-        routing = Routing(tokens, 2, 8)
+        routing = ExpertRouting(tokens, 2, 8)
         launch = plan_experts(gemm(routing, 4096, 4096), routing, ADA).launch
         resources(launch.source, dict(launch.macros), "sm_89")
 
@@ -237,7 +244,7 @@ def test_more_numbers_than_an_int_counts_pass_their_gates(fake, tokens, ctas):
 
     launched = []
     fake.launch = lambda function, grid, values: launched.append((grid[0], values[3:]))
-    visits = Visits(Nothing(0), Routing(tokens, 1, 8), Numbers(0, "int32"), False)
+    visits = Visits(Nothing(0), ExpertRouting(tokens, 1, 8), Numbers(0, "int32"), False)
     visits.open_gate(0, 0, "silu", 56 * 256 - 3)
     assert launched == [(ctas, (tokens, 56 * 256 - 3, 56 * 256))]
 

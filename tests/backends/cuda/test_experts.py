@@ -14,7 +14,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda.driver import device
 from billfish.core.errors import BackendUnavailable, DataError
-from billfish.core.gated_activation import GATES
+from billfish.core.mixture import GATES
 
 torch = pytest.importorskip("torch")
 try:

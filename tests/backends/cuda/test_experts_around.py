@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cuda_on_cpu import at, compiled_file
 
-from billfish.backends.cuda.expert_plans import Routing
-from billfish.core.gated_activation import open_gate
+from billfish.backends.cuda.plans import ExpertRouting
+from billfish.core.mixture import open_gate
 
 
 @cache
@@ -21,7 +21,7 @@ def emulated() -> ctypes.CDLL:
 def routed(ids: np.ndarray, experts: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """The table and the order that route.cu makes, with guards behind both."""
     tokens, chosen = ids.shape
-    entries = Routing(tokens, chosen, experts).entries(width)
+    entries = ExpertRouting(tokens, chosen, experts).entries(width)
     table, order = np.full((1 + entries + 1, 4), -7, np.int32), np.full(ids.size + 1, -7, np.int32)
     call = emulated().route_wide if ids.dtype == np.int64 else emulated().route
     call(at(ids), at(table), at(order), ids.size, experts, width)

@@ -18,15 +18,13 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cuda import compile as compiler
 from billfish.backends.cuda import packed as saved
+from billfish.backends.cuda.axes import Kind, describe
 from billfish.backends.cuda.compile import compile_kernel
-from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, STAGES
-from billfish.backends.cuda.describe import describe
+from billfish.backends.cuda.decoder import FEW_WARPS, MANY_WARPS, PAGE, STAGES
+from billfish.backends.cuda.device_weights import PLAIN, stored_codes
 from billfish.backends.cuda.driver import Device, KernelLaunch, signature
-from billfish.backends.cuda.kind import Kind
-from billfish.backends.cuda.layers import PAGE
 from billfish.backends.cuda.packed import PackedBricks
-from billfish.backends.cuda.plans import Gemm, Plan, Shape, launch_large, plan
-from billfish.backends.cuda.weights import PLAIN, stored_codes
+from billfish.backends.cuda.plans import Gemm, LargeShape, Plan, launch_large, plan
 from billfish.core.format import FORMATS
 
 # ---- the layout; test_decode.py reads it back ------------------------------------------------------------------
@@ -230,7 +228,7 @@ def test_few_rows_of_wide_matrices_compile_without_spills(kind, n):
         assert registers * launch.threads * int(macros["RESIDENT"]) <= 65536
 
 
-LARGEST = (Shape(256, stages=3), Shape(128, tall=2, batch=1), Shape(128, tall=2, paired=True))
+LARGEST = (LargeShape(256, stages=3), LargeShape(128, tall=2, batch=1), LargeShape(128, tall=2, paired=True))
 CROWDED = [
     Kind(element, "ScaleF16", *rest) for element in ("Int4", "Int8", "E2M1") for rest in (("NONE", 8), ("MINIMUM", 4))
 ]
@@ -264,7 +262,7 @@ def test_a_kernel_is_compiled_once(tmp_path, monkeypatch):
     first = compile_kernel("pack.cu", kind.macros(), "sm_80")
     monkeypatch.setattr(compiler, "compile_fresh", lambda *_: pytest.fail("compiled again"))
     assert compile_kernel("pack.cu", kind.macros(), "sm_80") == first
-    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".cubin"]
+    assert [path.suffix for path in (tmp_path / "new" / "cuda").iterdir()] == [".cubin"]
 
 
 def _compile(folder: str) -> bytes:
@@ -278,7 +276,7 @@ def test_several_processes_may_start_at_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         results = pool.map(_compile, [str(tmp_path)] * 3)
     assert results[0] == results[1] == results[2]
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list((tmp_path / "cuda").iterdir())) == 1
 
 
 # ---- choosing -------------------------------------------------------------------------------------------------------
@@ -315,7 +313,7 @@ def test_plans_fit_the_device(kind, device):
                     assert device is H200
 
 
-def tiles(shape: Shape, m: int, n: int) -> list[list[tuple[int, range]]]:
+def tiles(shape: LargeShape, m: int, n: int) -> list[list[tuple[int, range]]]:
     """Strips and rows of x of all tiles, as struct Tile of gemm_large.cu counts them."""
     together = 2 * shape.strips - 1 if shape.paired else shape.strips
     pair, across, found = 1 + shape.paired, -(-m // shape.width), []
@@ -330,7 +328,7 @@ def tiles(shape: Shape, m: int, n: int) -> list[list[tuple[int, range]]]:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(128, tall=2, paired=True), Shape(128, paired=True), Shape(64, tall=2)], ids=str
+    "shape", [LargeShape(128, tall=2, paired=True), LargeShape(128, paired=True), LargeShape(64, tall=2)], ids=str
 )
 def test_tiles_are_all_of_y_and_nothing_twice(shape):
     for m, n in ((128, 28672), (300, 4096), (1, 1), (65, 65), (129, 449), (128, 64 * 11), (256, 64 * 13)):
@@ -377,8 +375,10 @@ def test_without_a_gpu_the_backend_says_why():
         pytest.skip("there is a GPU here")
     assert "NVIDIA" in reason
     q = bf.quantize(np.ones((16, 128), np.float32), "u4b8")
-    with pytest.raises(bf.BackendUnavailable, match="no backend can run this: cuda: no NVIDIA"):
+    with pytest.raises(bf.BackendUnavailable, match=r"backend: got 'cuda'.* no NVIDIA.*backend=None"):
         bf.quantized_linear(np.ones((1, 128), np.float16), q, backend="cuda")
+    with pytest.raises(bf.BackendUnavailable, match="no NVIDIA"):  # not: float32 is the wrong type
+        bf.quantized_linear(np.ones((1, 128), np.float32), q, backend="cuda")
 
 
 def test_float32_in_memory_and_x_in_16_bit_integers_are_refused():

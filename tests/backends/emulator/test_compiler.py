@@ -20,14 +20,14 @@ from billfish.core.errors import BackendUnavailable
 
 PROGRAM = """
 import numpy as np
-from billfish.backends.metal import emulator
+from billfish.backends import emulator
 source = "y[thread_position_in_grid.x] = 3 * x[thread_position_in_grid.x];"
 kernel = emulator.metal_kernel("thrice", ["x"], ["y"], source)
 (y,) = kernel(inputs=[np.arange(9, dtype=np.int32)], grid=(9, 1, 1), threadgroup=(9, 1, 1), output_shapes=[(9,)],
               output_dtypes=[np.int32])
 print(y.tolist())
 """
-CACHED = (compiler.find_compiler, compiler.cache_folder, compiler.runtime_library)
+CACHED = (compiler.find_compiler, compiler.library_folder, compiler.runtime_library)
 
 
 @pytest.fixture
@@ -123,6 +123,6 @@ def test_several_processes_at_once(tmp_path: Path) -> None:
 
 def test_it_can_be_imported_without_ziglang() -> None:
     program = "import sys; sys.modules['ziglang'] = None\n"
-    program += "from billfish.backends.metal import emulator; print(emulator.KINDS[1])"
+    program += "from billfish.backends import emulator; print(emulator.KINDS[1])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "race\n"

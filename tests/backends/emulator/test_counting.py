@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from billfish.backends import emulator
-from billfish.backends.emulator.charge import charges
-from billfish.backends.emulator.code import read_functions
+from billfish.backends.emulator.counting import charges, read_functions
 
 THREADS = 64
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from emulated_mps import mps
 
 from billfish.backends import emulator
 from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError
+from billfish.nn.torch import emulated_mps
 
 FULL = """kernel void full(device float* out, constant float& val, uint idx [[thread_position_in_grid]]) {
   out[idx] = val;
@@ -32,7 +32,7 @@ kernel void numbers(device float* y, constant long& a, constant half& b, constan
 
 @pytest.fixture(autouse=True)
 def device():
-    with mps():
+    with emulated_mps.mps():
         yield
 
 

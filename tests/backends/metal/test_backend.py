@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_bits, gaussian
 from metal_support import ALL_M, ALL_N, FORMATS, MORE_FORMATS, assert_within_contract, quantized
 
@@ -20,11 +21,9 @@ import billfish as bf
 from billfish.backends import BACKENDS, Problem, choose, emulator
 from billfish.backends.emulator.lint import check_text
 from billfish.backends.metal import Kernels, MetalBackend, MetalProduct, lay_out
-from billfish.backends.metal.bridge import EXPERT_PRODUCTS, REDUCE, ZERO, kernel_arguments
-from billfish.backends.metal.choose import choose as choose_kernel
-from billfish.backends.metal.choose import launch
-from billfish.backends.metal.layout import lay_out_experts
-from billfish.backends.metal.reorder import code_words
+from billfish.backends.metal.kernels import EXPERT_PRODUCTS, REDUCE, ZERO, kernel_arguments, launch
+from billfish.backends.metal.kernels import choose_kernel as choose_kernel
+from billfish.backends.metal.layout import code_words, lay_out_experts
 from billfish.core.arrays import MlxArrays
 
 FLOAT16 = np.dtype(np.float16)
@@ -211,7 +210,7 @@ def test_linear_hands_over_the_callers_arrays(monkeypatch):
     monkeypatch.setattr(MetalBackend, "can_run", lambda self, problem: (problem.kind == "mlx", "no"))
     monkeypatch.setattr(MlxArrays, "to_numpy", lambda self, array: pytest.fail("through NumPy"), raising=True)
     monkeypatch.setattr(
-        "billfish.backends.metal.bridge.Kernels.multiply", lambda self, x, w, bias=None: x @ mx.ones((64, 24)) + bias
+        "billfish.backends.metal.kernels.Kernels.multiply", lambda self, x, w, bias=None: x @ mx.ones((64, 24)) + bias
     )
     for bias in (mx.ones((24,)), np.ones(24, np.float32)):
         y = bf.quantized_linear(x, q, bias=bias)
@@ -330,20 +329,22 @@ LINTED = ["fp4", "u4", "q5_1", "q8_0", "nvfp4", "mxfp4", "iq4_nl", "mxfp4_gguf",
 LINTED += ["q4_k", "q6_k", "q2_k", "q3_k", "fp8"]
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemv_rows", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS])
-def test_the_lint_finds_nothing(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    diagonal(14, ["gemv", "gemv_rows", "gemm", "fused", "striped", "dequantize", *EXPERT_PRODUCTS], LINTED),
+)
+def test_the_lint_finds_nothing(kernel, name):
     """Address spaces, vector casts, arrays of matrices, names that MLX takes: what only a Mac would show."""
     recorder = Recorder()
-    for name in LINTED:
-        w = in_mlx(quantized(name, 96, 512))
-        if kernel == "dequantize":
-            Kernels(recorder).dequantize(w, mx.float16)
-        elif kernel in EXPERT_PRODUCTS:
-            x, ids = mx.zeros((8, 512), mx.float16), mx.zeros((8,), mx.uint32)
-            Kernels(recorder).multiply_experts(x, stack_in_mlx(quantized(name, 96, 512)), ids, kernel=kernel)
-        else:
-            rows = 1 if kernel == "gemv" else 8
-            Kernels(recorder).multiply(mx.zeros((rows, 512), mx.float16), w, None, kernel.removesuffix("_rows"))
+    w = in_mlx(quantized(name, 96, 512))
+    if kernel == "dequantize":
+        Kernels(recorder).dequantize(w, mx.float16)
+    elif kernel in EXPERT_PRODUCTS:
+        x, ids = mx.zeros((8, 512), mx.float16), mx.zeros((8,), mx.uint32)
+        Kernels(recorder).multiply_experts(x, stack_in_mlx(quantized(name, 96, 512)), ids, kernel=kernel)
+    else:
+        rows = 1 if kernel == "gemv" else 8
+        Kernels(recorder).multiply(mx.zeros((rows, 512), mx.float16), w, None, kernel.removesuffix("_rows"))
     for text in recorder.texts:
         assert check_text(text) == []
 

@@ -9,6 +9,7 @@ import expert_oracle
 import mlx.core as mx
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_bits, gaussian
 from metal_support import (
     BFLOAT16,
@@ -26,8 +27,7 @@ from metal_support import (
 import billfish as bf
 from billfish.backends import BACKENDS, emulator
 from billfish.backends.metal import Kernels, MetalBackend, MetalWeights
-from billfish.backends.metal.bridge import EXPERT_PRODUCTS
-from billfish.backends.metal.choose import choose_experts, launch_experts
+from billfish.backends.metal.kernels import EXPERT_PRODUCTS, choose_experts, launch_experts
 from billfish.backends.metal.layout import lay_out_experts
 
 ORDERS = ("forward", "reverse", "random")
@@ -66,7 +66,7 @@ ONE_KERNEL = [(name, EXPERT_PRODUCTS[turn % 3]) for turn, name in enumerate(FORM
 ALL_KERNELS = [(name, kernel) for name in ("fp4", "u4", "q5_1") for kernel in EXPERT_PRODUCTS]
 
 
-@pytest.mark.parametrize(("name", "kernel"), sorted({*ONE_KERNEL, *ALL_KERNELS}))
+@pytest.mark.parametrize(("name", "kernel"), diagonal(3, sorted({*ONE_KERNEL, *ALL_KERNELS})))
 def test_products_with_experts(name, kernel):
     """Another size every time: of tokens, of experts for each, of N and of K. Checked, in three orders."""
     turn = 7 * list(FORMATS | MORE_FORMATS).index(name) + EXPERT_PRODUCTS.index(kernel)
@@ -84,7 +84,7 @@ def test_products_with_experts(name, kernel):
         assert_right(products(x, w, ids, bias, kernel, hostile=True), x, tensors, ids, bias)
 
 
-@pytest.mark.metal_full
+@pytest.mark.full
 @BY_KERNEL
 @BY_ANY_FORMAT
 def test_all_products_with_experts(name, kernel):

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from cases import diagonal
 from common import ALL_BYTES, ALL_HALVES, assert_same_bits, gaussian, random_storage
 from metal_support import (
     ALL_M,
@@ -26,12 +27,10 @@ from metal_support import (
 
 import billfish as bf
 from billfish.backends import emulator
-from billfish.backends.metal import bridge, choose, lay_out
+from billfish.backends.metal import kernels, lay_out
 
 ORDERS = ("forward", "reverse", "random")
-BY_FORMAT = pytest.mark.parametrize("name", FORMATS)
 BY_ANY_FORMAT = pytest.mark.parametrize("name", FORMATS | MORE_FORMATS)
-BY_KERNEL = pytest.mark.parametrize(("kernel", "dtype"), PRODUCTS, ids=lambda value: getattr(value, "name", value))
 # What is asked for in full; and of the other formats one type for each kernel.
 BY_KERNEL_IN_FULL = pytest.mark.parametrize(
     ("name", "kernel", "dtype"),
@@ -71,8 +70,7 @@ def check_hostile(kernel: str, name: str, dtype: np.dtype, shape: tuple[int, int
     assert_within_contract(multiply(kernel, x, q, hostile=True), x, q, None)
 
 
-@BY_FORMAT
-@BY_KERNEL
+@pytest.mark.parametrize(("name", "kernel", "dtype"), diagonal(5, FORMATS, PRODUCTS))
 def test_products(kernel, dtype, name):
     """One shape for each, another every time, so that together they cover the sizes of the full matrix."""
     possible = shapes(kernel, name)
@@ -81,19 +79,19 @@ def test_products(kernel, dtype, name):
 
 
 # Each format on one kernel: a compiler's freedom is in what decodes the format, and in the kernel's sums.
-@pytest.mark.parametrize(("name", "kernel"), [(n, ("gemv", "gemm", "fused")[i % 3]) for i, n in enumerate(FORMATS)])
+@pytest.mark.parametrize(("name", "kernel"), diagonal(12, FORMATS, ("gemv", "gemm", "fused")))
 def test_hostile_products(kernel, name):
     check_hostile(kernel, name, FLOAT16, (5 if kernel == "gemv" else 20, 70, *sizes_of_k(name)[0]))
 
 
-@pytest.mark.metal_full
+@pytest.mark.full
 @BY_KERNEL_IN_FULL
 def test_all_products(kernel, dtype, name):
     for turn, shape in enumerate(shapes(kernel, name)):
         check_product(kernel, name, dtype, shape, turn)
 
 
-@pytest.mark.metal_full
+@pytest.mark.full
 @BY_KERNEL_IN_FULL
 def test_all_hostile_products(kernel, dtype, name):
     for shape in shapes(kernel, name):
@@ -103,8 +101,7 @@ def test_all_hostile_products(kernel, dtype, name):
 # ---- numbers at the ends of their range ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 9])
-@pytest.mark.parametrize("name", ["q4_0", "u4", "affine4", "q2_k", "mxfp4"])
+@pytest.mark.parametrize(("m", "name"), diagonal(4, [1, 2, 3, 9], ["q4_0", "u4", "affine4", "q2_k", "mxfp4"]))
 def test_infinities_and_nans_are_those_of_a_dense_product(name, m):
     """inf times a weight has its sign, and inf times 0 is NaN, whatever is added for the sum of x."""
     q = quantized(name, 24, 512)
@@ -136,7 +133,7 @@ def check_dequantize(q: bf.QuantizedTensor, dtype: np.dtype, **options: object) 
     assert_same_bits(w, bf.dequantize(q, dtype, backend="reference"))
 
 
-@BY_ANY_FORMAT
+@pytest.mark.parametrize("name", diagonal(3, FORMATS | MORE_FORMATS))
 def test_dequantize_is_exact_on_random_bytes(name):
     """All codes, and scales of every kind, NaN and infinities included; in three orders, checked."""
     format = bf.FORMATS[name.split()[0]]
@@ -148,7 +145,7 @@ def test_dequantize_is_exact_on_random_bytes(name):
         check_dequantize(q, (FLOAT16, BFLOAT16, FLOAT32)[turn % 3], check=True, order=ORDERS[turn % 3])
 
 
-@pytest.mark.metal_full
+@pytest.mark.full
 @BY_ANY_FORMAT
 @BY_DTYPE
 def test_dequantize_all_sizes(name, dtype):
@@ -165,8 +162,9 @@ def test_every_code_with_every_float16_scale(dtype):
     check_dequantize(bf.QuantizedTensor.from_planes("fp4", planes, 16), dtype)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp4_gguf", "nvfp4_gguf"])
-@BY_DTYPE
+@pytest.mark.parametrize(
+    ("name", "dtype"), diagonal(3, ["mxfp4", "nvfp4", "mxfp4_gguf", "nvfp4_gguf"], [FLOAT16, BFLOAT16, FLOAT32])
+)
 def test_every_code_with_every_byte_as_scale(name, dtype):
     format = bf.FORMATS[name]
     group = format.default_group_size
@@ -184,11 +182,9 @@ def test_every_code_with_every_byte_as_scale(name, dtype):
 FLUSHED = [("fp4", FLOAT16, False), *((name, FLOAT16, True) for name in ("fp4", "mxfp4", "nvfp4"))]
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped"])
 @pytest.mark.parametrize(
-    ("name", "dtype", "hostile"),
-    [*FLUSHED, ("fp4", BFLOAT16, True)],
-    ids=lambda value: getattr(value, "name", value),
+    ("kernel", "name", "dtype", "hostile"),
+    diagonal(3, ["gemv", "gemm", "fused", "striped"], [*FLUSHED, ("fp4", BFLOAT16, True)]),
 )
 def test_sixteen_codes_times_the_identity(name, kernel, dtype, hostile):
     """Raw, code 1 is a subnormal half. Where that is flushed, 0.5 would silently be 0."""
@@ -217,7 +213,7 @@ def test_where_halves_are_flushed_the_ordinary_build_is_wrong():
 
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [*itertools.product(FORMATS, ["gemv", "gemm", "fused"]), *itertools.product(MORE_FORMATS, ["gemv"])],
+    [*diagonal(3, FORMATS, ["gemv", "gemm", "fused"]), *diagonal(5, MORE_FORMATS, ["gemv"])],
 )
 def test_identity_returns_the_weights(name, kernel):
     k, group_size = sizes_of_k(name)[0]
@@ -241,8 +237,9 @@ def test_tiny_problems(m, n, k):
             assert_within_contract(multiply(kernel, x, q, bias, check=True), x, q, bias)
 
 
-@pytest.mark.parametrize("kernel", ["gemv", "gemm", "fused", "striped"])
-@pytest.mark.parametrize("name", ["u4b8", "u4", "u4 fractional"])
+@pytest.mark.parametrize(
+    ("kernel", "name"), diagonal(3, ["gemv", "gemm", "fused", "striped"], ["u4b8", "u4", "u4 fractional"])
+)
 def test_what_lies_beyond_k_is_not_seen(name, kernel):
     """The last group is partial and its scale infinite: no code of it, so no NaN from padding."""
     q = quantized(name, 8, 40, 32)
@@ -254,30 +251,28 @@ def test_what_lies_beyond_k_is_not_seen(name, kernel):
     assert np.isposinf(multiply(kernel, x, q)).all()
 
 
-@pytest.mark.parametrize("parts", [1, 3, 8])
-@pytest.mark.parametrize("name", ["fp4", "u4", "q5_1", "u8b128", "nvfp4", "q4_k"])
+@pytest.mark.parametrize(("parts", "name"), diagonal(3, [1, 3, 8], ["fp4", "u4", "q5_1", "u8b128", "nvfp4", "q4_k"]))
 def test_simdgroups_of_the_matvec(name, parts, monkeypatch):
     """They share K, which is for long ones; here they are forced, and some of them have nothing to do."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
-        return choose.Dispatch("gemv", (choose.up(n, 16) * 32 * parts, 1, 1), (32 * parts, 1, 1))
+    def forced(kernel: str, m: int, n: int, k: int) -> kernels.Dispatch:
+        return kernels.Dispatch("gemv", (kernels.up(n, 16) * 32 * parts, 1, 1), (32 * parts, 1, 1))
 
-    monkeypatch.setattr(bridge, "launch", forced)
+    monkeypatch.setattr(kernels, "launch", forced)
     k, group_size = sizes_of_k(name)[-1]
     q = quantized(name, 36, k, group_size)
     x = gaussian((1, k), 3).astype(np.float16)
     assert_within_contract(multiply("gemv", x, q, check=True), x, q, None)
 
 
-@pytest.mark.parametrize("slices", [1, 3, 8])
-@pytest.mark.parametrize("name", ["fp4", "u4", "q5_0", "nvfp4"])
+@pytest.mark.parametrize(("slices", "name"), diagonal(3, [1, 3, 8], ["fp4", "u4", "q5_0", "nvfp4"]))
 def test_stripes(name, slices, monkeypatch):
     """Slices of K, of which some have nothing in it."""
 
-    def forced(kernel: str, m: int, n: int, k: int) -> choose.Dispatch:
-        return choose.Dispatch("striped", (choose.up(n, 32) * 64, 1, slices), (64, 1, 1))
+    def forced(kernel: str, m: int, n: int, k: int) -> kernels.Dispatch:
+        return kernels.Dispatch("striped", (kernels.up(n, 32) * 64, 1, slices), (64, 1, 1))
 
-    monkeypatch.setattr(bridge, "launch", forced)
+    monkeypatch.setattr(kernels, "launch", forced)
     q = quantized(name, 70, 352)  # 11 runs of K: of 8 slices, two are empty
     x, bias = gaussian((33, 352), 3).astype(np.float16), gaussian((70,), 4).astype(np.float16)
     y, *others = (multiply("striped", x, q, bias, check=True, order=order) for order in ORDERS)

@@ -42,7 +42,7 @@ def test_smollm2_gives_the_logits_of_the_cpu_engine(on_a_mac):
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
-@pytest.mark.metal_full
+@pytest.mark.full
 def test_smollm2_in_float16_is_as_exact_as_a_dense_model(on_a_mac):
     """Nine rows, as in tiles: at most twice the error of the same model with plain layers."""
     model, _, words = smollm2()

@@ -14,7 +14,7 @@ import numpy as np
 import billfish as bf
 from attack.cases import Case, edge
 from attack.gguf_files import model as model_file
-from billfish.backends.cpu.plain import PlainWeights
+from billfish.backends.cpu.packed import PlainWeights
 from billfish.llm.cpu import CpuCache
 
 SIZES = (0, 1, 2, 3, 7, 16, 31, 32, 33, 64, 100, 128, 256)
@@ -227,9 +227,7 @@ def load(rng: random.Random) -> Any:
     path = rng.choice(
         ["", "\0", "x" * 5000, "/", "/dev/null", "/dev/zero", "/proc/self/mem", "\udcff", "~", "a\nb", *ODD]
     )
-    return rng.choice(
-        [bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load, bf.QuantizedTensor.load]
-    )(path)
+    return rng.choice([bf.load, bf.llm.load if path is not None else bf.load, bf.PackedWeights.load])(path)
 
 
 def tokens(rng: random.Random) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from attack.cases import ODD_NAMES, Case, edge, read_all, run_model
-from billfish.checkpoints.ggml_types import GGML_TYPES
+from billfish.checkpoints.gguf_header import GGML_TYPES
 from billfish.checkpoints.tokenizer.tokenizer import BYTE, CONTROL, NORMAL, byte_characters
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -1,4 +1,4 @@
-"""Types the commands of commands.txt, in a new folder, and looks for what each must print. `make forty` runs it.
+"""Types the commands of commands.txt in a new folder and looks for what each must print. `make docs-commands` runs it.
 
 python run.py BIN     BIN: where `billfish` and `python` of the installed package are
 """

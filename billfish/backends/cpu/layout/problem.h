@@ -24,7 +24,7 @@ constexpr bool has_codes(Operand operand) { return operand <= Operand::below_64;
 // How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
-// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/core/gated_activation.py; see gemm/gates.h.
+// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/core/mixture.py; see gemm/gates.h.
 enum class Gate : int32_t { silu, gelu, clamped_silu };
 
 struct Weights {

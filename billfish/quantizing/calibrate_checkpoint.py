@@ -1,0 +1,283 @@
+"""Statistics of a language model: a text runs through it, layer by layer.
+
+All windows of the text pass one layer, then the next, so the sums of one layer are in memory at a time, whatever X^T X
+of all of them takes. Between layers, hidden states [tokens, hidden] are in files beside the output. A layer that is
+done is written, so a run that was killed goes on with the layer that it was at, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.checkpoints.checkpoint import Checkpoint
+from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
+from billfish.checkpoints.write.engine import Identity, Output, identity, is_current, partial_path, write
+from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.files import path_of, read_text, replacing
+from billfish.core.progress import Progress
+from billfish.core.version import __version__
+from billfish.llm.config import read_config
+from billfish.llm.cpu import CpuDecoder, Observe
+from billfish.llm.model import load
+from billfish.llm.model_files import open_source
+from billfish.llm.model_weights import ATTENTION, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors
+from billfish.statistics.inputs import CALL, InputStatistics, Sums
+from billfish.statistics.statistics import Statistics
+from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
+
+TOKENS, WINDOW = 32768, 512
+DEFAULT_NAME = "the text that billfish carries"
+# The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput. No layer has all.
+INPUTS = (
+    ATTENTION[:3],
+    ATTENTION[3:],
+    (*FEED_FORWARD[:2], ROUTER, *SHARED[:2]),
+    (FEED_FORWARD[2], SHARED[2]),
+    STACKS[:2],
+    STACKS[2:],
+)
+WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
+HEAD_INPUT = 0  # the one that the head has
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is to be computed: known from headers and the text, before the model is read."""
+
+    path: Path
+    tensors: ModelTensors
+    text: str  # its name
+    windows: list[list[int]]
+    window: int
+    hessian: bool
+    sources: Identity
+
+    @classmethod
+    def of(
+        cls, path: Path, text: str | os.PathLike[str] | None, hessian: bool, tokens: int, window: int | None
+    ) -> Calibration:
+        """Raises for a model, a text or sizes that it cannot be computed for."""
+        source = open_source(path)
+        config = read_config(source.fields, source.vocabulary)
+        window = min(WINDOW, config.context) if window is None else window
+        if not 1 <= window <= config.context:
+            raise DataError(complaint(CALL, "window", window, f"from 1 to {config.context}, the model's context"))
+        if tokens < 1:
+            raise DataError(complaint(CALL, "tokens", tokens, "a whole number from 1 on"))
+        content, name = named_text(text)
+        windows = windows_of(source.tokenizer(), content, tokens, window)
+        tensors = ModelTensors(source, config)
+        return cls(path, tensors, name, windows, window, hessian, identity(source.tensors.files))
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.windows))
+
+    @property
+    def run(self) -> str:
+        """A digest of all that the statistics depend on."""
+        content = [__version__, self.sources, self.windows, self.hessian]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all matrices and stacks of experts, by GGUF's names."""
+        parts = self.tensors.matrices.values()
+        matrices = {part.name: (part.rows or part.shape[0], part.shape[1]) for part in parts}
+        return matrices | {f"{place}.weight": shape for place, shape in self.tensors.stacks.items()}
+
+    @functools.cached_property
+    def inputs(self) -> list[dict[int, Inputs]]:
+        """The inputs of each layer, by LayerInput, and last that of the head."""
+        layers = [[[f"blk.{i}.{matrix}" for matrix in same] for same in INPUTS] for i in range(self.layers)]
+        found = [[(number, self._names(places)) for number, places in enumerate(layer)] for layer in layers]
+        found.append([(HEAD_INPUT, self._names(["head"]))])
+        return [{number: self._inputs(names) for number, names in layer if names} for layer in found]
+
+    def _names(self, places: list[str]) -> tuple[str, ...]:
+        """The tensors for those of the places that the model has. A file may hold several as one."""
+        matrices, stacks = self.tensors.matrices, self.tensors.stacks
+        there = [place for place in places if place in matrices or place in stacks]
+        return tuple(dict.fromkeys(f"{p}.weight" if p in stacks else matrices[p].name for p in there))
+
+    def _inputs(self, names: tuple[str, ...]) -> Inputs:
+        """What these matrices multiply."""
+        *experts, _, k = self.shapes[names[0]]
+        return Inputs(names, (*experts, k), self.hessian)
+
+    @property
+    def layers(self) -> int:
+        return self.tensors.config.layers
+
+    def write(self, out: Path, progress: bool) -> None:
+        """Compute the statistics, to a file that must not exist. Killed at any moment, the same call goes on."""
+        with Progress(len(self.inputs), "layers", enabled=progress) as bar:
+            layers = Layers(self, partial_path(Path(os.path.abspath(out))) / "states", bar)
+            parts = [
+                Part(f"layer {i}", tuple(layer.values()), functools.partial(layers.statistics, i))
+                for i, layer in enumerate(self.inputs)
+            ]
+            about = About(
+                self.tensors.config.architecture,
+                self.shapes,
+                self.window,
+                (self.text,),
+                self.run,
+                self.tokens,
+            )
+            unchanged = functools.partial(is_current, self.tensors.source.tensors.files, self.sources)
+            file = output_file(out.name, parts, about)
+            write(CALL, out, Output([file], {}, False, {"run": self.run}, unchanged))
+
+
+class Layers:
+    """The layers of a model, one after the other, and the hidden states between them."""
+
+    def __init__(self, calibration: Calibration, room: Path, bar: Progress) -> None:
+        self._calibration, self._room, self._bar = calibration, room, bar
+
+    @functools.cached_property
+    def _decoder(self) -> CpuDecoder:
+        """Read when the first layer is asked for: a file that is complete needs no model."""
+        decoder = load(self._calibration.path, device="cpu").decoder
+        assert isinstance(decoder, CpuDecoder)
+        return decoder
+
+    def statistics(self, layer: int) -> list[InputStatistics]:
+        """Of all inputs of a layer; behind the last layer, of the head's."""
+        inputs = self._calibration.inputs[layer]
+        sums = {number: Sums(known.shape, self._calibration.hessian) for number, known in inputs.items()}
+        self._room.mkdir(exist_ok=True)
+        for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
+            if path.name != str(layer):
+                path.unlink()
+        if layer == self._calibration.layers:
+            for states in self._states(layer):
+                sums[HEAD_INPUT].add(self._decoder.normalize(states))
+        else:
+            self._pass(layer, lambda _, number, expert, rows: sums[number].add(rows, None if expert < 0 else expert))
+        return [known.finish(inputs[number].names[0]) for number, known in sums.items()]
+
+    def _pass(self, layer: int, observe: Observe | None) -> None:
+        """All windows through a layer, to the file of the next."""
+        decoder, windows = self._decoder, self._calibration.windows
+        cache = decoder.cache(max(map(len, windows)))
+        with replacing(self._room / str(layer + 1)) as file:
+            for states in self._states(layer):
+                decoder.run_layer(layer, states, cache, observe)
+                file.write(states.data)
+                self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
+
+    def _states(self, layer: int) -> Iterator[NDArray[np.float32]]:
+        """What enters a layer, window by window: [tokens, hidden] each, to be overwritten."""
+        windows, hidden = self._calibration.windows, self._calibration.tensors.config.hidden
+        if layer == 0:
+            yield from map(self._decoder.embed, windows)
+            return
+        path = self._room / str(layer)
+        if not path.is_file() or path.stat().st_size != 4 * hidden * self._calibration.tokens:
+            self._pass(layer - 1, None)  # somebody has cleared up
+        with path.open("rb") as file:
+            for window in windows:
+                content = bytearray(file.read(4 * hidden * len(window)))
+                yield np.frombuffer(content, np.float32).reshape(len(window), hidden)
+
+
+def calibrate_checkpoint(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    text: str | os.PathLike[str] | None = None,
+    hessian: bool = False,
+    tokens: int = TOKENS,
+    window: int | None = None,
+    progress: bool = True,
+) -> Statistics:
+    """Run a text through a language model, and write statistics of the inputs of its matrices: what `billfish
+    calibrate` does. It runs on the CPU, in float32.
+
+    src: a model that bf.llm.load takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's imatrix.
+    text: a file in UTF-8; None is a text that the package carries.
+    hessian: whether to keep X^T X [K, K] of each input, too; see docs/calibration.md for what it takes.
+    tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
+    progress: whether to draw a bar on terminals.
+
+    Killed at any moment, the same call goes on where it was, to the same bits.
+    """
+    out = path_of(CALL, dst)
+    check_suffix(out, hessian, WRITABLE)
+    calibration = Calibration.of(path_of(CALL, src), text, hessian, tokens, window)
+    calibration.write(out, progress)
+    return Statistics.load(out)
+
+
+@contextlib.contextmanager
+def calibrated(
+    checkpoint: Checkpoint, out: Path, text: bool | str | os.PathLike[str], hessian: bool, progress: bool
+) -> Iterator[Statistics]:
+    """Statistics of the model of a checkpoint, in a file beside `out`. They stay there while the output may be
+    continued: after Ctrl-C, or an error of the system.
+
+    text: a file, or a bool for the text that the package carries.
+    """
+    if not checkpoint.files:
+        raise DataError(complaint(CALL, "calibrate", "tensors in memory", "a model in files; or bf.calibrate for it"))
+    calibration = Calibration.of(checkpoint.path, None if isinstance(text, bool) else text, hessian, TOKENS, None)
+    path = Path(f"{os.path.abspath(out)}.partial-statistics.safetensors")  # a name that nobody else has
+    if not path.exists() or Statistics.load(path).run != calibration.run:
+        path.unlink(missing_ok=True)
+        calibration.write(path, progress)
+    try:
+        yield Statistics.load(path)
+    except BillfishError as error:
+        if not isinstance(error.__context__, OSError):  # nothing that the same command continues
+            path.unlink(missing_ok=True)
+        raise
+    path.unlink()
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------
+
+
+def named_text(path: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """A text and its name; without a path, the text that the package carries."""
+    if path is None:
+        return default_text(), DEFAULT_NAME
+    return read_text(CALL, "text", path), Path(path).name
+
+
+def default_text() -> str:
+    """Prose, code, lists, numbers and several languages, written for this purpose."""
+    return resources.files("billfish.quantizing").joinpath("default_text.txt").read_text("utf-8")
+
+
+def windows_of(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> list[list[int]]:
+    """The first tokens of a text in windows that know nothing of each other, each with the token that the model expects
+    first. Those count as tokens, too."""
+    ids = tokenizer.encode(text, special=False, start=False)
+    start = [tokenizer.bos] if tokenizer.starts_with_bos and tokenizer.bos is not None else []
+    step = window - len(start)
+    if not ids or step < 1:
+        got = "no tokens" if not ids else f"windows of {window}"
+        raise DataError(complaint(CALL, "text", got, "a text, and windows that hold some of it"))
+    windows = [start + ids[at : at + step] for at in range(0, len(ids), step)]
+    kept: list[list[int]] = []
+    for part in windows:
+        left = tokens - sum(map(len, kept))
+        if left <= len(start):
+            break
+        kept.append(part[:left])
+    if not kept:
+        raise DataError(complaint(CALL, "tokens", tokens, f"from {1 + len(start)} on"))
+    return kept

@@ -1,0 +1,214 @@
+"""Quantize whole checkpoints: to one format or a mix, or `--bits`: a format for each matrix."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from billfish.checkpoints.checkpoint import Checkpoint, Source, opened
+from billfish.checkpoints.conversion import layout_of, target_named
+from billfish.checkpoints.mixes import mix_named
+from billfish.checkpoints.names.expert_stacks import stacks_in
+from billfish.checkpoints.reports import ConversionReport
+from billfish.checkpoints.write.export import check_export, export
+from billfish.checkpoints.write.plan import Settings
+from billfish.checkpoints.write.selection import Quantization, Rule
+from billfish.core.errors import DataError, FormatError, complaint
+from billfish.core.files import path_of
+from billfish.core.format import Format, parse_format
+from billfish.core.progress import OnProgress
+from billfish.core.typing import FormatLike, Layout, Method
+from billfish.ops.quantization import check_method
+from billfish.quantizing.bit_plan import CALL, BitPlan
+from billfish.quantizing.calibrate_checkpoint import calibrated
+from billfish.quantizing.sensitivity import FORMATS, Candidate, candidates_of, plan_bits
+from billfish.statistics.statistics import Statistics
+
+
+def quantize_checkpoint(
+    src: Source,
+    dst: str | os.PathLike[str],
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    keep: Mapping[str, str | Format] | None = None,
+    only: Sequence[str] = (),
+    to: Layout | None = None,
+    requantize: bool = False,
+    raw_names: bool = False,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
+    calibrate: bool | str | os.PathLike[str] = False,
+    overwrite: bool = False,
+    progress: bool | OnProgress = True,
+) -> ConversionReport:
+    """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
+
+    Embeddings, the last layer, norms, routers and whatever is quantized already stay as they are; `report.left` says
+    which and why. Experts are quantized, in stacks or one by one. If nothing would be quantized, that is an error.
+
+    format: of the weights, such as "fp4" or "fp4:64"; `group_size`, too, says how large groups are (-1: a whole row;
+    None: the format's own). Or a mix such as "Q4_K_M", which chooses a format for each tensor, embeddings and the last
+    layer too, as llama.cpp does.
+    method: "mse", "rtn" or "gptq", as in bf.quantize.
+    keep: {regular expression: format} for other tensors or another format: "q8_0", "u4b8:128" with a group size, or
+    "keep", which leaves them as they are. The first that finds a tensor's name counts.
+    only: regular expressions; tensors that none of them finds, nor `keep`, stay as they are.
+    requantize: whether weights that are quantized already are quantized again, too.
+    statistics: of the inputs that weights are multiplied with, or a file of them: errors then count where the inputs
+    are large. Those of another model are an error.
+    calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
+    bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
+    src, dst, raw_names, overwrite, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in
+    .gguf, else our own layout.
+    """
+    if statistics is not None and calibrate:
+        raise DataError(complaint(CALL, "calibrate", "it and statistics", "one of them"))
+    settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
+    checkpoint, out = opened(src), Path(dst)
+    if statistics is None and (calibrate or method == "gptq"):
+        check_export(CALL, checkpoint, out, settings)
+    with _statistics(checkpoint, out, statistics, calibrate, method, progress is True) as known:
+        return export(CALL, checkpoint, out, _with_statistics(settings, known), progress)
+
+
+def quantize_to_bits(
+    source: str,
+    out: str,
+    bits: float,
+    formats: str | None,
+    plan_file: str | None,
+    keep: Mapping[str, str | Format],
+    *,
+    method: Method,
+    statistics: str | None,
+    calibrate: bool | str,
+    group_size: int | None,
+    only: Sequence[str] = (),
+    to: Layout | None = None,
+    requantize: bool = False,
+    raw_names: bool = False,
+    overwrite: bool = False,
+    progress: bool | OnProgress = True,
+) -> ConversionReport:
+    """As :func:`quantize_checkpoint`, with a format for each matrix so that `bits` is the average.
+
+    plan_file: read if it is there. Otherwise the plan is written to it, or printed without one.
+    keep: rules of the user, which come first. The average is that of the plan, without them.
+    """
+    if group_size is not None:
+        takes = "group sizes in --formats, such as fp4:64"
+        raise DataError(complaint(CALL, "--group-size", f"{group_size} beside --bits", takes))
+    path, destination = path_of(CALL, source), Path(out)
+    checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
+    plan = BitPlan.load(written) if written is not None and written.exists() else None
+    candidates = [] if plan else candidates_of(FORMATS if formats is None else formats.split(","), bits)
+
+    def settings_for(plan: BitPlan) -> Settings:
+        return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names, overwrite)
+
+    # Whatever the writer refuses is refused before hours of measurements.
+    tried = _trials(checkpoint, candidates) if plan is None else [plan]
+    wanted = set[str]().union(*(check_export(CALL, checkpoint, destination, settings_for(trial)) for trial in tried))
+    with _statistics(checkpoint, destination, statistics, calibrate, method, True) as known:
+        if plan is None:
+            text = Path(calibrate) if isinstance(calibrate, str) else None
+            kept = Path(f"{os.path.abspath(destination)}.partial-damage.json")
+            names = [candidate.name for candidate in candidates]
+            plan = plan_bits(
+                path, bits, formats=names, statistics=known, text=text, requantize=requantize, kept=kept, wanted=wanted
+            )
+            if written is None:
+                print(plan.text(), end="", file=sys.stderr)
+            else:
+                plan.save(written)
+        return export(CALL, checkpoint, destination, _with_statistics(settings_for(plan), known), progress)
+
+
+def _trials(checkpoint: Checkpoint, candidates: Sequence[Candidate]) -> list[BitPlan]:
+    """Plans that give each matrix each of the formats once, and have all formats beside each other."""
+    some = Quantization(candidates[0].format, None, "mse")
+    names = [name for name in checkpoint if some.choice(name, name, checkpoint.describe(name).shape)]
+    first = [name for name in names if not stacks_in(name)[1]]  # the others of a stack go with its first expert
+    plans = []
+    for turn in range(len(candidates)):
+        shares = [first[(i + turn) % len(candidates) :: len(candidates)] for i in range(1, len(candidates))]
+        keep = {
+            f"^(?:{'|'.join(map(re.escape, share))})$": candidate.name
+            for share, candidate in zip(shares, candidates[1:], strict=True)
+            if share
+        }
+        plans.append(BitPlan(candidates[0].name, keep))
+    return plans
+
+
+def _settings(
+    dst: str | os.PathLike[str],
+    format: FormatLike,
+    group_size: int | None,
+    method: str,
+    keep: Mapping[str, str | Format],
+    planned: Mapping[str, str],
+    only: Sequence[str],
+    to: Layout | None,
+    requantize: bool,
+    raw_names: bool,
+    overwrite: bool,
+) -> Settings:
+    """All that the writer is told. planned: rules that come after `keep` and `only`."""
+    target = target_named(CALL, to or layout_of(dst))
+    check_method(CALL, method)
+    mix = mix_named(format, target.name) if isinstance(format, str) else None
+    chosen, group_size = parse_format(mix.format if mix else format, CALL, group_size)
+    rules, later = (tuple(_rule(*item) for item in given.items()) for given in (keep, planned))
+    patterns = tuple(_pattern("only", pattern) for pattern in only)
+    allowed = target.quantizes or target.formats
+    if not allowed:
+        raise FormatError(complaint(CALL, "to", target.name, "a layout that holds quantized weights"))
+    for used in (chosen, *(rule.format for rule in (*rules, *later))):
+        if used is not None and target.own(used).name not in allowed:
+            raise FormatError(complaint(CALL, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
+    quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later)
+    return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
+
+
+def _rule(pattern: str, choice: str | Format) -> Rule:
+    """A pattern with FORMAT, FORMAT:GROUP, or "keep"."""
+    compiled = _pattern("keep", pattern)
+    return Rule(compiled, None, None) if choice == "keep" else Rule(compiled, *parse_format(choice, CALL))
+
+
+def _pattern(argument: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise FormatError(complaint(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
+
+
+@contextlib.contextmanager
+def _statistics(
+    checkpoint: Checkpoint,
+    out: Path,
+    statistics: Statistics | str | os.PathLike[str] | None,
+    calibrate: bool | str | os.PathLike[str],
+    method: str,
+    progress: bool,
+) -> Iterator[Statistics | None]:
+    """Those of a file, those of a text, or none."""
+    if statistics is not None:
+        yield statistics if isinstance(statistics, Statistics) else Statistics.load(statistics)
+    elif calibrate or method == "gptq":
+        with calibrated(checkpoint, out, calibrate, method == "gptq", progress) as computed:
+            yield computed
+    else:
+        yield None
+
+
+def _with_statistics(settings: Settings, statistics: Statistics | None) -> Settings:
+    assert settings.quantization is not None
+    return replace(settings, quantization=replace(settings.quantization, statistics=statistics))

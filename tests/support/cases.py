@@ -1,0 +1,26 @@
+"""Which cases of a large matrix `make test` runs. The others are marked `full`, for `make test-full`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def diagonal(step: int, *axes: Iterable[Any]) -> list[Any]:
+    """All combinations of the axes. One of `step` is ordinary, so that every value of every axis still occurs, beside
+    others each time; the rest are `full`. A tuple in an axis counts as several arguments."""
+    cases = []
+    for indexed in itertools.product(*(list(enumerate(axis)) for axis in axes)):
+        values = [value for _, given in indexed for value in (given if isinstance(given, tuple) else (given,))]
+        often = sum(index for index, _ in indexed) % step == 0
+        names = "-".join(str(getattr(value, "name", value)) for value in values)
+        cases.append(pytest.param(*values, id=names, marks=() if often else pytest.mark.full))
+    return cases
+
+
+def first(count: int, values: Sequence[Any]) -> list[Any]:
+    """The first `count` values; the others are `full`."""
+    return [pytest.param(value, marks=() if i < count else pytest.mark.full) for i, value in enumerate(values)]
