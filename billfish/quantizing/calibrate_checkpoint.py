@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
-from billfish.checkpoints.write.engine import Identity, Output, identity, is_current, partial_path, write
+from billfish.checkpoints.write.resumable_writer import Identity, Output, identity, is_current, partial_path, write
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.core.files import path_of, read_text, replacing
 from billfish.core.progress import Progress

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.checkpoint import load as load_checkpoint
-from billfish.checkpoints.write.engine import identity
+from billfish.checkpoints.write.resumable_writer import identity
 from billfish.checkpoints.write.selection import Quantization
 from billfish.core.errors import DataError, complaint
 from billfish.core.files import write_atomically

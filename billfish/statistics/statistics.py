@@ -14,7 +14,7 @@ import numpy as np
 from billfish.checkpoints.names.expert_stacks import stacks_in
 from billfish.checkpoints.names.gguf_names import EMBEDDING, HEAD, gguf_name, is_gguf_name
 from billfish.checkpoints.safetensors_files import MappedFile
-from billfish.checkpoints.write.engine import digest_of
+from billfish.checkpoints.write.resumable_writer import digest_of
 from billfish.core.errors import DataError, readable
 from billfish.core.files import path_of
 from billfish.statistics.inputs import CALL, InputStatistics, refused

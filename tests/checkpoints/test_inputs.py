@@ -17,8 +17,9 @@ from safetensors.numpy import save_file
 
 import billfish as bf
 from billfish.checkpoints.safetensors_files import MappedFile
-from billfish.checkpoints.write import engine, export
-from billfish.checkpoints.write.engine import identity
+from billfish.checkpoints.write import export
+from billfish.checkpoints.write import resumable_writer as engine
+from billfish.checkpoints.write.resumable_writer import identity
 
 # ---- what belongs to a model --------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from writer_worker import ask, contents, output
 
 import billfish as bf
 from billfish.checkpoints.write import lock
-from billfish.checkpoints.write.engine import write
 from billfish.checkpoints.write.lock import Busy, only_writer
+from billfish.checkpoints.write.resumable_writer import write
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="locks and signals as POSIX has them")
 

@@ -15,7 +15,7 @@ from checkpoint_folders import CONFIG
 from common import assert_same_bits, gaussian, options_of, random_storage
 
 import billfish as bf
-from billfish.checkpoints.write import engine
+from billfish.checkpoints.write import resumable_writer as engine
 from billfish.core.arrays import bfloat16
 
 

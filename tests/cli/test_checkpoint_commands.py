@@ -223,7 +223,7 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(tmp_path, mo
 
 
 def test_ctrl_c_says_how_to_go_on(model, tmp_path, monkeypatch, capsys):
-    from billfish.checkpoints.write import engine
+    from billfish.checkpoints.write import resumable_writer as engine
 
     original = engine._write_piece
     calls = []
@@ -255,7 +255,7 @@ def test_ctrl_c_shows_no_traceback(model, monkeypatch, capsys, command):
 
 ENDLESS = """
 import sys
-from billfish.checkpoints.write import engine
+from billfish.checkpoints.write import resumable_writer as engine
 from billfish.cli.main import main
 
 write_piece = engine._write_piece

@@ -11,7 +11,7 @@ from checkpoint_folders import write_folder
 from llm_models import Small, write_model
 
 import billfish as bf
-from billfish.checkpoints.write import engine
+from billfish.checkpoints.write import resumable_writer as engine
 from billfish.cli.main import main
 from billfish.statistics import InputStatistics, Statistics
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from billfish.checkpoints.write.engine import Output, write
+from billfish.checkpoints.write.resumable_writer import Output, write
 from billfish.checkpoints.write.target import OutputFile, Piece
 from billfish.core.errors import BillfishError
 

@@ -5,7 +5,7 @@ plan             what becomes of each tensor, from headers, scales and offsets
 recast           whether another format holds the same weights, bit for bit
 target           what a layout has to say to be written; the layouts themselves: billfish.checkpoints.layouts
 tokenizer_files  a tokenizer as GGUF's fields, or as files of a folder
-engine           the bytes to disk, in such a way that being killed costs nothing
+resumable_writer the bytes to disk, in such a way that being killed costs nothing
 lock             one writer for each output
 """
 
@@ -45,8 +45,8 @@ from billfish.checkpoints.names.gguf_names import (
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
-from billfish.checkpoints.write.engine import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
+from billfish.checkpoints.write.resumable_writer import Identity, Output, check_free, identity, is_current, write
 from billfish.checkpoints.write.target import (
     ExpertNames,
     Item,

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.checkpoints.write import engine
-from billfish.checkpoints.write.engine import Output, plan_text, write
+from billfish.checkpoints.write import resumable_writer as engine
+from billfish.checkpoints.write.resumable_writer import Output, plan_text, write
 from billfish.checkpoints.write.target import OutputFile, Piece
 
 
