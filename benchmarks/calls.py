@@ -21,7 +21,7 @@ import torch
 import billfish as bf
 from benchmarks import calls_cuda
 from benchmarks.products.limits import machine
-from billfish.backends.cpu import set_threads
+from billfish.backends.cpu.backend import set_threads
 from billfish.core.files import write_atomically
 
 FORMATS = ("q4_0", "q8_0", "q4_k", "iq4_nl", "u4b8", "u4", "fp4", "u8b128", "affine4", "mxfp4", "nvfp4")

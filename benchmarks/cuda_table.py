@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 import billfish
-from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.axes import Kind
-from billfish.backends.cuda.device_weights import BrickInfo
+from billfish.backends.cuda.device_weights import BrickInfo, DeviceWeights
 from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
 from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address

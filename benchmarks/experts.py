@@ -29,7 +29,8 @@ from benchmarks.products.limits import machine
 from benchmarks.products.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
 from benchmarks.products.peers.ggml import F32, I32, TYPES, Ggml, Library
 from benchmarks.products.peers.turns import take_turns
-from billfish.backends.cpu import _cpu, set_threads
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import set_threads
 from billfish.core.activations import DIGITS
 from billfish.core.files import write_atomically
 from billfish.core.mixture import GATES, open_gate

@@ -21,9 +21,10 @@ import torch
 
 import billfish
 from benchmarks.cuda_table import U4B8, captured, random_weights, stream, take_turns
-from billfish.backends.cuda import DeviceExperts, DeviceWeights, experts
+from billfish.backends.cuda import experts
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import device
-from billfish.backends.cuda.experts import NOTHING, Numbers, Visits
+from billfish.backends.cuda.experts import NOTHING, DeviceExperts, Numbers, Visits
 from billfish.backends.cuda.memory import TorchRoom
 from billfish.backends.cuda.plans import ExpertRouting, Gemm
 from billfish.core.files import write_atomically

@@ -26,7 +26,8 @@ from benchmarks.products.errors import OUTLIER, errors
 from benchmarks.products.limits import Limits, machine
 from benchmarks.products.peers import Case, Peer, Prepared
 from benchmarks.products.peers.turns import take_turns
-from billfish.backends.cpu import _cpu, check_threads
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import check_threads
 from billfish.cli import pictures
 from billfish.core import tables
 from billfish.core.activations import ACTIVATIONS

@@ -15,7 +15,7 @@ from benchmarks.products.limits import ATTEMPTS, MEBIBYTE
 from benchmarks.products.peers import Case, Peer, Prepared, copies_for, select
 from benchmarks.products.peers.cuda import CUDA_PEERS, Captured
 from billfish.backends import BACKENDS, Problem
-from billfish.backends.cuda import DeviceWeights
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, KernelLaunch, device
 from billfish.backends.cuda.plans import Gemm, why_as_it_is
 from billfish.core.errors import BackendUnavailable

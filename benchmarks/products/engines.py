@@ -16,7 +16,7 @@ from benchmarks.products.peers.base import Floats
 from benchmarks.products.peers.mlx import Mlx, Together
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.base import Product
-from billfish.backends.cpu import CpuBackend
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, MetalWeights, has_kernels, lay_out
 from billfish.core.arrays import Input
