@@ -1,7 +1,6 @@
 """What x in few bits costs SmolLM2-135M-Instruct in KL divergence, for GPUs and CPUs. A table of docs/cuda.md.
 
     pip install --no-deps gensim==4.4.0
-    python -m benchmarks.activations [--tokens 4096] [--json FILE]
 
 The inputs of all matrices of the layers are rounded as billfish/core/activations.py says; the matrices, the head
 and everything else stay float32. So the divergence is that of rounding alone, whatever multiplies afterwards. Weights
@@ -10,7 +9,6 @@ are those of the file, and the same in mxfp4. The text is news, as in quality.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -22,9 +20,9 @@ import transformers
 from numpy.typing import NDArray
 
 import billfish as bf
+from benchmarks import command, machine, records
 from benchmarks.quality import test_text
 from billfish.core.activations import quantize_activations, quantize_rows
-from billfish.core.files import write_atomically
 from billfish.llm import default_model, load
 
 WINDOW = 512
@@ -90,30 +88,23 @@ def divergences(model: Any, tokens: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--json", type=Path, help="where to write the record")
-    options = parser.parse_args()
+    parser = command.parser(__spec__, __doc__)
+    parser.option("--tokens", "tokens of news", 4096, command.positive, "N")
+    flags = parser.parse_args()
     torch.set_grad_enabled(False)
     tokens = load(default_model(), device="cpu", progress=False).tokenizer.encode(test_text(), special=False)
-    records = []
+    found = []
     with tempfile.TemporaryDirectory() as place:
         bf.convert(default_model(), Path(place) / "plain", "plain", dtype="float32", progress=False)
         for weights in WEIGHTS:
             model = transformers.AutoModelForCausalLM.from_pretrained(Path(place) / "plain", dtype=torch.float32)
             if weights != WEIGHTS[0]:
                 quantize_layers(model, weights)
-            for record in divergences(model, tokens[: options.tokens]):
-                records.append({"weights": weights} | record)
-                print(json.dumps(records[-1]), flush=True)
-    if options.json is not None:
-        about = {
-            "model": "SmolLM2-135M-Instruct",
-            "tokens": options.tokens,
-            "window": WINDOW,
-            "billfish": bf.__version__,
-        }
-        write_atomically(options.json, (json.dumps({"about": about, "records": records}, indent=1) + "\n").encode())
+            for record in divergences(model, tokens[: flags.tokens]):
+                found.append({"weights": weights} | record)
+                print(json.dumps(found[-1]), flush=True)
+    about = {"model": "SmolLM2-135M-Instruct", "tokens": flags.tokens, "window": WINDOW} | machine.versions()
+    records.write(flags.json, {"about": about, "records": found})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """How much memory `billfish quantize` and `convert` take for a checkpoint of 4 GB: bounded by the largest tensor.
 
-    python -m benchmarks.checkpoint_memory FOLDER [--json FILE]
-
-writes the checkpoint and what is made of it to FOLDER (about 8 GB, removed afterwards), runs each command in a process
-of its own and prints the largest amount of memory that the process held, shared pages of the mapped file included.
+The checkpoint and what is made of it go to FOLDER (about 8 GB, removed afterwards). Each command runs in a process of
+its own; the figure is the most memory that the process held, shared pages of the mapped file included.
 """
 
 from __future__ import annotations
 
-import argparse
 import platform
 import shutil
 import subprocess
@@ -18,7 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-import billfish as bf
+from benchmarks import command, machine, records
 from billfish.checkpoints.write.target import json_bytes, safetensors_header
 
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 2048, 8192, 64000, 28
@@ -27,17 +24,10 @@ HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 2048, 8192, 64000, 28
 def write_checkpoint(folder: Path) -> int:
     """Random bfloat16 weights in the shapes of a Llama, written tensor by tensor; returns the size."""
     shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    for i in range(LAYERS):
-        for name, shape in {
-            "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (HIDDEN, HIDDEN),
-            "self_attn.v_proj": (HIDDEN, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, HIDDEN),
-            "mlp.gate_proj": (FEED_FORWARD, HIDDEN),
-            "mlp.up_proj": (FEED_FORWARD, HIDDEN),
-            "mlp.down_proj": (HIDDEN, FEED_FORWARD),
-        }.items():
-            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    layer = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
+    layer |= {f"mlp.{name}_proj": (FEED_FORWARD, HIDDEN) for name in ("gate", "up")}
+    layer |= {"mlp.down_proj": (HIDDEN, FEED_FORWARD)}
+    shapes |= {f"model.layers.{i}.{name}.weight": size for i in range(LAYERS) for name, size in layer.items()}
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     folder.mkdir(parents=True)
     (folder / "config.json").write_bytes(json_bytes({"model_type": "llama", "torch_dtype": "bfloat16"}))
@@ -72,30 +62,29 @@ sys.exit(status != 0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", metavar="FILE", help="also write the records there")
-    arguments = parser.parse_args()
-    work = arguments.folder / "checkpoint-memory"
+    parser = command.parser(__spec__, __doc__)
+    parser.add_argument("folder", type=Path, help="folder with 8 GB of room")
+    flags = parser.parse_args()
+    work = flags.folder / "checkpoint-memory"
     shutil.rmtree(work, ignore_errors=True)
     size = write_checkpoint(work / "in")
-    billfish, source = [sys.executable, "-m", "billfish"], str(work / "in")
+    source, u4b8, mlx = str(work / "in"), str(work / "u4b8"), str(work / "mlx")
     commands = {
-        "quantize --format fp4 --method rtn --keep lm_head=q8_0": ["quantize", source, str(work / "fp4")],
-        "quantize --format u4b8 --to compressed-tensors --method rtn": ["quantize", source, str(work / "u4b8")],
-        "convert --to mlx": ["convert", str(work / "u4b8"), str(work / "mlx")],
-        "verify": ["verify", str(work / "u4b8"), str(work / "mlx")],
+        "quantize --format fp4 --method rtn --keep lm_head=q8_0": [source, str(work / "fp4")],
+        "quantize --format u4b8 --to compressed-tensors --method rtn": [source, u4b8],
+        "convert --to mlx": [u4b8, mlx],
+        "verify": [u4b8, mlx],
     }
-    records = []
+    found = []
     print(f"checkpoint: {size / 1e9:.2f} GB; largest tensor: {2 * VOCABULARY * HIDDEN / 1e9:.2f} GB")
-    for name, start in commands.items():
-        peak = peak_bytes([*billfish, *start, *name.split()[1:]])
-        records.append({"command": name, "peak_bytes": peak})
-        print(f"{name}: {peak / 1e9:.2f} GB", flush=True)
+    for words, files in commands.items():
+        name, *options = words.split()
+        peak = peak_bytes([sys.executable, "-m", "billfish", name, *files, *options])
+        found.append({"command": words, "peak_bytes": peak})
+        print(f"{words}: {peak / 1e9:.2f} GB", flush=True)
     shutil.rmtree(work)
-    if arguments.json:
-        about = {"machine": platform.machine(), "numpy": np.__version__, "billfish": bf.__version__}
-        Path(arguments.json).write_bytes(json_bytes({"about": about, "checkpoint_bytes": size, "records": records}))
+    about = {"machine": platform.machine()} | machine.versions("numpy")
+    records.write(flags.json, {"about": about, "checkpoint_bytes": size, "records": found})
 
 
 if __name__ == "__main__":

@@ -1,37 +1,29 @@
 """The table "Dequantize" of docs/cpu.md: weights to float32 in memory that exists, beside ggml's C code.
 
-    python -m benchmarks.dequantize [--formats q4_0,...] [--threads 2] [--json FILE]
-
 Both take turns in one process. ggml's dequantize_row_* knows no threads, so each thread gets its share of the rows. The
 output, 64 MiB, goes through every cache between two turns, so that weights come from memory as well. The limit is what
-the same threads reach with memset. ggml comes as in `billfish bench`: BILLFISH_GGML_LIB names the folder of its
+the same threads reach with memset. ggml comes as in `benchmarks.products`: BILLFISH_GGML_LIB names the folder of its
 libraries, or llama-cpp-python is installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import billfish as bf
-from benchmarks.products.limits import machine
-from benchmarks.products.peers.base import Case
-from benchmarks.products.peers.ggml import SAME, TYPES, _open, library_folder
-from benchmarks.products.peers.turns import Turns, settle, timed
-from billfish.core.files import write_atomically
+from benchmarks import command, machine, records
+from benchmarks.peers import Case
+from benchmarks.peers.ggml import SAME, TYPES, library_folder, open_library
+from benchmarks.timing import Turns, timed
 
 N, K = 4096, 4096
 DEVIATION = 1 / 32  # of the weights, which are normally distributed
-ROUNDS = 7
 PASSES = 4  # in a turn, so that waking up threads does not show
 FORMATS = "q4_0,q4_1,q5_0,q5_1,q8_0,iq4_nl,q2_k,q3_k,q4_k,q5_k,q6_k,mxfp4,nvfp4,u4b8,affine4"
 
@@ -40,7 +32,7 @@ class Ggml:
     """dequantize_row_* of ggml's library, on several threads: ctypes lets go of Python meanwhile."""
 
     def __init__(self, count: int) -> None:
-        self.library, self.count = _open(library_folder(), "ggml-base"), count
+        self.library, self.count = open_library(library_folder(), "ggml-base"), count
         cores = iter(sorted(os.sched_getaffinity(0))[:count])
         # A core each, or both might begin on that of whoever woke them.
         self.threads = ThreadPoolExecutor(count, initializer=lambda: os.sched_setaffinity(0, {next(cores)}))
@@ -69,7 +61,7 @@ class Ggml:
         return lambda: list(self.threads.map(repeat, bounds[:-1], bounds[1:])) and None
 
 
-def measure(name: str, ggml: Ggml, out: np.ndarray) -> dict[str, Any]:
+def measure(name: str, ggml: Ggml, out: np.ndarray, rounds: int) -> dict[str, Any]:
     """Medians of a format, in seconds, and the output in GB/s."""
     format = bf.get_format(name)
     case = Case(format, format.default_group_size, K, N, "exact")
@@ -96,34 +88,29 @@ def measure(name: str, ggml: Ggml, out: np.ndarray) -> dict[str, Any]:
         # GGUF has the one scale of an NVFP4 tensor apart: for them it comes last and rounds once more.
         factor = np.float32(tensor.storage.get("global_scale", 1))
         np.testing.assert_allclose(out * factor, expected, rtol=0 if factor == 1 else 2e-7)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for turn in turns.values():
-            settle()
             turn.take()
     seconds = {who: turn.median() / PASSES for who, turn in turns.items()}
     return {"format": name, "seconds": seconds, "gbps": {who: out.nbytes / s / 1e9 for who, s in seconds.items()}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default=FORMATS)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", metavar="FILE", help="write the records there")
-    arguments = parser.parse_args()
-    bf.set_threads(arguments.threads)
-    ggml, out, records = Ggml(arguments.threads), np.ones((N, K), np.float32), []
+    parser = command.parser(__spec__, __doc__, threads=2, rounds=7)
+    parser.listed("--formats", "formats", FORMATS)
+    flags = parser.parse_args()
+    bf.set_threads(flags.threads)
+    ggml, out, found = Ggml(flags.threads), np.ones((N, K), np.float32), []
     print("| format | billfish GB/s | ggml GB/s | times | of the limit |\n|---|---|---|---|---|")
-    for name in arguments.formats.split(","):
-        record = measure(name, ggml, out)
-        records.append(record)
-        gbps = record["gbps"]
+    for name in flags.formats:
+        found.append(measure(name, ggml, out, flags.rounds))
+        gbps = found[-1]["gbps"]
         beside = [f"{gbps['ggml']:.1f}", f"{gbps['billfish'] / gbps['ggml']:.1f}"] if "ggml" in gbps else ["", ""]
         cells = [name, f"{gbps['billfish']:.1f}", *beside, f"{gbps['billfish'] / gbps['memset']:.0%}"]
         print(f"| {' | '.join(cells)} |", flush=True)
-    if arguments.json:
-        about = machine() | {"threads": arguments.threads, "date": time.strftime("%Y-%m-%d"), "n": N, "k": K}
-        content = {"machine": about, "versions": {"billfish": bf.__version__, "ggml": ggml.version}, "records": records}
-        write_atomically(Path(arguments.json), (json.dumps(content, indent=1) + "\n").encode())
+    about = machine.machine() | {"threads": flags.threads, "n": N, "k": K} | machine.today()
+    versions = machine.versions() | {"ggml": ggml.version}
+    records.write(flags.json, {"machine": about, "versions": versions, "records": found})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Products with experts beside ggml's mul_mat_id, in one run on this machine's CPU, taking turns.
 
-    python -m benchmarks.experts [--tokens 1,64] [--formats mxfp4_gguf,q4_k] [--threads 2] [--seconds 4] [--json FILE]
-
 E = 32 experts of 768 x 2048 (gate, up) and 2048 x 768 (down), 4 for each token, x rounded to 8 bits by both. One token
 chooses other experts each time, so that none is in a cache. `gate` and `down` are one product each, the native part of
 bf.expert_linear and one mul_mat_id. `block` is that of bf.experts with its activation and its sum, and of ggml the
@@ -12,27 +10,24 @@ beside those of y, against float64 with x as it is.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import billfish as bf
+from benchmarks import command, machine, records
+from benchmarks.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
+from benchmarks.peers.ggml import F32, I32, TYPES, Ggml, Library, OnGgml
 from benchmarks.products.engines import CpuEngine
-from benchmarks.products.limits import machine
-from benchmarks.products.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
-from benchmarks.products.peers.ggml import F32, I32, TYPES, Ggml, Library
-from benchmarks.products.peers.turns import take_turns
+from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import set_threads
 from billfish.core.activations import DIGITS
-from billfish.core.files import write_atomically
 from billfish.core.mixture import GATES, open_gate
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 32, 4, 2048, 768
@@ -133,84 +128,39 @@ class Ours(Prepared):
         return y
 
 
-class Theirs(Prepared):
+class Theirs(OnGgml):
     """The same in one graph of ggml. What a block has between its products is left out: `down` gets rows of its own."""
 
-    def __init__(self, ggml: Library, case: Case, cold_bytes: int, buffer: int) -> None:
-        self._ggml, self.case = ggml, case
-        blocks = {name: stack.storage["blocks"] for name, stack in case.stacks.items()}
-        count = copies_for(sum(array.nbytes for array in blocks.values()), cold_bytes)
+    def __init__(self, ggml: Library, case: Case, cold_bytes: int, buffer: Any) -> None:
+        self.case, self._names = case, PARTS[case.part]
+        blocks = [np.ascontiguousarray(case.stacks[name].storage["blocks"]) for name in self._names]
+        count = copies_for(sum(array.nbytes for array in blocks), cold_bytes)
         self.copies = count * len(case.draws)
-        self._context = ggml.context(count * len(blocks))
-        self._weights = [{name: self._new_stack(name) for name in blocks} for _ in range(count)]
-        self._buffer = ggml.allocate(self._context, buffer)
-        for copy in self._weights:
-            for name, tensor in copy.items():
-                ggml.write(tensor, np.ascontiguousarray(blocks[name]).ctypes.data, 0, blocks[name].nbytes)
-        self._bound: tuple[Any, Any] | None = None
-        self._y: Any = None
-
-    def _new_stack(self, name: str) -> Any:
-        n, k = SHAPES[name]
-        return self._ggml.new_stack(self._context, TYPES[self.case.format], k, n, EXPERTS)
+        shapes = [(*reversed(SHAPES[name]), EXPERTS) for name in self._names]
+        super().__init__(ggml, TYPES[case.format], list(zip(shapes, blocks, strict=True)) * count, buffer)
 
     def bind(self, x: Floats) -> Callable[[], object]:
         ggml, case = self._ggml, self.case
-        nodes = self.copies * len(PARTS[case.part])
-        leaves = len(self._weights) * len(PARTS[case.part]) + len(case.draws) + 2
-        context = ggml.context(nodes + leaves, graph_nodes=nodes + leaves)
+        nodes = len(self._weights) * (len(case.draws) + 1) + len(case.draws) + 2  # leaves count too
+        context = ggml.context(nodes, graph_nodes=nodes)
         rows = {1: np.ascontiguousarray(x.reshape(case.tokens, 1, -1)) if x.ndim == 2 else x}
         if case.part == "block":
             rows[CHOSEN] = np.random.default_rng(4).standard_normal((case.tokens, CHOSEN, INNER), np.float32)
-        inputs = {key: ggml.new_stack(context, F32, a.shape[2], a.shape[1], a.shape[0]) for key, a in rows.items()}
-        ids = [ggml.new_matrix(context, I32, CHOSEN, case.tokens) for _ in case.draws]
-        graph = ggml.new_graph(context, nodes + leaves, False)
-        for i, chosen in enumerate(ids):
-            for copy in self._weights:
-                for name, tensor in copy.items():
-                    own = inputs[CHOSEN if case.part == "block" and name == "down" else 1]
-                    product = ggml.multiply_chosen(context, tensor, own, chosen)
-                    ggml.add_to_graph(graph, product)
-                    if i == 0 and copy is self._weights[0] and self._y is None:
-                        self._y = product
-        self._bound = (context, ggml.allocate(context, ggml.plain))
-        for key, array in rows.items():
-            ggml.write(inputs[key], array.ctypes.data, 0, array.nbytes)
-        for tensor, draw in zip(ids, case.draws, strict=True):
-            ggml.write(tensor, draw.ctypes.data, 0, draw.nbytes)
-        return lambda: ggml.compute(ggml.backend, graph)
+        inputs = {key: ggml.new(context, F32, *reversed(array.shape)) for key, array in rows.items()}
+        ids = [ggml.new(context, I32, CHOSEN, case.tokens) for _ in case.draws]
+        graph, products = ggml.new_graph(context, nodes, False), []
+        for chosen in ids:
+            for tensor, name in zip(self._weights, itertools.cycle(self._names), strict=False):
+                own = inputs[CHOSEN if case.part == "block" and name == "down" else 1]
+                products.append(ggml.multiply_chosen(context, tensor, own, chosen))
+                ggml.add_to_graph(graph, products[-1])
+        self._y = products[0]
+        given = [(inputs[key], array) for key, array in rows.items()]
+        return self._compute(context, graph, given + list(zip(ids, case.draws, strict=True)))
 
     def result(self) -> Floats:
         """Of the first stack: the whole block of ggml's would need what was left out."""
-        name = PARTS[self.case.part][0]
-        y = np.empty((self.case.tokens, CHOSEN, SHAPES[name][0]), np.float32)
-        self._ggml.read(self._y, y.ctypes.data, 0, y.nbytes)
-        return y
-
-    def close(self) -> None:
-        if self._bound is not None:
-            self._ggml.free_buffer(self._bound[1])
-            self._ggml.free(self._bound[0])
-        self._ggml.free_buffer(self._buffer)
-        self._ggml.free(self._context)
-
-
-def can_repack(ggml: Library, case: Case) -> bool:
-    """Whether ggml has kernels for mul_mat_id with all stacks in its CPU_REPACK buffer."""
-    if ggml.repack is None:
-        return False
-    able = True
-    for name in PARTS[case.part]:
-        n, k = SHAPES[name]
-        contexts = [ggml.context(1), ggml.context(3)]
-        stack = ggml.new_stack(contexts[0], TYPES[case.format], k, n, EXPERTS)
-        buffer = ggml.allocate(contexts[0], ggml.repack)
-        x, ids = ggml.new_stack(contexts[1], F32, k, 1, 1), ggml.new_matrix(contexts[1], I32, CHOSEN, 1)
-        able &= bool(ggml.supports(ggml.device, ggml.multiply_chosen(contexts[1], stack, x, ids)))
-        ggml.free_buffer(buffer)
-        for context in contexts:
-            ggml.free(context)
-    return able
+        return self._read(self.case.tokens, CHOSEN, SHAPES[self._names[0]][0])
 
 
 def relative_error(y: Floats, expected: NDArray[np.float64]) -> float:
@@ -222,7 +172,7 @@ def measure(ggml: Library, case: Case, cold_bytes: int, budget: float) -> dict[s
         "billfish": Ours(case, cold_bytes),
         "ggml": Theirs(ggml, case, cold_bytes, ggml.plain),
     }
-    if can_repack(ggml, case) and ggml.repack is not None:
+    if all(ggml.repacks(TYPES[case.format], *SHAPES[name], EXPERTS, CHOSEN) for name in PARTS[case.part]):
         contenders["ggml-repack"] = Theirs(ggml, case, cold_bytes, ggml.repack)
     try:
         seconds = take_turns(contenders, case.x, budget)
@@ -235,45 +185,35 @@ def measure(ggml: Library, case: Case, cold_bytes: int, budget: float) -> dict[s
         for contender in contenders.values():
             contender.close()
     best = min(value for name, value in seconds.items() if name != "billfish")
-    return {
-        "part": case.part,
-        "format": case.format,
-        "tokens": case.tokens,
-        "milliseconds": {name: 1e3 * value for name, value in seconds.items()},
-        "error": errors,
-        "times_as_fast": best / seconds["billfish"],
-    }
+    about = {"part": case.part, "format": case.format, "tokens": case.tokens}
+    milliseconds = {name: 1e3 * value for name, value in seconds.items()}
+    return about | {"milliseconds": milliseconds, "error": errors, "times_as_fast": best / seconds["billfish"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="1,64")
-    parser.add_argument("--formats", default="mxfp4_gguf,q4_k")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each contender of a row")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    set_threads(arguments.threads)
+    parser = command.parser(__spec__, __doc__, threads=2)
+    parser.listed("--tokens", "tokens", "1,64", command.positives)
+    parser.listed("--formats", "formats", "mxfp4_gguf,q4_k")
+    parser.listed("--parts", "parts", ",".join(PARTS))
+    parser.option("--seconds", "seconds for each contender of a row", 4.0, float, "S")
+    flags = parser.parse_args()
+    set_threads(flags.threads)
     peer = Ggml(repack=False)
     peer.load()
-    peer.library.set_threads(peer.library.backend, arguments.threads)
+    peer.library.set_threads(peer.library.backend, flags.threads)
     cold_bytes = CpuEngine().cold_bytes()
     found = []
     print(f"{'':24}{'tokens':>7}{'ms, best':>10}{'ms of ggml, repacked':>24}{'times':>7}   errors")
-    for format in arguments.formats.split(","):
-        for tokens in map(int, arguments.tokens.split(",")):
-            for part in arguments.parts.split(","):
-                row = measure(peer.library, Case(part, format, tokens), cold_bytes, arguments.seconds)
-                found.append(row)
-                ms = row["milliseconds"]
-                theirs = f"{ms['ggml']:.3f}, " + (f"{ms['ggml-repack']:.3f}" if "ggml-repack" in ms else "none")
-                errors = ", ".join(f"{name} {value:.2e}" for name, value in row["error"].items())
-                times = f"{ms['billfish']:>10.3f}{theirs:>24}{row['times_as_fast']:>7.2f}"
-                print(f"{format + ' ' + part:24}{tokens:>7}{times}   {errors}", flush=True)
-    if arguments.json is not None:
-        about = {"machine": machine(), "ggml": peer.version(), "threads": arguments.threads, "rows": found}
-        write_atomically(arguments.json, json.dumps(about, indent=1).encode() + b"\n")
+    for format, tokens, part in itertools.product(flags.formats, flags.tokens, flags.parts):
+        row = measure(peer.library, Case(part, format, tokens), cold_bytes, flags.seconds)
+        found.append(row)
+        ms = row["milliseconds"]
+        theirs = f"{ms['ggml']:.3f}, " + (f"{ms['ggml-repack']:.3f}" if "ggml-repack" in ms else "none")
+        errors = ", ".join(f"{name} {value:.2e}" for name, value in row["error"].items())
+        times = f"{ms['billfish']:>10.3f}{theirs:>24}{row['times_as_fast']:>7.2f}"
+        print(f"{format + ' ' + part:24}{tokens:>7}{times}   {errors}", flush=True)
+    about = {"machine": machine.machine(), "ggml": peer.version(), "threads": flags.threads}
+    records.write(flags.json, about | {"rows": found})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """A block of experts on the GPU, and the same rows through the dense kernels: the table of docs/cuda.md.
 
-    python -m benchmarks.experts_cuda [--json RESULT.json]
-
 Weights are random, made on the GPU, of Mixtral's shape, and larger than the L2 cache. A contender is a CUDA graph of
 several calls, each with another routing; graphs take turns, and the median counts. Dense: as many rows as tokens have
 visits, through one matrix of gate and up, with its gate, and one of down.
@@ -9,31 +7,25 @@ visits, through one matrix of gate and up, with its gate, and one of down.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import billfish
-from benchmarks.cuda_table import U4B8, captured, random_weights, stream, take_turns
+from benchmarks import command, machine, records
+from benchmarks.cuda_products import U4B8, random_weights, stream
+from benchmarks.timing import captured, graph_medians
 from billfish.backends.cuda import experts
 from billfish.backends.cuda.device_weights import DeviceWeights
-from billfish.backends.cuda.driver import device
 from billfish.backends.cuda.experts import NOTHING, DeviceExperts, Numbers, Visits
 from billfish.backends.cuda.memory import TorchRoom
 from billfish.backends.cuda.plans import ExpertRouting, Gemm
-from billfish.core.files import write_atomically
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 8, 2, 4096, 14336
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 BYTES_PER_WEIGHT = U4B8.brick_bytes / (16 * 128)
 BANDWIDTH, TENSOR = 4.0e12, 650e12  # bytes and operations in a second, as the dense kernels reach them
-GOALS = {1: 0.075, 64: 0.28, 1024: 1.4, 4096: 5.0}  # milliseconds
 
 
 def random_experts(n: int, k: int, gated: bool) -> DeviceExperts:
@@ -118,12 +110,11 @@ class Case:
         error = self.error()
         assert error < 2e-3, (self.tokens, error)
         contenders = {"experts": captured(self.calls, self.block), "dense": captured(self.calls, self.dense())}
-        seconds = take_turns(contenders, self.calls)
+        seconds = graph_medians(contenders, self.calls)
         milliseconds, dense = 1e3 * seconds["experts"], 1e3 * seconds["dense"]
-        goal = GOALS.get(self.tokens)
         print(
             f"{self.tokens:5} tokens: {milliseconds:.4f} ms, predicted {predicted(self.tokens):.4f}, "
-            f"goal {goal}, dense {dense:.4f} ({milliseconds / dense:.2f}), error {error:.1e}",
+            f"dense {dense:.4f} ({milliseconds / dense:.2f}), error {error:.1e}",
             flush=True,
         )
         return {
@@ -142,17 +133,12 @@ def decoded(weights: DeviceWeights) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path, help="where to write the records")
-    arguments = parser.parse_args()
+    flags = command.parser(__spec__, __doc__).parse_args()
     gate_up, down = random_experts(2 * INNER, HIDDEN, True), random_experts(HIDDEN, INNER, False)
-    records = [Case(tokens, gate_up, down, 16 if tokens <= 256 else 4).measure() for tokens in TOKENS]
-    if arguments.json:
-        shape = {"experts": EXPERTS, "chosen": CHOSEN, "hidden": HIDDEN, "inner": INNER, "format": "u4b8:128"}
-        about = {"gpu": device().name, "multiprocessors": device().multiprocessors, "date": time.strftime("%Y-%m-%d")}
-        versions = {"billfish": billfish.__version__, "torch": torch.__version__}
-        content = {"machine": about, "versions": versions, "shape": shape, "records": records}
-        write_atomically(arguments.json, (json.dumps(content, indent=1) + "\n").encode())
+    found = [Case(tokens, gate_up, down, 16 if tokens <= 256 else 4).measure() for tokens in TOKENS]
+    shape = {"experts": EXPERTS, "chosen": CHOSEN, "hidden": HIDDEN, "inner": INNER, "format": "u4b8:128"}
+    about = {"machine": machine.gpu(), "versions": machine.versions("torch"), "shape": shape}
+    records.write(flags.json, about | {"records": found})
 
 
 if __name__ == "__main__":

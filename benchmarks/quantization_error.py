@@ -1,22 +1,21 @@
 """The table of docs/formats.md: how much squared error method="mse" leaves, against plain rounding and against ggml.
 
-    python -m benchmarks.quantization_error [--json FILE]
-
 ggml's figures are those of its C code, recorded in tests/support/vectors/ggml.json on the same matrices.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import billfish as bf
+from benchmarks import command, machine, records
 
 VECTORS = Path(__file__).parent.parent / "tests" / "support" / "vectors"
 sys.path.insert(0, str(VECTORS))
@@ -28,17 +27,14 @@ def mean_squared_error(w: np.ndarray, tensor: bf.QuantizedTensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the records there")
-    arguments = parser.parse_args()
+    flags = command.parser(__spec__, __doc__).parse_args()
     recorded = json.loads((VECTORS / "ggml.json").read_text())["formats"]
-    records = []
+    found = []
     print("| format | gaussian: mse/rtn | mse/ggml | Student t, 4: mse/rtn | mse/ggml | seconds for 64M weights |")
     print("|---|---|---|---|---|---|")
     for name in bf.FORMATS:
-        record: dict[str, object] = {"format": name}
-        cells = []
-        seconds, weights = 0.0, 0
+        record: dict[str, Any] = {"format": name}
+        cells, seconds, weights = [], 0.0, 0
         for label, w in reference_matrices().items():
             started = time.perf_counter()
             tensor = bf.quantize(w, name, method="mse")
@@ -49,13 +45,10 @@ def main() -> None:
             record[label] = {"mse": searched, "rtn": plain, "ggml": ggml}
             cells += [f"{searched / plain:.3f}", f"{searched / ggml:.3f}" if ggml else ""]
         record["seconds_64m"] = seconds / weights * 64e6
-        records.append(record)
+        found.append(record)
         print(f"| {name} | " + " | ".join(cells) + f" | {record['seconds_64m']:.0f} |", flush=True)
-    if arguments.json:
-        about = {"machine": platform.machine(), "numpy": np.__version__, "billfish": bf.__version__, "ggml": "0.25.3"}
-        partial = Path(arguments.json).with_suffix(".partial")
-        partial.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
-        partial.rename(arguments.json)
+    about = {"machine": platform.machine()} | machine.versions("numpy") | {"ggml": "0.25.3"}
+    records.write(flags.json, {"about": about, "records": found})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """How long a GPU takes to quantize and to pack the 8e9 weights of a model of Llama-3-8B's shape.
 
-    python -m benchmarks.quantize_cuda [--formats q4_0,fp4:128,...] [--methods rtn,mse] [--layers 32] [--json FILE]
-
 Weights are bfloat16 and on the GPU from the start, one tensor for each shape. Every matrix of the model is quantized
 from the tensor of its shape, and all packed weights are kept. Kernels are compiled before. A record has the seconds,
 the bytes that the packed weights take, the most that the GPU held beside them, and the error of the first 64 rows of
@@ -10,31 +8,26 @@ one matrix, as quantized on the GPU and on the CPU: the root of the mean square,
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 import billfish as bf
-from billfish.backends.cuda.driver import device
-from billfish.core.files import write_atomically
+from benchmarks import command, machine, records
+from benchmarks.random_model import SHAPES
+from billfish.core.format import parse_format
 
-FORMATS = "q4_0,fp4:128,u4b8:128,u4:128,q4_k,nvfp4,iq4_nl,q8_0"
-LAYERS = 32
-# Rows and columns, and how many of a layer: queries and output, keys and values, gate and up, down.
-LAYER_SHAPES = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}
-ENDS = {(128256, 4096): 2}  # embedding and head
 COMPARED_ROWS = 64
 
 
-def shapes(layers: int) -> dict[tuple[int, int], int]:
+def shapes(layers: int) -> Counter[tuple[int, int]]:
     """How many matrices of each shape the model has."""
-    return {shape: count * layers for shape, count in LAYER_SHAPES.items()} | ENDS
+    return Counter(replace(SHAPES["8b"], layers=layers).matrices().values())
 
 
 def relative_error(w: np.ndarray, q: bf.QuantizedTensor) -> float:
@@ -44,8 +37,8 @@ def relative_error(w: np.ndarray, q: bf.QuantizedTensor) -> float:
 
 def record(name: str, method: Any, tensors: dict[tuple[int, int], torch.Tensor], layers: int) -> dict[str, Any]:
     """One format and one method over the whole model."""
-    format, _, size = name.partition(":")
-    settings: dict[str, Any] = {"group_size": int(size) if size else None, "method": method}
+    format, size = parse_format(name, "--formats")
+    settings: dict[str, Any] = {"group_size": size, "method": method}
     sample = next(iter(tensors.values()))[:COMPARED_ROWS]
     here = sample.float().cpu().numpy()
     on_gpu, on_cpu = (relative_error(here, bf.quantize(w, format, **settings)) for w in (sample, here))
@@ -72,30 +65,24 @@ def record(name: str, method: Any, tensors: dict[tuple[int, int], torch.Tensor],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--formats", default=FORMATS)
-    parser.add_argument("--methods", default="rtn,mse")
-    parser.add_argument("--layers", type=int, default=LAYERS)
-    parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
+    parser = command.parser(__spec__, __doc__)
+    parser.listed("--formats", "formats", "q4_0,fp4:128,u4b8:128,u4:128,q4_k,nvfp4,iq4_nl,q8_0")
+    parser.listed("--methods", "methods", "rtn,mse")
+    parser.option("--layers", "layers of the model", 32, command.positive, "N")
+    flags = parser.parse_args()
     torch.manual_seed(0)
-    tensors = {shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes(chosen.layers)}
-    records = []
+    tensors = {shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in shapes(flags.layers)}
+    found = []
     print(f"{'format':10} {'method':6} {'seconds':>8} {'1e9 weights/s':>14} {'error':>9} {'on the CPU':>11}")
-    for name in chosen.formats.split(","):
-        for method in chosen.methods.split(","):
-            found = record(name, method, tensors, chosen.layers)
-            rate = found["weights"] / found["seconds"] / 1e9
-            errors = f"{found['relative_error']:9.6f} {found['relative_error_on_the_cpu']:11.6f}"
-            print(f"{name:10} {method:6} {found['seconds']:8.2f} {rate:14.2f} {errors}", flush=True)
-            records.append(found)
-    if chosen.json:
-        gpu = device()
-        about = {"gpu": gpu.name, "arch": gpu.arch, "multiprocessors": gpu.multiprocessors}
-        about["date"] = time.strftime("%Y-%m-%d")
-        versions = {"billfish": bf.__version__, "torch": torch.__version__, "numpy": np.__version__}
-        content = {"machine": about, "versions": versions, "records": records}
-        write_atomically(chosen.json, (json.dumps(content, indent=1) + "\n").encode())
+    for name in flags.formats:
+        for method in flags.methods:
+            each = record(name, method, tensors, flags.layers)
+            rate = each["weights"] / each["seconds"] / 1e9
+            errors = f"{each['relative_error']:9.6f} {each['relative_error_on_the_cpu']:11.6f}"
+            print(f"{name:10} {method:6} {each['seconds']:8.2f} {rate:14.2f} {errors}", flush=True)
+            found.append(each)
+    about = {"machine": machine.gpu(), "versions": machine.versions("torch", "numpy")}
+    records.write(flags.json, about | {"records": found})
 
 
 if __name__ == "__main__":

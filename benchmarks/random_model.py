@@ -5,22 +5,23 @@ How fast a model runs depends on its sizes and not on what its weights say.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from billfish.checkpoints.gguf_header import ALIGNMENT, header_bytes, typed
 from billfish.checkpoints.tokenizer.tokenizer import byte_characters
+from billfish.core.files import replacing
 
 BLOCK = 32
 BLOCKS = {
     "q4_0": np.dtype([("scale", "<f2"), ("codes", "u1", BLOCK // 2)]),
     "mxfp4": np.dtype([("scale", "u1"), ("codes", "u1", BLOCK // 2)]),
 }
-TYPES = {"q4_0": gguf.GGMLQuantizationType.Q4_0, "mxfp4": gguf.GGMLQuantizationType.MXFP4}
+NORMAL = 1  # a kind of tokens
 CODE_DEVIATION = {"q4_0": 4.6, "mxfp4": 2.8}  # of codes from -8 to 7, and of E2M1
 
 
@@ -59,6 +60,21 @@ class Shape:
         sizes = {f"{name}.weight": (self.vocabulary, self.hidden) for name in ends}
         return sizes | {f"blk.{i}.{name}.weight": size for i in range(self.layers) for name, size in layer.items()}
 
+    def transformers(self) -> dict[str, Any]:
+        """The arguments of transformers.LlamaConfig."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.feed_forward,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": self.norm_epsilon,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_base},
+            "tie_word_embeddings": self.tied,
+        }
+
     def norms(self) -> list[str]:
         """GGUF's names of the vectors [hidden]."""
         layers = [f"blk.{i}.{name}.weight" for i in range(self.layers) for name in ("attn_norm", "ffn_norm")]
@@ -90,47 +106,32 @@ def random_blocks(rng: np.random.Generator, n: int, k: int, blocks: str = "q4_0"
 def write_random_model(path: Path, shape: Shape, seed: int = 0, blocks: str = "q4_0") -> None:
     """Write the file, a tensor at a time: 4.5 GB of Llama-3-8B take seconds. No token ends a text."""
     rng = np.random.default_rng(seed)
-    unfinished = path.with_name(path.name + ".unfinished")
-    writer = gguf.GGUFWriter(unfinished, "llama")
-    try:
-        _describe(writer, shape)
-        type_ = TYPES[blocks]
-        for name, (n, k) in shape.matrices().items():
-            row_bytes = k // BLOCK * BLOCKS[blocks].itemsize
-            writer.add_tensor_info(name, (n, row_bytes), np.dtype(np.uint8), n * row_bytes, raw_dtype=type_)
-        for name in shape.norms():
-            writer.add_tensor_info(name, (shape.hidden,), np.dtype(np.float32), 4 * shape.hidden)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for n, k in shape.matrices().values():
-            writer.write_tensor_data(random_blocks(rng, n, k, blocks))
-        for _ in shape.norms():
-            writer.write_tensor_data(np.ones(shape.hidden, np.float32))
-        writer.close()
-        os.replace(unfinished, path)
-    except BaseException:
-        writer.close()
-        unfinished.unlink(missing_ok=True)
-        raise
+    tensors: list[Any] = [(name, blocks.upper(), size) for name, size in shape.matrices().items()]
+    tensors += [(name, "F32", (shape.hidden,)) for name in shape.norms()]
+    with replacing(path) as file:
+        file.write(header_bytes(typed(_fields(shape)), tensors))
+        for _, kind, size in tensors:
+            data = np.ones(size, np.float32) if kind == "F32" else random_blocks(rng, *size, blocks)
+            file.write(data.tobytes())
+            file.write(b"\0" * (-data.nbytes % ALIGNMENT))
 
 
-def _describe(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """The fields: sizes and vocabulary."""
-    writer.add_name(f"random weights, {shape.layers} layers of {shape.hidden}")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(shape.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.feed_forward)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_dimension_count(shape.head_size)
-    writer.add_rope_freq_base(shape.rope_base)
-    writer.add_layer_norm_rms_eps(shape.norm_epsilon)
-    writer.add_vocab_size(shape.vocabulary)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(pieces(shape.vocabulary))
-    writer.add_token_types([gguf.TokenType.NORMAL] * shape.vocabulary)
-    writer.add_token_merges(["a b"])
+def _fields(shape: Shape) -> dict[str, Any]:
+    """Sizes and vocabulary."""
+    general = {"architecture": "llama", "name": f"random weights, {shape.layers} layers of {shape.hidden}"}
+    sizes = {
+        "block_count": shape.layers,
+        "context_length": shape.context,
+        "embedding_length": shape.hidden,
+        "feed_forward_length": shape.feed_forward,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.layer_norm_rms_epsilon": shape.norm_epsilon,
+        "rope.dimension_count": shape.head_size,
+        "rope.freq_base": shape.rope_base,
+        "vocab_size": shape.vocabulary,
+    }
+    tokenizer = {"model": "gpt2", "pre": "llama-bpe", "tokens": pieces(shape.vocabulary), "merges": ["a b"]}
+    tokenizer |= {"token_type": [NORMAL] * shape.vocabulary}
+    parts = {"general": general, "llama": sizes, "tokenizer.ggml": tokenizer}
+    return {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}

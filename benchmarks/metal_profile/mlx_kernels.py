@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from billfish.backends import emulator
 from billfish.backends.metal.kernels import up
-from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 
 Array = NDArray[Any]
@@ -126,7 +125,7 @@ def _kernel(
     return MlxKernel(f"{family}_{name}", f"{family}_{name}<T, GROUP, {template}>({arguments});", grid, threadgroup)
 
 
-def mlx_arrays(tensor: QuantizedTensor | QuantizedExperts, dtype: np.dtype[Any]) -> dict[str, Array]:
+def mlx_arrays(tensor: QuantizedTensor, dtype: np.dtype[Any]) -> dict[str, Array]:
     """The weights as MLX has them; affine scales are of x's type."""
     storage = tensor.storage
     arrays = {"w": np.ascontiguousarray(storage["packed"]).view(np.uint32), "scales": storage["scales"]}
@@ -147,7 +146,7 @@ def run_mlx(tensor: QuantizedTensor, x: Array) -> Array:
         input_names=[*arrays, "x", *sizes],
         output_names=["y"],
         source=kernel.source,
-        header=header(family),
+        header=_included(HEADERS[family]),
     )
     sliced = kernel.slices > 1
     (y,) = built(
@@ -192,11 +191,6 @@ def _add_up(partials: Array, dtype: np.dtype[Any]) -> Array:
         output_dtypes=[dtype],
     )
     return np.asarray(y)
-
-
-def header(family: str) -> str:
-    """The headers with a family's kernels."""
-    return _included(HEADERS[family])
 
 
 def _included(files: Sequence[str]) -> str:

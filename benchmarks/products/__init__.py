@@ -1,122 +1,82 @@
-"""`billfish bench`: our kernels beside other libraries, on weights that no cache holds, and the limits of the machine.
+"""Time quantized matmuls beside other libraries, on weights that no cache holds, and beside the machine's limits.
 
 For each format, shape and M, all contenders take turns in one process, so that whatever else the machine does falls on
 all of them alike; the median of each counts. Up to 16 rows of x, a product is as fast as its weights come from memory,
 so there are enough copies of them, used in turn, that they do come from memory every time.
+
+example: python -m benchmarks.products --formats q4_0,fp4:128 --m 1,16
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-import billfish
-from benchmarks.products.cuda import CudaEngine
-from benchmarks.products.engines import CpuEngine, Engine, MetalEngine
-from benchmarks.products.errors import OUTLIER, errors
-from benchmarks.products.limits import Limits, machine
-from benchmarks.products.peers import Case, Peer, Prepared
-from benchmarks.products.peers.turns import take_turns
+from benchmarks import command, machine, plots, records
+from benchmarks.machine import Limits
+from benchmarks.peers import Case, Peer, Prepared, select
+from benchmarks.products.engines import OUTLIER, CpuEngine, MetalEngine, errors
+from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
-from billfish.cli import pictures
-from billfish.core import tables
 from billfish.core.activations import ACTIVATIONS
-from billfish.core.errors import BackendUnavailable, BillfishError, DataError, FormatError, ShapeError, complaint
-from billfish.core.files import write_atomically
+from billfish.core.errors import BillfishError
 from billfish.core.format import parse_format
+from billfish.core.tables import print_table
 
 OURS = "billfish"
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (CpuEngine, MetalEngine, CudaEngine)}
+ENGINES = {engine.name: engine for engine in (CpuEngine, MetalEngine)}
 COLD_ROWS = 16  # up to this M, weights are rotated
 PATIENCE = 10.0  # seconds: a peer that would take longer for one pass is left out
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure. :meth:`parse` makes it of the words of the command line."""
-
-    cases: list[Case]
-    m: list[int]
-    threads: int
-    peers: str = "all"
-    json: Path | None = None
-    plot: Path | None = None
-    budget: float = 0.7  # seconds for each contender in each measurement
-    cold_bytes: int | None = None  # None: what the engine says
-    backend: str = "cpu"
-    report: Path | None = None  # of a Mac, see benchmarks.products.report
-
-    @classmethod
-    def parse(
-        cls,
-        *,
-        backend: str = "cpu",
-        formats: str = "q4_0,fp4",
-        shapes: str = "4096x4096",
-        m: str = "1,16,256",
-        activations: str | None = None,
-        threads: str | None = None,
-        peers: str = "all",
-        json: str | None = None,
-        plot: str | None = None,
-        report: str | None = None,
-    ) -> Settings:
-        """Comma-separated lists, checked. A format may carry its group size, such as u4b8:128."""
-        if backend not in ENGINES:
-            raise BackendUnavailable(complaint("bench", "--backend", repr(backend), ", ".join(ENGINES)))
-        activations = activations or ENGINES[backend].activations
-        for name in activations.split(","):
-            if name not in ACTIVATIONS:
-                raise FormatError(complaint("bench", "--activations", repr(name), ", ".join(ACTIVATIONS)))
-        cases = [
-            _case(format, shape, name)
-            for name in activations.split(",")
-            for shape in shapes.split(",")
-            for format in formats.split(",")
-        ]
-        count = _cpu.threads() if threads is None else _positive("--threads", threads, "a positive integer")
-        check_threads("bench", "--threads", count)
-        rows = [_positive("--m", text, "positive integers, such as 1,16,256") for text in m.split(",")]
-        files = _destination("--json", json), _destination("--plot", plot)
-        if report is not None and backend != "metal":
-            raise BackendUnavailable(complaint("bench", "--report", f"--backend {backend}", "--backend metal"))
-        return cls(cases, rows, count, peers, *files, backend=backend, report=_destination("--report", report))
+def parser() -> command.Parser:
+    made = command.parser(__spec__, __doc__)
+    made.add_argument("--backend", choices=ENGINES, default="cpu", help="whose kernels (default: cpu)")
+    made.listed("--formats", "formats, with a group size if it is not the usual one: u4b8:128", "q4_0,fp4")
+    made.listed("--shapes", "KxN of the weights", "4096x4096", command.shapes)
+    made.listed("--m", "rows of x", "1,16,256", command.positives)
+    kinds = f"{', '.join(ACTIVATIONS)} (default: q8 on the CPU, exact on Metal)"
+    made.add_argument("--activations", type=command.words, metavar="LIST", help=kinds)
+    threads = "CPU threads of all contenders (default: all cores)"
+    made.add_argument("--threads", type=command.positive, metavar="N", help=threads)
+    made.option("--peers", "all, none, or names such as ggml,numpy", "all", str, "LIST")
+    picture = "roofline picture to draw; needs matplotlib"
+    made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
+    report = "with --backend metal: file for checks, times and counts, to be sent"
+    made.add_argument("--report", type=command.new_file, metavar="FILE", help=report)
+    # Seconds for each contender of a measurement; bytes of weights that no cache holds, by default as the engine says.
+    made.set_defaults(budget=0.7, cold_bytes=None)
+    return made
 
 
-def _case(format: str, shape: str, activations: str) -> Case:
-    sizes = shape.split("x")
-    if len(sizes) != 2:
-        raise ShapeError(complaint("bench", "--shapes", repr(shape), "KxN, such as 4096x14336"))
-    k, n = (_positive("--shapes", size, "KxN, such as 4096x14336", shape) for size in sizes)
-    found, group_size = parse_format(format, "bench")
-    found.check_k("bench", k)
-    return Case(found, found.check_group_size("bench", group_size, k), k, n, activations)
+def parse(made: command.Parser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of a command line, with the cases to measure. Raises BillfishError."""
+    flags = made.parse_args(words)
+    kinds = flags.activations or [ENGINES[flags.backend].activations]
+    for kind in kinds:
+        if kind not in ACTIVATIONS:
+            made.error(f"--activations: unknown kind {kind!r}. Known: {', '.join(ACTIVATIONS)}.")
+    if flags.report is not None and flags.backend != "metal":
+        made.error(f"--report needs --backend metal, not {flags.backend}.")
+    flags.cases = [_case(format, k, n, kind) for kind in kinds for k, n in flags.shapes for format in flags.formats]
+    flags.threads = check_threads("benchmark", "--threads", flags.threads or _cpu.threads())
+    return flags
 
 
-def _positive(flag: str, text: str, takes: str, got: str | None = None) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ShapeError(complaint("bench", flag, repr(text if got is None else got), takes))
-    return int(text)
-
-
-def _destination(flag: str, name: str | None) -> Path | None:
-    """Checked before the work: nobody wants to learn it after ten minutes."""
-    if name is None:
-        return None
-    path = Path(name)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise DataError(complaint("bench", flag, repr(name), "a file in a folder that exists"))
-    return path
+def _case(format: str, k: int, n: int, activations: str) -> Case:
+    found, group_size = parse_format(format, "--formats")
+    found.check_k("--shapes", k)
+    return Case(found, found.check_group_size("--formats", group_size, k), k, n, activations)
 
 
 # ---- the run ----------------------------------------------------------------------------------------------------
@@ -126,42 +86,33 @@ def _destination(flag: str, name: str | None) -> Path | None:
 class Report:
     """What was measured, where and with what. `records` is one dictionary for each measurement."""
 
-    records: list[dict[str, Any]]
-    limits: Limits
     machine: dict[str, object]
     versions: dict[str, str]
+    limits: Limits
+    complete: bool
     notes: list[str]
-    complete: bool = False
+    records: list[dict[str, Any]]
 
-    def write_json(self, path: Path) -> None:
-        """All at once: a reader never sees half a file, and an older one stays until this one is there."""
-        content = {
-            "machine": self.machine,
-            "versions": self.versions,
-            "limits": self.limits.as_json(),
-            "complete": self.complete,
-            "notes": self.notes,
-            "records": self.records,
-        }
-        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    def write(self, path: Path | None) -> None:
+        records.write(path, asdict(self))
 
 
 class Bench:
     """A run: `run()` measures until it is done or interrupted, and leaves `report`."""
 
-    def __init__(self, settings: Settings, limits: Limits | None = None, progress: TextIO | None = None) -> None:
+    def __init__(
+        self, settings: argparse.Namespace, limits: Limits | None = None, progress: TextIO | None = None
+    ) -> None:
         self.engine, self.settings = ENGINES[settings.backend](), settings
-        self.engine.require()
         self.progress = sys.stderr if progress is None else progress
         self.cold_bytes = settings.cold_bytes or self.engine.cold_bytes()
-        self.peers, notes = self.engine.peers(settings.peers)
+        self.peers, notes = select(settings.peers, self.engine.peers)
         _cpu.set_threads(settings.threads)
-        measured = limits or self.engine.limits(self.cold_bytes)
-        versions = {OURS: billfish.__version__, "python": sys.version.split()[0], "numpy": np.__version__}
+        versions = machine.versions() | {"python": sys.version.split()[0], "numpy": np.__version__}
         versions |= {peer.name: peer.version() for peer in self.peers}
-        about = machine() | self.engine.about()
-        about |= {"threads": settings.threads, "date": time.strftime("%Y-%m-%d")}
-        self.report = Report([], measured, about, versions, notes)
+        about = machine.machine() | self.engine.about() | {"threads": settings.threads} | machine.today()
+        measured = limits or self.engine.limits(self.cold_bytes)
+        self.report = Report(about, versions, measured, False, notes, [])
         self.row_seconds: dict[tuple[Case, str], float] = {}
 
     def run(self) -> Report:
@@ -184,20 +135,16 @@ class Bench:
         with ExitStack() as stack:
             ours, nbytes = self.engine.prepare(case, cold_bytes)
             prepared: dict[str, Prepared] = {OURS: ours}
+            what = f"{case.label} {case.activations} {case.k}x{case.n}"
             for peer in self.peers:
-                what = f"{case.label} {case.k}x{case.n}: {peer.name} prepares"
-                self._draw(_bar(len(self.report.records), total, what))
+                self._draw(f"{len(self.report.records)}/{total} {what}: {peer.name} prepares")
                 contender = self._prepare(peer, case, cold_bytes)
                 if contender is not None:
                     stack.callback(contender.close)
                     prepared[peer.label(case)] = contender
             for m in rows:
-                what = f"{case.label} {case.activations} {case.k}x{case.n} M={m}"
-                self._draw(_bar(len(self.report.records), total, what))
+                self._draw(f"{len(self.report.records)}/{total} {what} M={m}")
                 seconds, found = self._time(case, m, prepared)
-                remark = self.engine.remark(case, m)
-                if remark:
-                    self._note(f"{what}: {remark}")
                 record = self._record(case, m, nbytes, seconds.pop(OURS), seconds)
                 yield record | {"error": found.pop(OURS), "peer_errors": found}
 
@@ -233,7 +180,7 @@ class Bench:
             if not np.square(error).mean() < 0.36 * np.square(expected).mean():
                 what = f"{name} computes something else for {case.label} {case.activations} {case.k}x{case.n}, M={m}"
                 if name == OURS:
-                    raise BillfishError(f"[bench] {what}")
+                    raise BillfishError(what)
                 self._note(what)
                 del times[name]
             elif m >= COLD_ROWS:  # where time grows with M
@@ -262,26 +209,19 @@ class Bench:
             self.report.notes.append(text)
 
     def _draw(self, text: str) -> None:
-        """The progress bar, only where there is a terminal to redraw its line; empty text takes it away."""
+        """Where it is, only where there is a terminal to redraw its line; empty text takes it away."""
         if self.progress.isatty():
             self.progress.write(f"\r\x1b[K{text}")
             self.progress.flush()
 
 
-def _bar(done: int, total: int, what: str, width: int = 24) -> str:
-    full = width * done // max(1, total)
-    return f"[{'#' * full}{'.' * (width - full)}] {done}/{total} {what}"
-
-
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = None) -> Report:
+def run(settings: argparse.Namespace, limits: Limits | None = None, out: TextIO | None = None) -> Report:
     """Measure, print the table, write the files. `limits` are measured unless given."""
     if settings.plot is not None:
-        from benchmarks.products import plot
-
-        pictures.require()  # before the work, not after it
+        plots.require()  # before the work, not after it
     before = _cpu.threads()
     try:
         bench = Bench(settings, limits)
@@ -289,16 +229,14 @@ def run(settings: Settings, limits: Limits | None = None, out: TextIO | None = N
         try:
             bench.run()
         finally:  # even if a peer or we ourselves break down halfway
-            if settings.json is not None and (report.records or report.complete):
-                report.write_json(settings.json)
+            if report.records or report.complete:
+                report.write(settings.json)
     finally:
         _cpu.set_threads(before)
-    for note in report.notes:
-        print(f"billfish: {note.removeprefix('[bench] ')}", file=sys.stderr)
-    print_table(report, sys.stdout if out is None else out)
+    print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
+    print_report(report, sys.stdout if out is None else out)
     if settings.plot is not None and report.records:
-        drawn = plot.roofline(report.records, report.limits, report.machine, report.versions)
-        write_atomically(settings.plot, pictures.png(drawn))
+        plots.save(plots.roofline(report.records, report.limits, report.machine, report.versions), settings.plot)
     return report
 
 
@@ -308,7 +246,7 @@ ABOUT_ERRORS = (
 )
 
 
-def print_table(report: Report, out: TextIO) -> None:
+def print_report(report: Report, out: TextIO) -> None:
     """Times in milliseconds, and behind each peer's how many times ours it is: above 1, we are faster. Then errors."""
     names = list(dict.fromkeys(name for record in report.records for name in record["peers"]))
     beside = [column for name in names for column in (name, "error")]
@@ -318,23 +256,33 @@ def print_table(report: Report, out: TextIO) -> None:
         times = {name: f"{seconds * 1e3:.4g} ({seconds / ours:.2f})" for name, seconds in peers.items()}
         rows.append(
             [
-                record["format"],
-                record["activations"],
-                f"{record['k']}x{record['n']}",
-                str(record["m"]),
-                f"{record['gops']:.4g}",
-                f"{record['weight_gbps']:.3g}",
-                f"{record['limit_fraction']:.0%}",
-                f"{ours * 1e3:.4g}",
-                _error_cell(record["error"]),
+                *(record["format"], record["activations"], f"{record['k']}x{record['n']}", str(record["m"])),
+                *(f"{record['gops']:.4g}", f"{record['weight_gbps']:.3g}", f"{record['limit_fraction']:.0%}"),
+                *(f"{ours * 1e3:.4g}", _error_cell(record["error"])),
                 *(cell for name in names for cell in (times.get(name, "-"), _error_cell(found.get(name)))),
                 f"{min(peers.values()) / ours:.2f}" if peers else "-",
             ]
         )
-    tables.print_table(rows, out, left=3, keys=4)
-    print(ABOUT_ERRORS, file=out)
-    print(report.limits, file=out)
+    print_table(rows, out, left=3, keys=4)
+    print(ABOUT_ERRORS, report.limits, sep="\n", file=out)
 
 
 def _error_cell(found: tuple[float, float] | None) -> str:
     return "-" if found is None else " / ".join(f"{each:.2g}" for each in found)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    made = parser()
+    with command.errors_end(made):
+        settings = parse(made, words)
+        if settings.report is not None:
+            from benchmarks.products import report
+
+            status = 0 if report.run(settings, sys.stdout).complete else 1
+        else:
+            try:
+                status = 0 if run(settings).complete else INTERRUPTED
+            except KeyboardInterrupt:  # before the first measurement
+                status = INTERRUPTED
+    if status:
+        sys.exit(status)

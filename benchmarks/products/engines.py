@@ -1,88 +1,51 @@
-"""Whose kernels are timed: what a backend needs for `billfish bench` besides its kernels."""
+"""Whose kernels `python -m benchmarks.products` times, and how far a result is from the product in float64."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.products.limits import ATTEMPTS, MEBIBYTE, Limits, last_level_cache
-from benchmarks.products.peers import PEERS, Case, Peer, Prepared, copies_for, select
-from benchmarks.products.peers.base import Floats
-from benchmarks.products.peers.mlx import Mlx, Together
+from benchmarks.machine import ATTEMPTS, MEBIBYTE, GpuLimits, Limits, last_level_cache
+from benchmarks.peers import PEERS, Case, Prepared, copies_for
+from benchmarks.peers.base import Floats
+from benchmarks.peers.mlx import Mlx, Together
+from benchmarks.timing import best
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.base import Product
 from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.packed import PackedWeights
-from billfish.backends.metal import MLX, MetalBackend, MetalProduct, MetalWeights, has_kernels, lay_out
+from billfish.backends.metal import MLX, MetalBackend, MetalProduct, has_kernels, lay_out
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
+from billfish.ops.linear import dequantize
 
 PEAK_SIZE = 4096  # of the dense product that measures a GPU's arithmetic
 
 
-class Engine(ABC):
-    """A backend, its peers and the limits of its hardware."""
+class CpuEngine:
+    """The CPU engine, x in float32: its kernels, its peers and the limits of its hardware."""
 
-    name: str
-    activations: str  # unless the command line says otherwise
-
-    def require(self) -> None:  # noqa: B027  (the CPU is always there)
-        """Raises BackendUnavailable where the hardware is not there."""
-
-    @abstractmethod
-    def about(self) -> dict[str, object]:
-        """What the record says of the hardware besides the machine."""
-
-    @abstractmethod
-    def cold_bytes(self) -> int:
-        """So many bytes of weights, used in turn, come from memory every time."""
-
-    @abstractmethod
-    def limits(self, cold_bytes: int) -> Limits:
-        """Measured."""
-
-    @abstractmethod
-    def peers(self, names: str) -> tuple[list[Peer], list[str]]:
-        """As :func:`benchmarks.products.peers.select`."""
-
-    @abstractmethod
-    def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
-        """Our own contender, and the bytes of one copy of its weights."""
-
-    def remark(self, case: Case, m: int) -> str:
-        """What a reader of this time should know, of the case that was prepared last."""
-        return ""
-
-
-class CpuEngine(Engine):
-    """The CPU engine, x in float32."""
-
-    name = "cpu"
-    activations = "q8"
+    name, activations, peers = "cpu", "q8", PEERS
 
     def __init__(self) -> None:
-        backend = BACKENDS["cpu"]
-        assert isinstance(backend, CpuBackend)
-        self.backend = backend
+        self.backend: CpuBackend = BACKENDS["cpu"]
 
     def about(self) -> dict[str, object]:
+        """What the record says of the hardware besides the machine."""
         return {"isa": self.backend.level}
 
     def cold_bytes(self) -> int:
+        """So many bytes of weights, used in turn, come from memory every time."""
         return max(128 * MEBIBYTE, 4 * last_level_cache())
 
     def limits(self, cold_bytes: int) -> Limits:
         return Limits.measure(self.backend.level, cold_bytes)
 
-    def peers(self, names: str) -> tuple[list[Peer], list[str]]:
-        return select(names, PEERS)
-
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
+        """Our own contender, and the bytes of one copy of its weights."""
         weights = self.backend.pack(case.tensor())
         copies = copies_for(weights.nbytes, cold_bytes) - 1
         rotation = [weights, *(replace(weights, data=weights.data.copy()) for _ in range(copies))]
@@ -101,7 +64,7 @@ class InOneCall(Prepared):
         for weights in self._weights:
             n = weights.shape[0]
             self._y = np.empty((len(x), n), np.float32)
-            given, out = Input("bench", "x", x.copy()), Input("bench", "y", self._y)
+            given, out = Input("benchmark", "x", x.copy()), Input("benchmark", "y", self._y)
             products.append(Product(given, weights, n, None, out))
         return lambda: self._backend.linears(products, self._activations)
 
@@ -109,35 +72,18 @@ class InOneCall(Prepared):
         return self._y
 
 
-@dataclass(frozen=True)
-class GpuLimits(Limits):
-    """Of a GPU: the arithmetic peak is that of a large float16 product of MLX or cuBLAS."""
+class MetalEngine:
+    """The same of the Metal engine through MLX, x in float16, beside `mx.quantized_matmul`."""
 
-    def arithmetic(self, activations: str) -> str:
-        return "float16"
-
-    def __str__(self) -> str:
-        read, peak = self.read_bytes_per_second / 1e9, self.fma_operations_per_second / 1e9
-        return f"limits: memory {read:.3g} GB/s, float16 {peak:.4g} GOP/s"
-
-
-class MetalEngine(Engine):
-    """The Metal engine through MLX, x in float16, beside `mx.quantized_matmul`."""
-
-    name = "metal"
-    activations = "exact"
+    name, activations, peers = "metal", "exact", (Mlx(device="gpu"),)
 
     def __init__(self) -> None:
-        backend = BACKENDS["metal"]
-        assert isinstance(backend, MetalBackend)
-        self.backend = backend
-
-    def require(self) -> None:
-        peer = Mlx(device="gpu")
-        peer.load()
-        self.mx = peer.mx
+        """Raises BackendUnavailable without MLX or an Apple GPU."""
+        self.backend: MetalBackend = BACKENDS["metal"]
+        self.peers[0].load()
+        self.mx = self.peers[0].mx
         if not self.mx.metal.is_available():
-            raise BackendUnavailable("[bench] metal: MLX finds no Metal on this machine")
+            raise BackendUnavailable("--backend metal: MLX finds no Metal on this machine.")
 
     def about(self) -> dict[str, object]:
         return {"gpu": str(self.mx.metal.device_info().get("device_name", "unknown"))}
@@ -150,37 +96,57 @@ class MetalEngine(Engine):
         many = mx.ones((cold_bytes // 4,), mx.float32)
         square = mx.ones((PEAK_SIZE, PEAK_SIZE), mx.float16)
         mx.eval(many, square)
-        read = cold_bytes / _best(lambda: mx.eval(mx.sum(many)))
-        peak = 2 * PEAK_SIZE**3 / _best(lambda: mx.eval(square @ square))
+        read = cold_bytes / best(lambda: mx.eval(mx.sum(many)), ATTEMPTS)
+        peak = 2 * PEAK_SIZE**3 / best(lambda: mx.eval(square @ square), ATTEMPTS)
         return GpuLimits(read, peak, peak)
 
-    def peers(self, names: str) -> tuple[list[Peer], list[str]]:
-        return select(names, (Mlx(device="gpu"),))
-
     def prepare(self, case: Case, cold_bytes: int) -> tuple[Prepared, int]:
-        mx = self.mx
-        dtype = np.dtype(np.float16)
-        problem = Problem(
-            "matmul", case.format, case.group_size, 1, case.n, case.k, dtype, "mlx", activations=case.activations
-        )
-        able, reason = has_kernels(problem)
-        if not able:
-            raise BackendUnavailable(f"[bench] metal: {reason}")
+        check_metal(case)
         weights = lay_out(case.tensor())
-        copies = [self._product(weights) for _ in range(copies_for(weights.nbytes, cold_bytes))]
-        mx.eval([list(copy.weights.arrays.values()) for copy in copies])
-        return Together(mx, copies, lambda x, copy: copy(x)), weights.nbytes
-
-    def _product(self, weights: MetalWeights) -> MetalProduct:
-        return MetalProduct(self.backend.kernels, weights.converted(MLX.from_numpy))
+        count = copies_for(weights.nbytes, cold_bytes)
+        copies = [MetalProduct(self.backend.kernels, weights.converted(MLX.from_numpy)) for _ in range(count)]
+        self.mx.eval([list(copy.weights.arrays.values()) for copy in copies])
+        return Together(self.mx, copies, lambda x, copy: copy(x)), weights.nbytes
 
 
-def _best(run: Callable[[], Any]) -> float:
-    """Seconds of the fastest of a few, after one that does not count."""
-    run()
-    seconds = []
-    for _ in range(ATTEMPTS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def check_metal(case: Case) -> None:
+    """Raises where the Metal kernels do not have the case."""
+    sizes = (1, case.n, case.k, np.dtype(np.float16), "mlx")
+    able, reason = has_kernels(Problem("matmul", case.format, case.group_size, *sizes, activations=case.activations))
+    if not able:
+        raise BackendUnavailable(f"--backend metal: {reason}")
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+COLUMNS = 64  # of y that are looked at
+OUTLIER = 1000.0  # one value among others of size 1. In language models they are hundreds of times as large
+
+
+def with_outliers(x: Floats) -> tuple[Floats, NDArray[np.intp]]:
+    """A copy of x [M, k] in which one value of each row is OUTLIER, and the columns of these values."""
+    columns = np.random.default_rng(2).integers(x.shape[1], size=len(x))
+    changed = x.copy()
+    changed[np.arange(len(x)), columns] = OUTLIER
+    return changed, columns
+
+
+def errors(case: Case, x: Floats, contender: Prepared) -> tuple[float, float]:
+    """Of the contender's last product, which was with x [M, k]; and of one with outliers, which is made here.
+
+    Root mean squares of y - x W^T, divided by those of x W^T. With outliers, they are divided by those of what all
+    other values give: it is these that a scale for too many values loses.
+    """
+    weights = dequantize(case.distinct, backend="reference")[:COLUMNS].astype(np.float64)
+
+    def relative(x: Floats, counted: Floats) -> float:
+        expected, size = (array.astype(np.float64) @ weights.T for array in (x, counted))
+        difference = contender.result()[:, : expected.shape[1]] - expected
+        return float(np.sqrt(np.square(difference).mean() / np.square(size).mean()))
+
+    plain = relative(x, x)
+    changed, columns = with_outliers(x)
+    others = changed.copy()
+    others[np.arange(len(x)), columns] = 0
+    contender.bind(changed)()
+    return plain, relative(changed, others)

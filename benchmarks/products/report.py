@@ -1,7 +1,7 @@
-"""`billfish bench --backend metal --report FILE`: a file to send from a Mac.
+"""`python -m benchmarks.products --backend metal --report FILE`: a file to send from a Mac.
 
 checks   products of small matrices, through MLX and through torch, beside exact ones
-times    as `billfish bench` takes them
+times    as without --report
 counts   what the kernels execute for the same problems, from the emulator, with the times that its model estimates
 
 Without a Metal GPU all of it comes from the emulator, and the file says so: `"emulated": true`.
@@ -9,30 +9,25 @@ Without a Metal GPU all of it comes from the emulator, and the file says so: `"e
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-import billfish
-from benchmarks import products
-from benchmarks.metal_profile.counts import LARGEST_WHOLE, count_mlx, count_ours, mlx_counts
-from benchmarks.products.limits import machine
-from benchmarks.products.peers import Case
+from benchmarks import machine, products, records
+from benchmarks.metal_profile.counts import LARGEST_WHOLE, count_product
+from benchmarks.peers import Case
+from benchmarks.products.engines import check_metal
+from benchmarks.timing import timed
 from billfish.backends import emulator
-from billfish.backends.base import Problem
-from billfish.backends.metal import MLX, Kernels, has_kernels, lay_out
-from billfish.cli.info import version_of
+from billfish.backends.metal import MLX, Kernels, lay_out
 from billfish.core.errors import BackendUnavailable
-from billfish.core.files import write_atomically
 from billfish.core.tables import print_table
 from billfish.core.tensor import QuantizedTensor
 from billfish.ops.linear import dequantize, quantized_linear
@@ -54,6 +49,11 @@ def has_metal() -> bool:
     return bool(mx.metal.is_available())
 
 
+def half(m: int, k: int, seed: int = 1) -> NDArray[Any]:
+    """x [m, k] in float16."""
+    return np.random.default_rng(seed).standard_normal((m, k), np.float32).astype(np.float16)
+
+
 # ---- checks -------------------------------------------------------------------------------------------------------
 
 
@@ -62,15 +62,12 @@ def bridges(emulated: bool) -> dict[str, Multiply]:
 
     def by_mlx(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
         if emulated:
-            y: NDArray[Any] = Kernels(emulator.metal_kernel).multiply(x, lay_out(q))
-            return y
+            return np.asarray(Kernels(emulator.metal_kernel).multiply(x, lay_out(q)))
         import mlx.core as mx
 
         return MLX.to_numpy(quantized_linear(mx.array(x), q, backend="metal"))
 
     def by_torch(x: NDArray[Any], q: QuantizedTensor) -> NDArray[Any]:
-        import torch
-
         from billfish.nn.torch import emulated_mps  # with torch
 
         device: AbstractContextManager[None] = emulated_mps.mps() if emulated else nullcontext()
@@ -89,10 +86,8 @@ def bridges(emulated: bool) -> dict[str, Multiply]:
 
 def check(name: str, multiply: Multiply, case: Case, m: int) -> dict[str, Any]:
     """One product: its relative error, and that of a dense product of float16 numbers, of which it may have twice."""
-    k = CHECKED_SHAPE[1]
-    small = replace(case, n=CHECKED_SHAPE[0], k=k, group_size=min(case.group_size, k))
-    x = np.random.default_rng(m).standard_normal((m, k), np.float32).astype(np.float16)
-    q = small.distinct
+    n, k = CHECKED_SHAPE
+    q, x = replace(case, n=n, k=k, group_size=min(case.group_size, k)).distinct, half(m, k, seed=m)
     record: dict[str, Any] = {"bridge": name, "format": case.label, "m": m}
     try:
         y = multiply(x, q)
@@ -121,24 +116,18 @@ def emulated_times(cases: list[Case], rows: list[int], notes: list[str]) -> Iter
             if m * case.n * case.k > LARGEST_WHOLE:
                 notes.append(f"{case.label} {case.k}x{case.n} M={m}: too large to run all of it in the emulator")
                 continue
-            x = np.random.default_rng(1).standard_normal((m, case.k), np.float32).astype(np.float16)
-            started = time.perf_counter()
-            kernels.multiply(x, weights)
-            seconds = time.perf_counter() - started
-            sizes = {"format": case.label, "m": m, "k": case.k, "n": case.n}
+            x, sizes = half(m, case.k), {"format": case.label, "m": m, "k": case.k, "n": case.n}
+            seconds = timed(lambda x=x, weights=weights: kernels.multiply(x, weights))
             yield {"backend": "metal-emulator", **sizes, "seconds": seconds, "peers": {}}
 
 
 def counted(cases: list[Case], rows: list[int]) -> Iterator[dict[str, Any]]:
-    """As the records of `billfish profile`."""
+    """As the records of `python -m benchmarks.metal_profile`."""
     kernels = Kernels(emulator.metal_kernel)
     for case in cases:
         q = case.tensor()
         for m in rows:
-            x = np.random.default_rng(1).standard_normal((m, case.k), np.float32).astype(np.float16)
-            if mlx_counts(q):
-                yield count_mlx(q, x).as_json()
-            yield count_ours(kernels, q, x).as_json()
+            yield from map(asdict, count_product(kernels, q, half(m, case.k)))
 
 
 @dataclass
@@ -155,77 +144,58 @@ class MacReport:
     limits: dict[str, float] | None = None
     complete: bool = False
 
-    def write(self, path: Path) -> None:
-        """All at once."""
-        write_atomically(path, (json.dumps({"report": FORM, **vars(self)}, indent=1) + "\n").encode())
-
 
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
-def run(settings: products.Settings, out: TextIO) -> MacReport:
+def run(settings: argparse.Namespace, out: TextIO) -> MacReport:
     """Check, time and count; the file is written whatever happens on the way."""
-    assert settings.report is not None
     for case in settings.cases:
-        sizes = (1, case.n, case.k, np.dtype(np.float16))
-        able, reason = has_kernels(
-            Problem("matmul", case.format, case.group_size, *sizes, activations=case.activations)
-        )
-        if not able:
-            raise BackendUnavailable(f"[bench] metal: {reason}")
+        check_metal(case)
     emulated = not has_metal()
-    about = machine() | {"date": time.strftime("%Y-%m-%d")}
-    versions = {name: version_of(name) for name in ("numpy", "mlx", "torch", "ziglang")}
-    known = {"billfish": billfish.__version__} | {name: text for name, text in versions.items() if text is not None}
-    report = MacReport(emulated, about, known, [EMULATED] if emulated else [], [], [], [])
+    about, versions = machine.machine() | machine.today(), machine.versions("numpy", "mlx", "torch", "ziglang")
+    report = MacReport(emulated, about, versions, [EMULATED] if emulated else [], [], [], [])
     try:
         for name, multiply in bridges(emulated).items():
             report.checks += [check(name, multiply, case, m) for case in settings.cases for m in CHECKED_ROWS]
-        _print_checks(report, out)
+        print_checks(report, out)
         if emulated:
-            for record in emulated_times(settings.cases, settings.m, report.notes):
-                report.times.append(record)
-            _print_emulated(report, out)
-        timed = emulated or _take_times(report, settings, out)
+            report.times += emulated_times(settings.cases, settings.m, report.notes)
+            rows = [["format", "KxN", "M", "seconds of the emulator"]]
+            rows += [[t["format"], f"{t['k']}x{t['n']}", str(t["m"]), f"{t['seconds']:.3g}"] for t in report.times]
+            print_table(rows, out, left=2, keys=3)
+        timed_all = emulated or _take_times(report, settings, out)
         try:
             for record in counted(settings.cases, settings.m):
                 report.counts.append(record)
         except BackendUnavailable as error:  # no compiler for the emulator
             report.notes.append(f"nothing was counted: {error}")
-        report.complete = timed and all(record["right"] for record in report.checks)
+        report.complete = timed_all and all(record["right"] for record in report.checks)
     finally:
-        report.write(settings.report)
-    for note in report.notes:
-        print(f"billfish: {note}", file=sys.stderr)
+        records.write(settings.report, {"report": FORM, **vars(report)})
+    print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
     print(f"report: {settings.report}", file=out)
     return report
 
 
-def _take_times(report: MacReport, settings: products.Settings, out: TextIO) -> bool:
+def _take_times(report: MacReport, settings: argparse.Namespace, out: TextIO) -> bool:
     """On the GPU; whether all were taken. What goes wrong there is a note."""
-    timed = products.Bench(settings)
-    report.times, report.limits = timed.report.records, timed.report.limits.as_json()
-    report.machine |= timed.report.machine
+    bench = products.Bench(settings)
+    report.times, report.limits = bench.report.records, asdict(bench.report.limits)
+    report.machine |= bench.report.machine
     try:
-        timed.run()
+        bench.run()
     except Exception as error:  # as in `check`
-        timed.report.notes.append(f"times end here: {type(error).__name__}: {error}")
-    report.notes += timed.report.notes
-    products.print_table(timed.report, out)
-    return timed.report.complete
+        bench.report.notes.append(f"times end here: {type(error).__name__}: {error}")
+    report.notes += bench.report.notes
+    products.print_report(bench.report, out)
+    return bench.report.complete
 
 
-def _print_checks(report: MacReport, out: TextIO) -> None:
+def print_checks(report: MacReport, out: TextIO) -> None:
     rows = [["through", "format", "M", "error", "allowed", ""]]
     for record in report.checks:
         numbers = [f"{record[name]:.1e}" if name in record else "-" for name in ("error", "allowed")]
         verdict = "right" if record["right"] else str(record.get("failed", "wrong")).splitlines()[0]
         rows.append([record["bridge"], record["format"], str(record["m"]), *numbers, verdict])
-    print_table(rows, out, left=2, keys=3)
-
-
-def _print_emulated(report: MacReport, out: TextIO) -> None:
-    rows = [["format", "KxN", "M", "seconds of the emulator"]]
-    for record in report.times:
-        rows.append([record["format"], f"{record['k']}x{record['n']}", str(record["m"]), f"{record['seconds']:.3g}"])
     print_table(rows, out, left=2, keys=3)

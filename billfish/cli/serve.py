@@ -7,11 +7,11 @@ import ipaddress
 import sys
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
-from billfish.core.extras import require
+from billfish.core.extras import folder_of
 from billfish.core.terminal import warn
 from billfish.llm.chat_template import start_process
 
-PACKAGES = ("starlette", "uvicorn", "llguidance")
+PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Answer requests until a signal comes."""
     for package in PACKAGES:
-        require(package, "serve")
-    from billfish.serving.engine import Engine  # here: they need these packages
-    from billfish.serving.keys import Keys, read_keys
-    from billfish.serving.server import Server, address, listen
-    from billfish.serving.service import Service
+        folder_of(package, "serve")
+    from billfish.serving.api.service import Service  # here: they need these packages
+    from billfish.serving.engine.engine import Engine
+    from billfish.serving.http.keys import Keys, read_keys
+    from billfish.serving.http.server import Server, address, listen
 
     keys = Keys([]) if arguments.api_key_file is None else read_keys(arguments.api_key_file)
     with listen(arguments.host, arguments.port) as listening:

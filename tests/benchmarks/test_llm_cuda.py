@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import billfish as bf
-from benchmarks import llm_cuda, llm_peers, random_model
+from benchmarks import llm_cuda, machine, random_model, timing
 
 # What llama-bench and llama-batched-bench print, less fields that nobody reads.
 LLAMA_BENCH = """[
@@ -95,18 +95,18 @@ def test_the_shapes_have_as_many_weights_as_their_models():
 
 
 def test_llama_bench_is_read():
-    rates, version = llm_peers.llama_bench_rates(LLAMA_BENCH)
+    rates, version = llm_cuda.llama_bench_rates(LLAMA_BENCH)
     assert rates == {"prompt_512": [605.835, 485.556], "generate": [341.333, 338.624]}
     assert version == "llama-cpp-python-0.3.36"
 
 
 def test_llama_bench_without_a_gpu_is_refused():
     with pytest.raises(SystemExit, match=r"ran on CPU.*GGML_CUDA=ON"):
-        llm_peers.llama_bench_rates(LLAMA_BENCH.replace("CUDA", "CPU"))
+        llm_cuda.llama_bench_rates(LLAMA_BENCH.replace("CUDA", "CPU"))
 
 
 def test_llama_batched_bench_is_read():
-    assert llm_peers.batched_bench_rates(BATCHED_BENCH) == {"streams_16": [186.046509], "streams_64": [149.02713]}
+    assert llm_cuda.batched_bench_rates(BATCHED_BENCH) == {"streams_16": [186.046509], "streams_64": [149.02713]}
 
 
 def test_llama_cpp_is_run_on_the_gpu_with_flash_attention(tmp_path):
@@ -120,16 +120,16 @@ def test_llama_cpp_is_run_on_the_gpu_with_flash_attention(tmp_path):
         script = f'#!/bin/sh\n[ "$*" = "{expected}" ] || {{ echo "$*" >&2; exit 3; }}\ncat "$0.txt"\n'
         (tmp_path / tool).write_text(script)
         (tmp_path / tool).chmod(0o755)
-    peer = llm_peers.LlamaCpp(tmp_path, Path("model.gguf"))
+    peer = llm_cuda.LlamaCpp(tmp_path, Path("model.gguf"))
     assert set(peer.measure()) == {"generate", "prompt_512", "streams_16", "streams_64"}
     assert peer.version == "llama-cpp-python-0.3.36"
     with pytest.raises(SystemExit, match="llama-bench failed with 3"):
-        llm_peers.LlamaCpp(tmp_path, Path("another.gguf")).measure()
+        llm_cuda.LlamaCpp(tmp_path, Path("another.gguf")).measure()
 
 
 def test_transformers_step_goes_on_with_the_best_token():
     torch.manual_seed(0)
-    peer = llm_peers.Transformers(tiny(), "cpu", torch.float32)
+    peer = llm_cuda.Transformers(tiny(), "cpu", torch.float32)
     for weights in peer.model.parameters():
         if weights.ndim == 2:
             torch.nn.init.normal_(weights, std=0.3)  # large enough that tokens differ
@@ -156,7 +156,7 @@ def test_streams_count_the_tokens_after_the_prompts_and_not_the_prompts(monkeypa
         assert [len(prompt) for prompt in prompts] == [32, 32, 32]
         clock.now += 5.0 + 0.5 * (max_tokens - 1)
 
-    monkeypatch.setattr(llm_cuda.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
     fake = SimpleNamespace(config=SimpleNamespace(vocabulary=320), generate_batch=generate_batch)
     assert llm_cuda.Ours(fake).streams(3, 32, 8) == pytest.approx(3 / 0.5)
 
@@ -185,12 +185,12 @@ def test_a_run_without_peers_says_so_and_writes_its_records(tmp_path, monkeypatc
         raise ImportError("No module named 'transformers'")
 
     rates = {case: [100.0] for case in llm_cuda.CASES}
-    gpu = SimpleNamespace(name="NVIDIA H200", arch="sm_90a", multiprocessors=132)
+    gpu = {"gpu": "NVIDIA H200", "arch": "sm_90a", "multiprocessors": 132, "date": "2026-01-31"}
     monkeypatch.setattr(llm_cuda, "SHAPES", {"1b": tiny()})
     monkeypatch.setattr(llm_cuda.bf.llm, "load", lambda path, device: (path.exists(), device))
     monkeypatch.setattr(llm_cuda, "Ours", lambda model: SimpleNamespace(measure=lambda: {(True, "cuda"): rates}[model]))
     monkeypatch.setattr(llm_cuda, "Transformers", without_transformers)
-    monkeypatch.setattr(llm_cuda, "device", lambda: gpu)
+    monkeypatch.setattr(machine, "gpu", lambda: gpu)
     file = tmp_path / "records.json"
     monkeypatch.setattr(sys, "argv", ["llm_cuda.py", "--shapes", "1b", "--json", str(file)])
     llm_cuda.main()
@@ -199,6 +199,6 @@ def test_a_run_without_peers_says_so_and_writes_its_records(tmp_path, monkeypatc
     assert "No module named 'transformers'; left out" in said
     written = json.loads(file.read_text())
     assert set(written) == {"machine", "versions", "records"}
-    assert {"gpu", "arch", "multiprocessors", "date"} == set(written["machine"])
+    assert written["machine"] == gpu
     assert {"billfish", "torch", "numpy"} == set(written["versions"])
     assert written["records"] == llm_cuda.records_of("1b", {"billfish": rates})

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from llm_models import Small, write_model
 
-from benchmarks import llm_contenders, llm_speed, llm_tables
+from benchmarks import llm_speed, records, tables
+from benchmarks.peers.llama_cpp import Ours
 from billfish.llm import load
 
 TOKENS = np.random.default_rng(0).integers(4, 260, 96).tolist()
@@ -16,7 +17,7 @@ TOKENS = np.random.default_rng(0).integers(4, 260, 96).tolist()
 def ours(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     write_model(path, Small(layers=1, heads=2, kv_heads=1, head_size=16, context=256))
-    return llm_contenders.Ours(load(path), "exact", 128)
+    return Ours(load(path), "exact", 128)
 
 
 def test_a_text_goes_on_where_it_was_cut(ours):
@@ -67,14 +68,14 @@ def results(peers, **seconds):
 def test_a_peer_that_is_not_measured_keeps_its_records():
     old = results(["llama.cpp", "ik_llama.cpp"], **{"llama.cpp": 2.0, "ik_llama.cpp": 1.5, "billfish q8": 1.0})
     new = results(["ik_llama.cpp"], **{"ik_llama.cpp": 1.0, "billfish q8": 0.5})
-    both = llm_speed.merged(old, new)
+    both = records.merged(old, new)
     assert {record["who"]: record["seconds"] for record in both["records"]} == {
         "llama.cpp": 2.0,
         "ik_llama.cpp": 1.0,
         "billfish q8": 0.5,
     }
     assert set(both["about"]["peers"]) == {"llama.cpp", "ik_llama.cpp"}
-    assert llm_tables.speed(both, ["generation"]).splitlines()[-2:] == [
+    assert tables.speed(both, ["generation"]).splitlines()[-2:] == [
         "| 128 tokens, empty context | 64 tok/s | 128 tok/s | 256 tok/s (2.00) |  |  |",
         "",
     ]

@@ -1,4 +1,4 @@
-"""`billfish bench --backend metal`, as far as it goes without a Mac: what is timed, beside whom, what it refuses."""
+"""benchmarks.products --backend metal, as far as it goes without a Mac: what is timed, beside whom, what it refuses."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from bench_support import settings
 
 import billfish as bf
 from benchmarks import products
-from benchmarks.products.engines import GpuLimits
+from benchmarks.machine import GpuLimits
 from billfish.backends.metal import MetalBackend, kernels, lay_out
-from billfish.cli.main import main
 
 FAKE = GpuLimits(1e9, 4e9, 4e9)
 
@@ -39,9 +39,9 @@ def like_a_mac(monkeypatch):
 
 
 def test_records_and_peers(like_a_mac):
-    parsed = products.Settings.parse(backend="metal", shapes="64x96", m="1,17", formats="fp4,q4_0")
+    found = settings(backend="metal", shapes="64x96", formats="fp4,q4_0", peers="all")
     out = io.StringIO()
-    report = products.run(replace(parsed, budget=0.0, cold_bytes=1 << 16), FAKE, out)
+    report = products.run(found, FAKE, out)
     assert report.complete
     assert report.notes == []
     assert report.machine["gpu"] == "Apple M0"
@@ -57,30 +57,34 @@ def test_records_and_peers(like_a_mac):
 def test_limits_are_measured(like_a_mac, monkeypatch):
     monkeypatch.setattr("benchmarks.products.engines.PEAK_SIZE", 32)
     engine = products.ENGINES["metal"]()
-    engine.require()
     limits = engine.limits(1 << 20)
     assert limits.read_bytes_per_second > 0
     assert limits.fma_operations_per_second > 0
     assert engine.cold_bytes() > 96 << 20
 
 
+def refused(capsys, flags):
+    with pytest.raises(SystemExit) as caught:
+        products.main(["--backend", "metal", *flags])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "fact"),
     [
-        (["--formats", "nf4", "--shapes", "256x8"], "metal: it has no kernels for the nf4 codes of nf4"),
-        (["--activations", "q8"], "metal: it multiplies x as it is, and activations are 'q8'"),
+        (["--formats", "nf4", "--shapes", "256x8"], "no kernels for the nf4 codes of nf4"),
+        (["--activations", "q8"], "activations are 'q8'"),
     ],
 )
-def test_what_it_refuses(like_a_mac, monkeypatch, capsys, flags, message):
+def test_what_it_refuses(like_a_mac, monkeypatch, capsys, flags, fact):
     monkeypatch.setattr("benchmarks.products.engines.MetalEngine.limits", lambda self, cold_bytes: FAKE)
-    assert main(["bench", "--backend", "metal", "--shapes", "64x8", "--m", "1", *flags]) == 2
-    assert capsys.readouterr().err == f"billfish: [bench] {message}\n"
+    assert fact in refused(capsys, ["--shapes", "64x8", "--m", "1", *flags])
 
 
 def test_without_metal(monkeypatch, capsys):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    assert main(["bench", "--backend", "metal"]) == 2
-    assert capsys.readouterr().err == "billfish: [bench] metal: MLX finds no Metal on this machine\n"
+    assert "MLX finds no Metal" in refused(capsys, [])
 
 
 def test_dense_stand_in_is_what_it_says(like_a_mac):

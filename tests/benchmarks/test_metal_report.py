@@ -1,4 +1,4 @@
-"""`billfish bench --backend metal --report FILE`: what the file holds, and that it says where it was made."""
+"""benchmarks.products --backend metal --report FILE: what the file holds, and that it says where it was made."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import json
 import re
 import shlex
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench_support import parsed
 
 import billfish as bf
 from benchmarks import products
-from benchmarks.products import report
-from benchmarks.products.engines import GpuLimits
-from billfish.cli.main import main, parser
+from benchmarks.machine import GpuLimits
+from benchmarks.products import main, report
 from billfish.core.errors import BackendUnavailable
 from billfish.nn.torch import emulated_mps
 
@@ -28,12 +27,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "first-hour-on-a-mac.md").read_text
 
 
 def test_the_page_has_three_commands_that_exist():
-    lines = re.findall(r"^    billfish (.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 3
-    for line in lines:
-        arguments = vars(parser().parse_args(shlex.split(line)))
-        if arguments.pop("command") == "bench":
-            assert len(products.Settings.parse(**arguments).cases) in (1, 14)
+    (info,) = re.findall(r"^    billfish (.*)$", PAGE, re.MULTILINE)
+    assert info == "info"
+    lines = re.findall(r"^    python -m benchmarks.products (.*)$", PAGE, re.MULTILINE)
+    assert [len(products.parse(products.parser(), shlex.split(line)).cases) for line in lines] == [1, 14]
 
 
 def test_the_page_names_every_field_of_the_file():
@@ -50,7 +47,7 @@ def test_the_page_shows_the_table_of_checks():
         made.checks.append(record | {"error": float(error), "allowed": float(allowed)})
         assert 0 < float(error) <= float(allowed)
     out = io.StringIO()
-    report._print_checks(made, out)
+    report.print_checks(made, out)
     assert textwrap.dedent(shown).strip() == "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -70,7 +67,7 @@ def no_metal(monkeypatch):
 
 def test_in_the_emulator_the_file_says_so(no_metal, tmp_path, capsys):
     path = tmp_path / "mac.json"
-    assert main(["bench", *SMALL, "--report", str(path)]) == 0
+    main([*SMALL, "--report", str(path)])
     content = json.loads(path.read_text())
     assert content.keys() == FIELDS
     assert content["emulated"] is True
@@ -90,7 +87,7 @@ def test_in_the_emulator_the_file_says_so(no_metal, tmp_path, capsys):
     assert counts["billfish"]["cycles_per_weight"] > 0
     assert counts["billfish"]["estimated_us"].keys() == {"M1", "M1 Max", "M2", "M2 Max"}
     printed = capsys.readouterr()
-    assert printed.err == f"billfish: {report.EMULATED}\n"
+    assert printed.err == f"{report.EMULATED}\n"
     assert printed.out.endswith(f"report: {path}\n")
 
 
@@ -107,7 +104,7 @@ def test_what_is_wrong_or_broken_is_in_the_file(no_metal, tmp_path, monkeypatch,
     monkeypatch.setattr(report, "counted", lambda cases, rows: iter(()))
     path = tmp_path / "mac.json"
     with pytest.raises(SystemExit) as caught:
-        main(["bench", *SMALL, "--report", str(path)])
+        main([*SMALL, "--report", str(path)])
     assert caught.value.code == 1
     content = json.loads(path.read_text())
     assert not content["complete"]
@@ -125,7 +122,7 @@ def test_what_is_wrong_or_broken_is_in_the_file(no_metal, tmp_path, monkeypatch,
 
 
 def test_large_products_are_not_run_in_the_emulator(no_metal):
-    cases = products.Settings.parse(backend="metal", formats="q4_1", shapes="4096x14336").cases
+    cases = parsed(backend="metal", formats="q4_1", shapes="4096x14336").cases
     notes = []
     assert list(report.emulated_times(cases, [512], notes)) == []
     assert notes == ["q4_1 4096x14336 M=512: too large to run all of it in the emulator"]
@@ -139,7 +136,7 @@ class Timed:
     def __init__(self, settings):
         self.settings = settings
         limits = GpuLimits(1e9, 4e9, 4e9)
-        self.report = products.Report([], limits, {"gpu": "Apple M0"}, {}, [])
+        self.report = products.Report({"gpu": "Apple M0"}, {}, limits, False, [], [])
 
     def run(self):
         if self.error is not None:
@@ -165,7 +162,7 @@ def test_on_a_mac(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(Timed, "error", error)
     monkeypatch.setattr(products, "Bench", Timed)
     path = tmp_path / "mac.json"
-    settings = replace(products.Settings.parse(backend="metal", formats="q4_1", shapes="512x96", m="1"), report=path)
+    settings = parsed(backend="metal", formats="q4_1", shapes="512x96", m="1", report=path)
     made = report.run(settings, io.StringIO())
     content = json.loads(path.read_text())
     assert (content["emulated"], content["complete"], made.complete) == (False, error is None, error is None)
@@ -177,21 +174,17 @@ def test_on_a_mac(tmp_path, monkeypatch, capsys, error):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "facts"),
     [
-        (["--report", "x.json"], "[bench] --report: got --backend cpu; takes --backend metal"),
-        (
-            ["--backend", "metal", "--formats", "nf4", "--report", "x.json"],
-            "[bench] metal: it has no kernels for the nf4",
-        ),
-        (
-            ["--backend", "metal", "--report", "/no/such/x"],
-            "[bench] --report: got '/no/such/x'; takes a file in a folder",
-        ),
+        (["--formats", "nf4", "--report", "x.json"], ["no kernels for the nf4"]),
+        (["--report", "/no/such/x"], ["--report", "'/no/such/x'", "folder that exists"]),
     ],
 )
-def test_refusals(flags, message, capsys, tmp_path, monkeypatch):
+def test_refusals(flags, facts, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"billfish: {message}")
+    with pytest.raises(SystemExit) as caught:
+        main(["--backend", "metal", *flags])
+    assert caught.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert all(fact in last for fact in facts), last
     assert list(tmp_path.iterdir()) == []

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.metal_profile import plot as profile_plot
+from benchmarks import plots, tables
+from benchmarks.machine import GpuLimits, Limits
 from benchmarks.metal_profile.counts import MLX, Count
 from benchmarks.metal_profile.operations import Operations
-from benchmarks.products import plot as bench_plot
-from benchmarks.products.engines import GpuLimits
-from benchmarks.products.limits import Limits
 from billfish.cli import pictures
 
 ROOT = Path(__file__).parents[2]
@@ -33,30 +30,21 @@ def rooflines():
     """From what was recorded: one panel, and many with peers that are not in all of them."""
     results = recorded("cpu_neoverse_n1.json")
     about = Limits(**results["limits"]), results["machine"], results["versions"]
-    yield bench_plot.roofline(results["records"][:1], *about), results
-    yield bench_plot.roofline(results["records"], *about), results
+    yield plots.roofline(results["records"][:1], *about), results
+    yield plots.roofline(results["records"], *about), results
 
 
 def profiles():
     results = recorded("metal_profile.json")
     counts = [Count(**record) for record in results["records"]]
     operations = [Operations(**each) for each in results["decode"]]
-    yield profile_plot.picture(counts, operations, MACHINE, VERSIONS), results
-    yield profile_plot.picture(counts[:1], operations[:1], MACHINE, VERSIONS), results
-
-
-def inside_a_token():
-    """The module of that name in benchmarks/."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module("benchmarks.inside_a_token")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    yield plots.profile(counts, operations, MACHINE, VERSIONS), results
+    yield plots.profile(counts[:1], operations[:1], MACHINE, VERSIONS), results
 
 
 def tokens():
     results = recorded("inside_a_token.json")
-    yield inside_a_token().figure_of(results), results
+    yield plots.token(results, tables.PARTS), results
 
 
 FIGURES = pytest.mark.parametrize("make", [rooflines, profiles, tokens])
@@ -126,7 +114,7 @@ def test_the_caption_says_what_the_record_does(make):
 
 
 def test_a_caption_leaves_out_what_nobody_knows():
-    caption = pictures.caption
+    caption = plots.caption
     assert words(caption(MACHINE, VERSIONS)) == "Abacus, beads, 2 threads, 2026-01-31 · billfish 1.2, ggml 3.4"
     assert caption({"gpu": "H200", "cpu": "x", "arch": "sm_90a"}, {}) == "H200, sm_90a"
     assert caption({"architecture": "wood", "threads": 1}, {}) == "wood, 1 thread"
@@ -146,7 +134,7 @@ def test_every_contender_of_the_roofline_is_in_the_legend():
             for points in axes.collections:
                 style = to_hex(points.get_edgecolor()[0]), points.get_paths()[0].vertices.tobytes()
                 drawn.setdefault(points.get_label(), set()).add(style)
-        assert set(shown) == {bench_plot.ROOF, *drawn}
+        assert set(shown) == {plots.ROOF, *drawn}
         assert all(len(styles) == 1 for styles in drawn.values())
         assert len(set.union(*drawn.values())) == len(drawn)  # no two look alike
         for name, (style,) in drawn.items():
@@ -157,7 +145,7 @@ def test_every_contender_of_the_roofline_is_in_the_legend():
 
 def test_contenders_never_look_alike():
     names = [str(i) for i in range(40)]
-    styles = bench_plot.styles_of(names)
+    styles = plots.styles_of(names)
     assert list(styles) == ["billfish", *names]
     assert len(set(styles.values())) == 41
 
@@ -166,7 +154,7 @@ def test_the_roof_is_named_as_what_it_is():
     for limits, word in ((Limits(1e9, 4e9, 1e9), "float32"), (GpuLimits(1e9, 4e9, 1e9), "float16")):
         record = {"format": "q4_0", "activations": "exact", "m": 1, "k": 64, "n": 64, "peers": {}}
         record |= {"seconds": 1e-5, "gops": 0.8, "weight_gbps": 0.2}
-        figure = bench_plot.roofline([record], limits, MACHINE, VERSIONS)
+        figure = plots.roofline([record], limits, MACHINE, VERSIONS)
         assert figure.axes[0].get_title().endswith(f"memory 1 GB/s, {word} 1 GOP/s")
 
 
@@ -175,16 +163,16 @@ def test_colours_and_hatches_of_the_profile_have_one_meaning():
 
     figure, results = next(profiles())
     shown = entries(figure)
-    colours = list(profile_plot.CLASSES.values())
+    colours = list(plots.CLASSES.values())
     assert len(set(colours)) == len(colours)
     bars = [bar for axes in figure.axes for bar in axes.patches]
     drawn = {to_hex(bar.get_facecolor()).upper() for bar in bars if bar.get_width()}
     assert drawn == set(colours)
     named = {name: to_hex(handle.get_facecolor()).upper() for name, handle in shown.items()}
     hatched = {name for name, handle in shown.items() if handle.get_hatch()}
-    assert hatched == {profile_plot.THEIRS}
+    assert hatched == {plots.THEIRS}
     assert {colour for name, colour in named.items() if name not in hatched} == set(colours)
-    assert {bar.get_hatch() for bar in bars} == {None, profile_plot.HATCH}
+    assert {bar.get_hatch() for bar in bars} == {None, plots.HATCH}
     assert any(record["owner"] == MLX for record in results["records"])
 
 
@@ -205,7 +193,8 @@ def test_every_part_of_a_token_is_in_the_legend():
 
 def test_the_picture_in_the_documentation_is_that_of_the_record(tmp_path):
     again = tmp_path / "again.svg"
-    inside_a_token().draw(recorded("inside_a_token.json"), str(again))
+    figure, _ = next(tokens())
+    plots.save(figure, again)
     labels = [text for text in (ROOT / "docs" / "inside-a-token.svg").read_text().splitlines() if "<!--" in text]
     assert labels == [text for text in again.read_text().splitlines() if "<!--" in text]
     assert len(labels) > 20

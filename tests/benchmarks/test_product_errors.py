@@ -1,4 +1,4 @@
-"""The errors that `billfish bench` prints beside times."""
+"""The errors that benchmarks.products prints beside times."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from bench_support import FAKE, case_of, settings
 
 from benchmarks import products
-from benchmarks.products.engines import CpuEngine
-from benchmarks.products.errors import OUTLIER, errors, with_outliers
-from benchmarks.products.peers.base import Rotated
+from benchmarks.peers.base import Rotated
+from benchmarks.products.engines import OUTLIER, CpuEngine, errors, with_outliers
 
 X = np.random.default_rng(7).standard_normal((5, 256), np.float32)
 
@@ -69,7 +68,7 @@ def test_weights_of_another_format_have_no_error_of_their_own():
     record = run._record(case, 1, nbytes, seconds.pop("billfish"), seconds)
     run.report.records.append(record | {"error": found.pop("billfish"), "peer_errors": found})
     out = io.StringIO()
-    products.print_table(run.report, out)
+    products.print_report(run.report, out)
     head, row = out.getvalue().splitlines()[:2]
     assert head.split().count("error") == 3
     assert row.split()[-2] == "-"

@@ -404,14 +404,12 @@ def test_a_field_that_its_type_cannot_hold_is_named(value, kind):
         header_bytes({"general.odd": (value, kind, STRING if kind == ARRAY else None)}, [])
 
 
-def test_a_file_without_an_architecture_is_converted_to_one_without(tmp_path):
+def test_a_file_without_an_architecture_is_no_model_to_convert(tmp_path):
     """Such as an imatrix file."""
     name = field("general.name", STRING, text("x"))
     (tmp_path / "a.gguf").write_bytes(file_of([name], [tensor("t", (32, 2))], 256))
-    bf.convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf", progress=False)
-    assert dict(bf.load(tmp_path / "b.gguf").metadata)["general.name"] == "x"
-    assert "general.architecture" not in bf.load(tmp_path / "b.gguf").metadata
-    assert_read_as_by_the_library(tmp_path / "b.gguf")
+    with pytest.raises(bf.CheckpointError, match=r"without general\.architecture"):
+        bf.convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "gguf", progress=False)
 
 
 def test_a_tokenizer_without_merges_is_written(tmp_path):

@@ -54,59 +54,17 @@ SOURCES = {
 }
 # What each target holds, bit for bit; of the others, a word of the reason.
 ALL = set(SOURCES)
+INTEGERS = {  # of 4 and 8 bits in groups
+    *("gptq", "gptq, symmetric", "gptq, act-order", "gptq, 8 bits", "awq", "packed", "packed, asymmetric"),
+    "gptq, stored 15",  # a zero point of 16, which takes 8 bits
+    *("packed, act-order", "packed, whole rows", "packed, float32", "q4_0", "q5_0", "q8_0"),
+}
 LOSSLESS = {
     "billfish": ALL,
-    "compressed-tensors": {
-        "gpt-oss",
-        "gptq",
-        "gptq, stored 15",  # a zero point of 16, which takes 8 bits
-        "gptq, symmetric",
-        "gptq, act-order",
-        "gptq, 8 bits",
-        "awq",
-        "packed",
-        "packed, asymmetric",
-        "packed, act-order",
-        "packed, whole rows",
-        "packed, float32",
-        "nvfp4",
-        "mxfp4",
-        "mlx, nvfp4",
-        "q4_0",
-        "q5_0",
-        "q8_0",
-        "gguf mxfp4",
-        "gguf nvfp4",
-    },
+    "compressed-tensors": INTEGERS | {"gpt-oss", "nvfp4", "mxfp4", "mlx, nvfp4", "gguf mxfp4", "gguf nvfp4"},
     "mlx": ALL - {"gptq, act-order", "packed, act-order", "packed, float32", "nvfp4", "modelopt", "q6_k"},
-    "gptq": {
-        "gptq, stored 15",
-        "gptq, symmetric",
-        "gptq, act-order",
-        "gptq, 8 bits",
-        "packed",
-        "packed, whole rows",
-        "packed, float32",
-        "q4_0",
-        "q5_0",
-        "q8_0",
-    },
-    "gptq_v2": {
-        "gptq",
-        "gptq, stored 15",  # a zero point of 16, which takes 8 bits
-        "gptq, symmetric",
-        "gptq, act-order",
-        "gptq, 8 bits",
-        "awq",
-        "packed",
-        "packed, asymmetric",
-        "packed, act-order",
-        "packed, whole rows",
-        "packed, float32",
-        "q4_0",
-        "q5_0",
-        "q8_0",
-    },
+    "gptq": INTEGERS - {"gptq", "awq", "packed, asymmetric", "packed, act-order"},
+    "gptq_v2": INTEGERS,
     "awq": {"gptq", "gptq, symmetric", "awq", "packed", "packed, asymmetric", "packed, float32", "q4_0"},
     "plain": ALL,
     "gguf": {

@@ -6,7 +6,7 @@ import pytest
 from pages import page, recorded
 
 import billfish as bf
-from benchmarks import cuda_bytes_tables, llm_tables, quality_tables, sentence_embeddings
+from benchmarks import sentence_embeddings, tables
 
 
 def test_errors_of_formats():
@@ -35,9 +35,9 @@ def test_embeddings_of_sentences():
 
 @pytest.mark.parametrize(
     "passage",
-    [*llm_tables.PASSAGES, *quality_tables.PASSAGES, *cuda_bytes_tables.PASSAGES],
+    tables.PASSAGES,
     ids=lambda passage: f"{passage.page}:{passage.write.__name__}",
 )
 def test_passages_that_are_written_by_scripts(passage):
     text = page(passage.page)
-    assert passage.rewritten(text) == text, f"python benchmarks/{passage.write.__module__}.py writes it anew"
+    assert passage.rewritten(text) == text, "python -m benchmarks.tables writes it anew"

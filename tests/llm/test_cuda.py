@@ -19,8 +19,8 @@ from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, default_model, load
 from billfish.llm.cuda import CudaDecoder
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import Request
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import Request
 
 try:
     device()

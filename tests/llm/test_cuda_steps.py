@@ -22,8 +22,8 @@ from billfish.backends.cuda import decoder
 from billfish.core.errors import BackendUnavailable
 from billfish.llm import Model, cuda, cuda_kv_cache, load
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import Request
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import Request
 
 SMALL = Small(quantization="Q4_0", hidden=64, context=300)
 VOCABULARY = 261

@@ -183,7 +183,7 @@ def test_only_limits_the_plan(model, tmp_path, edited):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["taken.gguf"], "a path that exists"),
+        (["taken.gguf"], "exists"),
         (["out", "--to", "gptq", "--formats", "u4b8:32,u8b128:32"], "gptq has one setting for all modules"),
         (["out", "--to", "mlx", "--formats", "q4_0,fp4"], "fp4"),
         (["out.gguf", "--only", "nosuch"], "finds no tensor"),

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 from serving_http import TOOLS_TEMPLATE
 
 from billfish.llm.chat_template import ChatTemplate
-from billfish.serving.calls import HERMES, LLAMA, MISTRAL, Call, Form, form_of
-from billfish.serving.tools import Tools
+from billfish.serving.api.request_bodies import Refusal
+from billfish.serving.api.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Call,
+    Form,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    Tools,
+    form_of,
+    read_tools,
+)
 
 NO_TOOLS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 # As the models' own: Mistral has a list behind a mark, Llama 3 an object whose arguments are called parameters.
@@ -97,13 +112,73 @@ def test_ids_are_what_every_template_takes():
     assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
+def test_text_is_streamed_as_it_comes():
+    """Until it may be a call, and no further."""
+    for form, pieces in (
+        (HERMES, ["Hello", " world", ". <"]),
+        (MISTRAL, ["Hello", " world", ". ["]),
+        (LLAMA, ["Hello", " world", ". {"]),
+    ):
+        reader = form.reader()
+        read = ["".join(map(str, reader.read(piece))) for piece in pieces]
+        assert read[:2] == pieces[:2], form
+
+
+def named(name: str) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=name))
+
+
+def tools(choice: ToolChoice | None, *functions: Function) -> Tools:
+    read = read_tools([Tool(type="function", function=function) for function in functions], choice)
+    assert read is not None
+    return read
+
+
+F, G = Function(name="f"), Function(name="g")
+
+
 def test_the_schema_of_a_call_is_in_the_form_of_the_model():
-    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
-    one = Tools(tools, "g").schema(HERMES)
+    one = tools(named("g"), F, G).schema(HERMES)
     assert one["properties"]["name"] == {"const": "g"}
-    assert [each["properties"]["name"]["const"] for each in Tools(tools, "required").schema(LLAMA)["anyOf"]] == [
-        "f",
-        "g",
-    ]
-    assert "parameters" in Tools(tools, "f").schema(LLAMA)["properties"]
-    assert Tools(tools, "f").schema(MISTRAL)["type"] == "array"
+    both = tools("required", F, G).schema(LLAMA)["anyOf"]
+    assert [each["properties"]["name"]["const"] for each in both] == ["f", "g"]
+    assert "parameters" in tools(named("f"), F).schema(LLAMA)["properties"]
+    assert tools(named("f"), F).schema(MISTRAL)["type"] == "array"
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required"])
+def test_a_function_may_be_called_like_a_choice(name):
+    odd = Function(name=name)
+    read = tools(named(name), F, odd)
+    assert read.forced
+    assert read.schema(HERMES)["properties"]["name"] == {"const": name}
+    assert not tools("auto", F, odd).forced
+    assert len(tools("required", F, odd).callable) == 2
+    assert read_tools([Tool(type="function", function=odd)], "none") is None
+    with pytest.raises(Refusal, match="tool_choice"):
+        tools(named(name), F)
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/Place"}, "const": {"$ref": "#/$defs/Place"}, "next": {"$ref": "#"}},
+    "required": ["at"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"enum": [{"$ref": "#/x"}, "sea"]}},
+}
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
+def test_references_of_parameters_lead_to_their_own_definitions(form):
+    """Pydantic makes such schemas."""
+    other = Function(name="other", parameters={"type": "object", "$defs": {"Place": {"type": "null"}}})
+    for read in (tools("required", other, Function(name="go", parameters=REFERRING)), tools("required", other)):
+        schema = read.schema(form)
+        for call, valid in (
+            ({"name": "go", form.arguments: {"at": "sea", "next": {"at": {"$ref": "#/x"}}}}, len(read.callable) == 2),
+            ({"name": "go", form.arguments: {"at": None}}, False),
+            ({"name": "go", form.arguments: {"at": "sea", "const": "land"}}, False),
+            ({"name": "other", form.arguments: {}}, True),
+        ):
+            answer = [call] if form.listed else call
+            assert jsonschema.Draft202012Validator(schema).is_valid(answer) == valid, call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from serving_support import Collected, alone, ask, random_sampling, random_token
 
 import billfish as bf
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import QueueFull, Request, ServerClosing
+from billfish.serving.engine import engine as engine_module
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.requests import QueueFull, Request, ServerClosing
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +112,9 @@ def test_the_context_ends_an_answer(model):
 
 def test_what_a_text_has_the_mean_of(engine, model):
     tokens = random_tokens(random.Random(3), 261)
-    got = engine.embed(tokens).result(60)
-    np.testing.assert_array_equal(got, model.pool(model.hidden(tokens)))
+    texts = [tokens, tokens[:5], tokens]
+    for text, vector in zip(texts, engine.embed(texts).result(60), strict=True):
+        np.testing.assert_array_equal(vector, model.pool(model.hidden(text)))
     assert_idle(engine)
     assert engine.counts().cache_bytes == 0
 
@@ -174,6 +177,42 @@ def test_requests_for_one_prompt_read_it_once(model):
     assert [answer.ticket.cached_tokens for answer in answers] == [0, 176, 176, 176]
 
 
+def test_requests_that_wait_for_a_prompt_let_others_pass(model, monkeypatch):
+    """Seven answers to one long prompt wait until it is read. A short one behind them begins at once."""
+    steps, rng = held(model, monkeypatch), random.Random(9)
+    long = random_tokens(rng, 400)
+    with Engine(model, streams=4) as engine:
+        with engine._changed:  # all are there when the first begins
+            answers = [submit(engine, Request(long, 2, Sampling(1.0, seed=seed))) for seed in range(7)]
+            short = submit(engine, Request(random_tokens(rng, 5), 2, ENDLESS))
+        steps.release(3)  # far from the end of the long prompt
+        ended, first = short.ended(10), [list(answer.pieces) for answer in answers]
+        steps.release(1000)
+        assert (ended, first) == (True, [[]] * 7)
+        assert {answer.wait().finished for answer in answers} <= {"stop", "length"}
+    assert [answer.ticket.cached_tokens for answer in answers] == [0] + [384] * 6
+
+
+def test_many_texts_have_one_place(model, monkeypatch):
+    """The queue is full when they are half done: none of their vectors is lost, and others get their turn."""
+    order, pool = [], model.pool
+    monkeypatch.setattr(model, "pool", lambda hidden: order.append(len(hidden)) or pool(hidden))
+    steps = held(model, monkeypatch)
+    with Engine(model, streams=1, queue=2) as engine:
+        with engine._changed:
+            vectors = engine.embed([[5] * 3, [6] * 4, [7] * 5])
+            answer = submit(engine, Request([8, 9], 1, ENDLESS))
+            other = engine.embed([[5] * 9])
+        with pytest.raises(QueueFull):
+            engine.embed([[5]])
+        steps.release(1000)
+        assert [len(vector) for vector in vectors.result(60)] == [model.config.hidden] * 3
+        other.result(60)
+        assert answer.wait().finished == "length"
+    assert order == [3, 9, 4, 5]
+    assert engine.counts().prompt_tokens == 3 + 4 + 5 + 9 + 2
+
+
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +220,7 @@ def test_a_full_queue_refuses_at_once(model, monkeypatch):
     steps = held(model, monkeypatch)
     with Engine(model, streams=2, queue=3) as engine:
         answers = [submit(engine, Request([5, 6], 2)) for _ in range(5)]
-        with pytest.raises(QueueFull, match="one more than can wait; takes at most 3 that wait"):
+        with pytest.raises(QueueFull, match=r"queue is full .3 requests"):
             engine.submit(Request([5, 6], 2), print)
         steps.release(1000)
         assert {answer.wait().finished for answer in answers} <= {"stop", "length"}
@@ -207,8 +246,18 @@ def test_streams_that_memory_has_no_room_for(model, monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr(model.decoder, "cache", full)
-    with pytest.raises(bf.DataError, match="streams: got 3 with 128 positions each, more than memory has room for"):
+    with pytest.raises(bf.DataError, match=r"streams: got 3 of 128 tokens.* fewer --streams or a smaller --context"):
         Engine(model, streams=3, context=128)
+
+
+def test_streams_that_a_gpu_has_no_room_for(model, monkeypatch):
+    def full(capacity: int) -> None:
+        raise bf.ModelError("[llm.generate] keys and values: got 128 positions more, 9 GB; takes up to 1 GB")
+
+    monkeypatch.setattr(model.decoder, "cache", full)
+    with pytest.raises(bf.DataError, match=r"streams: .*9 GB.* fewer --streams or a smaller --context") as caught:
+        Engine(model, streams=3, context=128)
+    assert "llm.generate" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -311,8 +360,48 @@ def test_an_embedding_that_fails_stops_nobody(engine, model, monkeypatch):
     answer = submit(engine, Request([5] * 20, 50, ENDLESS))
     monkeypatch.setattr(model, "pool", lambda hidden: 1 / 0)
     with pytest.raises(bf.BillfishError, match="ZeroDivisionError"):
-        engine.embed([5, 6, 7]).result(60)
+        engine.embed([[5, 6, 7]]).result(60)
     assert answer.wait().finished == "length"
+
+
+def test_what_escapes_a_step_ends_all_requests(model, monkeypatch):
+    """A panic inside a library, too, which no `except Exception` takes. The engine goes on."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*arguments: object) -> None:
+        raise Panic("inside")
+
+    with Engine(model, streams=1, activations="exact") as engine:
+        for error in (panic, lambda *_: [][1]):
+            with monkeypatch.context() as patched:
+                patched.setattr(engine_module, "share_out", error)
+                with engine._changed:
+                    answers = [submit(engine, Request([token] * 20, 10)) for token in (5, 6)]
+                    vectors = engine.embed([[5], [6]])
+                assert {answer.wait().finished for answer in answers} == {"failed"}
+                assert all("inside" in a.pieces[-1].error or "IndexError" in a.pieces[-1].error for a in answers)
+                with pytest.raises(bf.BillfishError):
+                    vectors.result(60)
+        assert engine.is_alive
+        assert_idle(engine)
+        request = Request([67] * 20, 10)
+        assert ask(engine, request).text == alone(model, request, activations="exact")[0]
+    assert engine.counts().finished["failed"] == 6
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_thread_has_ended_takes_nothing(model, monkeypatch):
+    engine = Engine(model, streams=1)
+    monkeypatch.setattr(engine, "_step", lambda: sys.exit())
+    monkeypatch.setattr(engine, "_fail_all", lambda error: sys.exit())
+    engine.submit(Request([5], 1), print)
+    engine._thread.join(60)
+    assert not engine.is_alive
+    with pytest.raises(ServerClosing):
+        engine.submit(Request([5], 1), print)
+    engine.close()
 
 
 def test_closing_finishes_what_runs(model):
@@ -320,7 +409,7 @@ def test_closing_finishes_what_runs(model):
     answers = [submit(engine, Request([token, 9], 10, ENDLESS)) for token in (5, 6, 7)]
     engine.close()
     assert [answer.finished for answer in answers] == ["length"] * 3
-    with pytest.raises(ServerClosing, match="while the engine closes"):
+    with pytest.raises(ServerClosing, match="closing"):
         engine.submit(Request([5], 1), print)
     engine.close()
     assert_idle(engine)
@@ -330,7 +419,7 @@ def test_closing_at_once_cancels_what_runs(model, monkeypatch):
     steps = held(model, monkeypatch)
     engine = Engine(model, streams=1)
     answers = [submit(engine, Request([token, 9], 400, ENDLESS)) for token in (5, 6, 7)]
-    vector = engine.embed([5, 6])
+    vector = engine.embed([[5, 6], [7]])
 
     def release() -> None:
         while not engine._closing:
@@ -361,7 +450,7 @@ def test_a_storm(model):
                 if rng.random() < 0.2:
                     answer.ticket.cancel()
                 elif rng.random() < 0.1:
-                    engine.embed(prompt).cancel()
+                    engine.embed([prompt, prompt]).cancel()
                 if rng.random() < 0.7:
                     answer.wait()
                 results.append((request, answer))

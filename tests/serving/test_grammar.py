@@ -15,10 +15,10 @@ from serving_support import Collected, alone, ask, compiled, random_tokens, smal
 import billfish as bf
 from billfish.checkpoints.tokenizer.tokenizer import UNUSED
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.grammar import Grammar, Vocabulary, json_object, json_schema
-from billfish.serving.grammar_compiler import CompiledGrammar, GrammarCompiler
-from billfish.serving.requests import Request
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary, json_object, json_schema
+from billfish.serving.engine.grammar_compiler import GrammarCompiler
+from billfish.serving.engine.requests import Request
 
 PERSON = {
     "type": "object",

@@ -19,7 +19,7 @@ from serving_http import TOOLS_TEMPLATE, Running, process, serving, until
 from billfish.cli import serve
 from billfish.cli.main import main
 from billfish.core.errors import DataError
-from billfish.serving import app, keys
+from billfish.serving.http import app, keys
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -71,59 +71,66 @@ def refused(server: Running, path: str, body: object, status: int = 400) -> dict
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "takes"),
+    ("field", "value", "facts"),
     [
-        ("temperature", "hot", 'got "hot"; takes a number from 0 to 2'),
-        ("temperature", 2.1, "got 2.1; takes a number from 0 to 2"),
-        ("temperature", True, "got true; takes a number from 0 to 2"),
-        ("top_p", 0, "got 0; takes a number above 0, up to 1"),
-        ("min_p", -1, "got -1; takes a number from 0 to 1"),
-        ("top_k", 1.5, "got 1.5; takes a whole number from 0 to 261"),
-        ("presence_penalty", 3, "got 3; takes a number from -2 to 2"),
-        ("frequency_penalty", [], "got a list of 0; takes a number from -2 to 2"),
-        ("repetition_penalty", 0, "takes a number above 0, up to 10"),
-        ("max_tokens", 0, "got 0; takes a whole number from 1 to 128"),
-        ("max_completion_tokens", "5", "takes a whole number from 1 to 128"),
-        ("n", 10**30, "takes a whole number from 1 to 6"),
-        ("n", 7, "got 7; takes a whole number from 1 to 6"),
-        ("seed", -1, "got -1; takes a whole number from 0"),
-        ("stop", [""], "takes a text, or up to 16 of them, none empty"),
-        ("stop", ["x"] * 17, "got a list of 17; takes a text, or up to 16 of them"),
-        ("stream", 1, "got 1; takes true or false"),
-        ("stream_options", {"include_usage": True}, 'takes "stream": true beside it'),
-        ("logit_bias", {"261": 1}, "takes an object of tokens from 0 to 260 with numbers from -100 to 100"),
-        ("logit_bias", {"x": 1}, "takes an object of tokens"),
-        ("logit_bias", {"5": 101}, "takes an object of tokens"),
-        ("logit_bias", [5], "takes an object of tokens"),
-        ("logprobs", 1, "got 1; takes true or false"),
-        ("top_logprobs", 3, 'got 3; takes "logprobs": true beside it'),
-        ("response_format", "json", 'got "json"; takes a JSON object'),
-        ("response_format", {"type": "xml"}, 'got "xml"; takes text, json_object, json_schema'),
-        ("response_format", {"type": "json_schema"}, "got nothing; takes an object with a schema"),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, "can be satisfied"),
-        ("tools", [], "got a list of 0; takes a list of at least 1"),
-        ("tools", [{"type": "search"}], 'got "search"; takes function'),
-        ("tools", [TOOL], "got functions; takes none: the model's chat template has no tools"),
-        ("tool_choice", "auto", 'got "auto"; takes none, or tools beside it'),
-        ("parallel_tool_calls", False, "got false; takes true"),
-        ("store", True, "got true; takes false"),
-        ("messages", [], "takes a list of at least 1"),
-        ("messages", None, "got nothing; takes a list of at least 1"),
-        ("messages", ["ab"], 'got "ab"; takes a JSON object'),
-        ("messages", [{"role": "poet", "content": "ab"}], 'got "poet"; takes system, developer, user, assistant, tool'),
-        ("messages", [{"role": "user"}], "got nothing; takes a text, or a list of parts of type text"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], 'got "image_url"; takes text'),
-        ("messages", [{"role": "user", "content": "ab", "name": "x"}], "got a field that is not served"),
-        (
-            "messages",
-            [{"role": "tool", "content": "ab", "tool_call_id": "x"}],
-            "the model's chat template has no tools",
-        ),
+        ("temperature", "hot", ['"hot"', "number", "from 0 to 2"]),
+        ("temperature", 2.1, ["2.1", "from 0 to 2"]),
+        ("temperature", True, ["true", "from 0 to 2"]),
+        ("top_p", 0, ["got 0", "above 0", "to 1"]),
+        ("min_p", -1, ["-1", "from 0 to 1"]),
+        ("top_k", 1.5, ["1.5", "whole number"]),
+        ("top_k", 262, ["262", "from 0 to 261"]),
+        ("presence_penalty", 3, ["3", "from -2 to 2"]),
+        ("frequency_penalty", [], ["a list of 0", "from -2 to 2"]),
+        ("repetition_penalty", 0, ["above 0", "to 10"]),
+        ("max_tokens", 0, ["got 0", "whole number from 1"]),
+        ("max_tokens", 129, ["129", "from 1 to 128"]),
+        ("max_completion_tokens", "5", ['"5"', "whole number"]),
+        ("n", 10**30, ["from 1 to 6"]),
+        ("n", 7, ["7", "from 1 to 6"]),
+        ("seed", -1, ["-1", "whole number from 0"]),
+        ("stop", [""], ["1 to 1000 characters"]),
+        ("stop", "x" * 1001, ["1 to 1000 characters"]),
+        ("stop", ["x"] * 17, ["a list of 17", "at most 16"]),
+        ("stream", 1, ["got 1", "true or false"]),
+        ("stream_options", {"include_usage": True}, ['"stream": true']),
+        ("logit_bias", {"261": 1}, ["tokens from 0 to 260"]),
+        ("logit_bias", {"x": 1}, ["tokens from 0 to 260"]),
+        ("logit_bias", {"5": 101}, ["from -100 to 100"]),
+        ("logit_bias", [5], ["an object"]),
+        ("logprobs", 1, ["got 1", "true or false"]),
+        ("top_logprobs", 3, ["3", '"logprobs": true']),
+        ("response_format", "json", ['"json"', "an object", "type"]),
+        ("response_format", {"type": "xml"}, ['"xml"', "text", "json_object", "json_schema"]),
+        ("response_format", {"type": "json_schema"}, ["nothing", "schema"]),
+        ("response_format", {"type": "text", "json_schema": {"schema": {}}}, ["unknown field"]),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "odd"}}}, ["odd"]),
+        ("tools", [], ["a list of 0", "at least 1"]),
+        ("tools", [{"type": "search"}], ['"search"', "function"]),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], ['"a b"', "{1,64}"]),
+        ("tools", [TOOL], ["chat template"]),
+        ("tools", [TOOL, TOOL], ["a name twice"]),
+        ("tool_choice", "auto", ["tools"]),
+        ("parallel_tool_calls", False, ["false", "true"]),
+        ("modalities", ["audio"], ["text"]),
+        ("store", True, ["true", "false"]),
+        ("messages", [], ["at least 1"]),
+        ("messages", None, ["nothing", "at least 1"]),
+        ("messages", ["ab"], ['"ab"', "an object", "role"]),
+        ("messages", [{"role": "poet", "content": "ab"}], ['"poet"', "system", "developer", "user", "tool"]),
+        ("messages", [{"role": "user"}], ["nothing", "text"]),
+        ("messages", [{"role": "assistant"}], ["nothing", "tool_calls"]),
+        ("messages", [{"content": "ab"}], ["messages[0].role", "nothing", "developer", "user"]),
+        ("messages", [{"role": "tool", "content": "ab"}], ["tool_call_id", "nothing"]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "text": ""}]}], ['"image_url"', "text"]),
+        ("messages", [{"role": "user", "content": "ab", "name": "x"}], ["messages[0].name", "unknown field"]),
+        ("messages", [{"role": "tool", "content": "ab", "tool_call_id": "x"}], ["chat template"]),
+        ("messages", [{"role": "user", "content": "ab"}] * 129, ["129 messages", "128 tokens"]),
     ],
 )
-def test_a_field_that_is_wrong_is_named(server, field, value, takes):
+def test_a_field_that_is_wrong_is_named(server, field, value, facts):
     error = refused(server, CHAT, {"messages": MESSAGES, field: value})
-    assert takes in error["message"]
+    assert [fact for fact in facts if fact not in error["message"]] == []
     assert error["param"].startswith(field)
     assert error["type"] == "invalid_request_error"
 
@@ -132,35 +139,73 @@ def test_a_field_that_is_wrong_is_named(server, field, value, takes):
 def test_a_field_that_is_not_served_is_refused_by_name(server, field):
     error = refused(server, CHAT, {"messages": MESSAGES, field: "x"})
     assert (error["param"], error["code"]) == (field, "unsupported_field")
-    assert error["message"].startswith(f"[chat.completions] {field}: got a field that is not served; takes model, ")
-    if field == "temprature":
-        assert error["message"].endswith("did you mean 'temperature'?")
+    assert f"{field}: " in error["message"]
+    assert "top_logprobs" in error["message"]
+    assert ("did you mean 'temperature'?" in error["message"]) == (field == "temprature")
+    inside = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", field: 1}]}]}
+    assert refused(server, CHAT, inside)["param"] == f"messages[0].content[0].{field}"
+
+
+@pytest.mark.parametrize("name", ["x" * 3_000_000, "x` - at `$.model", "", "a\nb", "$", "messages[0]"])
+def test_names_of_unknown_fields_may_be_anything(server, name):
+    assert refused(server, CHAT, {"messages": MESSAGES, name: 1})["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "ab", "temperature": 99, "temperature": 0}', "temperature"),
+        (b'{"prompt": "ab", "stop": null, "logit_bias": {"5": 1, "5": 2}}', "5"),
+    ],
+)
+def test_a_name_twice_is_refused(server, body, param):
+    error = refused(server, COMPLETIONS, body)
+    assert (error["param"], error["code"]) == (param, "duplicate_field")
 
 
 def test_fields_of_completions_and_embeddings(server):
-    for path, body, param, takes in (
-        (COMPLETIONS, {"prompt": "ab", "suffix": "b"}, "suffix", "a field that is not served"),
-        (COMPLETIONS, {"prompt": "ab", "best_of": 2}, "best_of", "got 2; takes 1"),
+    for path, body, param, *facts in (
+        (COMPLETIONS, {"prompt": "ab", "suffix": "b"}, "suffix", "unknown field"),
+        (COMPLETIONS, {"prompt": "ab", "best_of": 2}, "best_of", "got 2", "1"),
         (COMPLETIONS, {"prompt": "ab", "logprobs": 6}, "logprobs", "a whole number from 0 to 5"),
-        (COMPLETIONS, {"prompt": "ab", "logprobs": 1, "echo": True}, "echo", "false beside logprobs"),
+        (COMPLETIONS, {"prompt": "ab", "logprobs": 1, "echo": True}, "echo", "logprobs"),
         (COMPLETIONS, {}, "prompt", "a text, a list of tokens"),
         (COMPLETIONS, {"prompt": []}, "prompt", "a text, a list of tokens"),
         (COMPLETIONS, {"prompt": [[]]}, "prompt[0]", "at least one token"),
-        (COMPLETIONS, {"prompt": [261]}, "prompt", "got 261 among tokens; takes a text, or a list of tokens from 0"),
-        (COMPLETIONS, {"prompt": ["ab", 5]}, "prompt[1]", "got 5; takes a text"),
-        (COMPLETIONS, {"prompt": ["ab"] * 7}, "prompt", "7 prompts with 1 answers each; takes at most 6 answers"),
-        (COMPLETIONS, {"prompt": "b" * 130}, "prompt", "got 130 tokens; takes at most 128, the context"),
-        (COMPLETIONS, {"prompt": "ab" * 9000}, "prompt", "got 18000 characters; takes at most 128 tokens"),
+        (COMPLETIONS, {"prompt": [261]}, "prompt", "261", "a list of tokens from 0 to 260"),
+        (COMPLETIONS, {"prompt": [5, None]}, "prompt", "null", "a list of tokens from 0 to 260"),
+        (COMPLETIONS, {"prompt": ["ab", 5]}, "prompt[1]", "got 5", "a text"),
+        (COMPLETIONS, {"prompt": ["ab"] * 7}, "prompt", "7", "at most 6"),
+        (COMPLETIONS, {"prompt": ["ab"] * 3, "n": 3}, "prompt", "3", "at most 2"),
+        (COMPLETIONS, {"prompt": "b" * 130}, "prompt", "130 tokens", "128"),
+        (COMPLETIONS, {"prompt": "ab" * 9000}, "prompt", "18000 characters", "128 tokens"),
         (EMBEDDINGS, {"input": ""}, "input", "at least one token"),
-        (EMBEDDINGS, {"input": "ab", "dimensions": 5}, "dimensions", "got 5; takes 64"),
-        (EMBEDDINGS, {"input": "b" * 130}, "input", "got 130 tokens; takes at most 128"),
-        (EMBEDDINGS, {"input": "ab", "encoding_format": "int8"}, "encoding_format", "float, base64"),
+        (EMBEDDINGS, {"input": ["ab"] * 2049}, "input", "2049", "2048"),
+        (EMBEDDINGS, {"input": "ab", "dimensions": 5}, "dimensions", "got 5", "64"),
+        (EMBEDDINGS, {"input": "b" * 130}, "input", "130 tokens", "128"),
+        (EMBEDDINGS, {"input": "ab", "encoding_format": "int8"}, "encoding_format", "float", "base64"),
     ):
         error = refused(server, path, body)
         assert error["param"] == param
-        assert takes in error["message"]
+        assert [fact for fact in facts if fact not in error["message"]] == []
     error = refused(server, CHAT, {"messages": [{"role": "user", "content": "b" * 130}]})
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (EMBEDDINGS, "input")])
+def test_prompts_are_counted_before_they_are_encoded(server, path, field, monkeypatch):
+    """An 8 MB list of them would keep the threads that encode for a minute."""
+    encoded, encode = [], server.model.tokenizer.encode
+
+    def counted(text, **how):
+        encoded.append(text)
+        return encode(text, **how)
+
+    monkeypatch.setattr(server.model.tokenizer, "encode", counted)
+    assert refused(server, path, {field: ["a"] * 5000})["param"] == field
+    assert encoded == []
+    assert refused(server, path, {field: ["b" * 130] * 5})["code"] == "context_length_exceeded"
+    assert len(encoded) == 1
 
 
 def test_null_is_as_good_as_no_field(server):
@@ -179,6 +224,8 @@ def test_null_is_as_good_as_no_field(server):
         b'{"prompt": "ab", "temperature": NaN}',
         b'{"prompt": "ab", "temperature": Infinity}',
         b'{"prompt": "ab", "temperature": 1e999}',
+        b'{"prompt": "ab", "temperature": 1' + b"0" * 400 + b"}",
+        b'{"prompt": "ab", "seed": 1' + b"0" * 400 + b"}",
         b'{"prompt": "ab", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "\\ud800"}',
         b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}",
@@ -186,10 +233,10 @@ def test_null_is_as_good_as_no_field(server):
         b"\x00" * 100,
         '{"prompt": "ab"}'.encode("utf-16"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_hostile_body_is_refused(server, body):
-    assert refused(server, COMPLETIONS, body)["message"].startswith("[completions] ")
+    assert refused(server, COMPLETIONS, body)["param"] in ("body", "prompt", "temperature", "seed")
 
 
 def test_a_body_that_is_too_large(server, monkeypatch):
@@ -200,7 +247,7 @@ def test_a_body_that_is_too_large(server, monkeypatch):
     connection.request("POST", COMPLETIONS, parts, {"Content-Type": "application/json"}, encode_chunked=True)
     answer = connection.getresponse()
     assert answer.status == 413
-    assert "takes at most 100000 bytes" in json.loads(answer.read())["error"]["message"]
+    assert "at most 100000 bytes" in json.loads(answer.read())["error"]["message"]
     connection.close()
 
 
@@ -218,7 +265,8 @@ def test_paths_methods_and_types(server):
         assert (code, answer["error"]["code"]) == (status, "unknown_url")
     code, _, answer = send(server.url, CHAT, {"messages": MESSAGES}, Content_Type="text/plain")
     assert code == 415
-    assert "got text/plain; takes application/json" in answer["error"]["message"]
+    assert "text/plain" in answer["error"]["message"]
+    assert "application/json" in answer["error"]["message"]
     assert send(server.url, "/health", None, "GET")[::2] == (200, {"status": "ok"})
 
 
@@ -344,6 +392,34 @@ def test_an_answer_that_fails_is_told(folder, monkeypatch):
         lines = connection.getresponse().read().decode().splitlines()
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "generation_failed"
         connection.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_health_tells_that_the_engine_has_ended(folder, monkeypatch):
+    with serving(folder / "small.gguf", streams=1) as server:
+        engine = server.service.engine
+        monkeypatch.setattr(engine, "_step", lambda: sys.exit())
+        monkeypatch.setattr(engine, "_fail_all", lambda error: sys.exit())
+        connection = _ask(server, {"prompt": "ab"})
+        until(lambda: not engine.is_alive)
+        assert send(server.url, "/health", None, "GET")[::2] == (503, {"status": "failed"})
+        assert refused(server, COMPLETIONS, {"prompt": "ab"}, 503)["code"] == "server_closing"
+        connection.close()
+
+
+def test_a_full_queue_keeps_the_vectors_of_a_request(folder):
+    """Its texts have one place together."""
+    with serving(folder / "long.gguf", context=LONG, streams=2, queue=1) as server:
+        running = _ask(server, ENDLESS)
+        until(lambda: server.service.engine.counts().running == 1)
+        vectors = _ask(server, {"input": ["ab" * 200] * 40}, EMBEDDINGS)
+        until(lambda: server.service.engine.counts().prompt_tokens > 500)
+        others = [_ask(server, ENDLESS)]
+        answer = vectors.getresponse()
+        others += [_ask(server, ENDLESS)]
+        assert (answer.status, len(json.loads(answer.read())["data"])) == (200, 40)
+        for connection in (running, vectors, *others):
+            connection.close()
 
 
 def test_a_fault_of_ours_tells_nothing_of_the_inside(server, monkeypatch, caplog):

@@ -14,7 +14,7 @@ from llm_models import Small, write_model
 from serving_http import serving
 from site_support import browser
 
-from billfish.serving.page import FILE
+from billfish.serving.http.app import PAGE as FILE
 
 pytest.importorskip("selenium", reason="needs selenium")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,11 @@ from serving_support import alone, ask, random_tokens, small_model
 import billfish as bf
 from billfish.llm.kv_cache import shared_length
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.requests import Request
-from billfish.serving.schedule import Cuts, share_out
-from billfish.serving.slots import Slots
-from billfish.serving.stops import HeldText
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.jobs import HeldText
+from billfish.serving.engine.kv_slots import Cuts, Slots
+from billfish.serving.engine.requests import Request
+from billfish.serving.engine.scheduler import share_out
 
 CUTS = Cuts(chunk=256, smallest=16)
 
@@ -175,6 +176,19 @@ def test_no_text_of_a_stop_goes_out():
         first = min((text[:start].find(stop) for stop in stops if stop in text[:start]), default=-1)
         assert held.stopped == (first >= 0)
         assert out + held.rest() == (text[:first] if held.stopped else text)
+
+
+def test_stop_texts_take_linear_time():
+    """Each token used to be compared with each beginning of each stop text, by copying it."""
+    length = 50_000
+    held = HeldText((" " * length, *["b" + " " * length] * 15))
+    started = time.process_time()
+    for _ in range(2 * length // 64):
+        held.push(" " * 64)
+        if held.stopped:
+            break
+    assert held.stopped
+    assert time.process_time() - started < 10  # seconds; it took minutes
 
 
 def test_stops_end_answers_across_tokens(model):

@@ -1,11 +1,10 @@
-"""A small storm of benchmarks/serving_storm.py: clients that leave, read slowly or send what is broken, all at once."""
+"""A small storm of serving_storm.py: clients that leave, read slowly or send what is broken, all at once."""
 
 from __future__ import annotations
 
+import serving_storm
 from llm_models import Small, write_model
 from serving_http import serving
-
-from benchmarks import serving_storm
 
 
 def test_a_small_storm(tmp_path):

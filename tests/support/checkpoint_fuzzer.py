@@ -18,6 +18,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import checkpoint_samples as samples
 import gguf
@@ -161,40 +162,44 @@ def damage_json(value: object, rng: random.Random) -> object:
 
 def damage_header(folder: Path, rng: random.Random) -> None:
     """Types, shapes and offsets of a safetensors header."""
-    path = weights_file(folder, rng)
-    if path.suffix == ".gguf":
-        return lie_about_a_size(folder, rng)
-    data = path.read_bytes()
-    end = header_end(data)
-    header = json.loads(data[8:end])
-    for _ in range(rng.choice([1, 1, 2])):
-        damaged = damage_json(header, rng)
-        header = damaged if isinstance(damaged, dict) else header
-    text = json.dumps(header).encode("utf-8", "surrogatepass")
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
-    return None
+
+    def damage(header: dict[str, Any]) -> dict[str, Any]:
+        for _ in range(rng.choice([1, 1, 2])):
+            damaged = damage_json(header, rng)
+            header = damaged if isinstance(damaged, dict) else header
+        return header
+
+    change_header(folder, rng, damage)
 
 
 def swap_types(folder: Path, rng: random.Random) -> None:
     """Another type of the same size, and a shape of the same product: what only the layout can notice."""
+
+    def swap(header: dict[str, Any]) -> dict[str, Any]:
+        about = header[rng.choice(sorted(name for name in header if name != "__metadata__"))]
+        same_size = [
+            ["F32", "I32", "U32"],
+            ["F16", "BF16", "I16"],
+            ["U8", "I8", "BOOL", "F8_E4M3", "F8_E8M0"],
+            ["I64", "F64"],
+        ]
+        about["dtype"] = rng.choice(next(kinds for kinds in same_size if about["dtype"] in kinds))
+        if rng.random() < 0.5 and about["shape"]:
+            rng.shuffle(about["shape"])
+            about["shape"] = rng.choice([about["shape"], [int(np.prod(about["shape"]))], [1, *about["shape"]]])
+        return header
+
+    change_header(folder, rng, swap)
+
+
+def change_header(folder: Path, rng: random.Random, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Another header before the same data; of a GGUF file, another size."""
     path = weights_file(folder, rng)
     if path.suffix == ".gguf":
         return lie_about_a_size(folder, rng)
     data = path.read_bytes()
     end = header_end(data)
-    header = json.loads(data[8:end])
-    about = header[rng.choice(sorted(name for name in header if name != "__metadata__"))]
-    same_size = [
-        ["F32", "I32", "U32"],
-        ["F16", "BF16", "I16"],
-        ["U8", "I8", "BOOL", "F8_E4M3", "F8_E8M0"],
-        ["I64", "F64"],
-    ]
-    about["dtype"] = rng.choice(next(kinds for kinds in same_size if about["dtype"] in kinds))
-    if rng.random() < 0.5 and about["shape"]:
-        rng.shuffle(about["shape"])
-        about["shape"] = rng.choice([about["shape"], [int(np.prod(about["shape"]))], [1, *about["shape"]]])
-    text = json.dumps(header).encode()
+    text = json.dumps(change(json.loads(data[8:end]))).encode("utf-8", "surrogatepass")
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     return None
 

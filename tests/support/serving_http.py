@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from billfish.llm import Model, load
-from billfish.serving.engine import Engine
-from billfish.serving.keys import Keys
-from billfish.serving.server import Server, address, listen
-from billfish.serving.service import Service
+from billfish.serving.api.service import Service
+from billfish.serving.engine.engine import Engine
+from billfish.serving.http.keys import Keys
+from billfish.serving.http.server import Server, address, listen
 
 # As Qwen's: functions first, calls between marks.
 TOOLS_TEMPLATE = (

@@ -12,10 +12,9 @@ from llm_models import Small, write_model
 
 import billfish as bf
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine import Engine
-from billfish.serving.grammar import json_schema
-from billfish.serving.grammar_compiler import CompiledGrammar
-from billfish.serving.requests import Piece, Request, Ticket
+from billfish.serving.engine.engine import Engine
+from billfish.serving.engine.grammar import CompiledGrammar, json_schema
+from billfish.serving.engine.requests import Piece, Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 
@@ -41,8 +40,12 @@ class Collected:
         if piece.finished:
             self._ended.set()
 
+    def ended(self, seconds: float = PATIENCE) -> bool:
+        """Whether the last piece comes in time."""
+        return self._ended.wait(seconds)
+
     def wait(self) -> Collected:
-        assert self._ended.wait(PATIENCE), "no end came"
+        assert self.ended(), "no end came"
         return self
 
     @property

@@ -15,8 +15,6 @@ from cuda_on_cpu import at, compiled_file
 from cuda_support import make
 
 import billfish as bf
-from benchmarks.products.cuda import CudaEngine
-from benchmarks.products.peers import Case
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.cuda.axes import Kind, describe, usual_kind, why_not
 from billfish.backends.cuda.layout import brick_shape, pack, split
@@ -252,15 +250,6 @@ def test_what_takes_x_as_it_is_says_why():
     assert "the same bits" in why_as_it_is(replace(fp8, batch_invariant=True), H200)
     assert "16 octaves" in why_as_it_is(replace(fp8, kind=replace(MXFP4, narrow=False)), H200)
     assert "nobody asked" in why_as_it_is(replace(fp8, activations="exact"), H200)
-
-
-def test_the_bench_says_where_x_stays_float16():
-    engine = CudaEngine()
-    engine.device, engine._kind = H200, MXFP4
-    mxfp4 = Case(FORMATS["mxfp4"], 32, 4096, 4096, "fp8")
-    assert engine.remark(mxfp4, 64) == "x stays float16: 64 rows: up to 64, x in 16 bits is as fast"
-    assert engine.remark(mxfp4, 2048) == ""
-    assert engine.remark(replace(mxfp4, activations="exact"), 64) == ""
 
 
 def test_what_was_measured_goes_in_bytes():

@@ -1,4 +1,4 @@
-// What the machine allows, as `billfish bench` measures it.
+// What the machine allows, as `python -m benchmarks.products` measures it.
 #include <nanobind/stl/string.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// What the machine can do at most, measured with the same instructions as the kernels: the yardstick of `billfish bench`.
+// What the machine can do at most, measured with the same instructions as the kernels: the yardstick of `python -m benchmarks.products`.
 #pragma once
 #include "gemm/decode.h"
 

@@ -1,0 +1,3 @@
+from benchmarks.metal_profile import main
+
+main()

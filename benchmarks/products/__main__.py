@@ -1,0 +1,3 @@
+from benchmarks.products import main
+
+main()

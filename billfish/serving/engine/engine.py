@@ -1,0 +1,291 @@
+"""One model for many: in each step, all answers get a token, and all prompts are read a bit further.
+
+A thread of its own makes the steps. `submit` and `embed` put work into a queue, from any thread, and do not wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import count
+from threading import Condition, current_thread
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from billfish.core.errors import DataError, ModelError, complaint, explained
+from billfish.core.typing import Activations
+from billfish.llm.model import Model
+from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
+from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
+from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
+from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for
+from billfish.serving.engine.requests import EngineCounts, QueueFull, Request, ServerClosing, Ticket
+from billfish.serving.engine.scheduler import is_being_read, share_out
+
+CALL = "serving.Engine"
+USUAL_CONTEXT = 4096
+
+
+class Engine:
+    """Answers requests of many users with one model.
+
+    streams: so many answers run at once. context: positions that each may have with its prompt; None: the model's, at
+    most 4096. The keys and values of all streams are set aside at once: `counts().cache_bytes_bound`. queue: so many
+    requests may wait for a stream. activations: as in :meth:`billfish.llm.Model.generate`. With "exact", a request gets
+    the tokens that `generate` gives it alone, whatever runs beside it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        streams: int = 8,
+        context: int | None = None,
+        queue: int = 64,
+        activations: Activations | None = None,
+    ) -> None:
+        decoder = model.decoder
+        self.model, self._decoder = model, decoder
+        self.streams, self.context = streams, min(USUAL_CONTEXT, decoder.config.context) if context is None else context
+        self.queue_limit = queue
+        self._activations = decoder.check_activations(CALL, activations, decoder.usual)
+        for name, value, least, most in (
+            ("streams", streams, 1, None),
+            ("context", self.context, 1, decoder.config.context),
+            ("queue", queue, 0, None),
+        ):
+            if value < least or (most is not None and value > most):
+                takes = f"a whole number from {least} on" if most is None else f"a number from {least} to {most}"
+                raise DataError(complaint(CALL, name, value, takes))
+        self._cuts = cuts_for(decoder, self._activations)
+        try:
+            self._slots = Slots(decoder, streams, self.context, self._cuts, exact=self._activations == "exact")
+        except (MemoryError, ModelError) as error:  # a GPU's cache raises the latter
+            got = f"{streams} of {self.context} tokens each, more than memory has room for"
+            why = str(error).removeprefix("[llm.generate] ")
+            got += f" ({why})" if why else ""
+            raise DataError(complaint(CALL, "streams", got, "fewer --streams or a smaller --context")) from None
+        self._grammars = GrammarCompiler(Vocabulary(model.tokenizer, decoder.config.vocabulary))
+        self._changed = Condition()  # held for what follows
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._turns = count()
+        self._closing = False
+        self._counts = EngineCounts(cache_bytes_bound=self._slots.bytes_bound)
+        self._thread = start_thread(self._work, "billfish engine")
+        atexit.register(self.close, finish=False)
+
+    # ---- what any thread may call -------------------------------------------------------------------------------
+
+    def submit(self, request: Request, on_piece: OnPiece) -> Ticket:
+        """Begin an answer. `on_piece` gets its pieces in the engine's thread, and must not block; the answer of one
+        that raises is cancelled. Raises QueueFull or ServerClosing at once, and ModelError or DataError for a request
+        that cannot be answered."""
+        self._check(request.prompt)
+        self._decoder.check_tokens(CALL, "logit_bias", list(request.sampling.logit_bias))
+        matcher = None if request.grammar is None else request.grammar.matcher()
+        ticket = Ticket(len(request.prompt), self._wake)
+        tokenizer, cuts = self.model.tokenizer, self._cuts
+        self._put(Answer(request, on_piece, ticket, tokenizer, matcher, cuts, context=self.context))
+        return ticket
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """Compile a grammar for :class:`Request`. Make one for each request. Raises as
+        :meth:`billfish.serving.engine.grammar_compiler.GrammarCompiler.compile` does."""
+        return self._grammars.compile(grammar)
+
+    def embed(self, texts: Sequence[list[int]]) -> Future[list[NDArray[np.float32]]]:
+        """A vector [hidden] for each text, as :meth:`billfish.llm.Model.embed_text` gives it. All texts together have
+        one place in the queue. The future may be cancelled as long as it is not done. Raises as `submit` does."""
+        for text in texts:
+            self._check(text)
+        job = Embedding(texts, self.model)
+        self._put(job)
+        return job.future
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread.is_alive()
+
+    def counts(self) -> EngineCounts:
+        """What has been done, and what is."""
+        with self._changed:
+            running, waiting, finished = len(self._running), len(self._waiting), dict(self._counts.finished)
+            held = self._slots.bytes_held
+            return replace(self._counts, running=running, waiting=waiting, cache_bytes=held, finished=finished)
+
+    def close(self, *, finish: bool = True) -> None:
+        """Take nothing more, and wait until nothing runs. finish: what runs or waits is answered, else cancelled."""
+        with self._changed:
+            self._closing = True
+            if not finish:
+                for job in (*self._waiting, *self._running):
+                    job.cancel()
+            self._changed.notify()
+        self._grammars.close()
+        if self._thread is not current_thread():
+            self._thread.join()
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(finish=error is None)
+
+    def _check(self, prompt: list[int]) -> None:
+        """Raises unless there is room for a prompt of such tokens."""
+        self._decoder.check_prompt(prompt, CALL)
+        if len(prompt) > self.context:
+            got, takes = f"{len(prompt)} tokens", f"at most {self.context}, the context of a stream"
+            raise ModelError(complaint(CALL, "prompt", got, takes))
+
+    def _put(self, job: Job) -> None:
+        with self._changed:
+            if self._closing:
+                self._counts.refused += 1
+                raise ServerClosing("The engine is closing. Retry later.")
+            if len(self._waiting) + len(self._running) >= self.streams + self.queue_limit:
+                self._counts.refused += 1
+                raise QueueFull(f"The queue is full ({self.queue_limit} requests waiting). Retry later.")
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    # ---- the engine's thread ------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or self._waiting or self._running)
+                    if not (self._waiting or self._running):
+                        return
+                try:
+                    self._step()
+                except BaseException as error:  # a panic inside llguidance is no Exception
+                    logging.getLogger("billfish.serving").exception("a step of the engine failed")
+                    self._fail_all(explained(error))
+        finally:
+            with self._changed:
+                self._closing = True  # nothing waits for a thread that has ended
+
+    def _fail_all(self, error: str) -> None:
+        """End whatever runs or waits. All slots are free afterwards."""
+        with self._changed:
+            jobs = [*self._waiting, *self._running]
+            self._waiting, self._running = [], []
+            self._slots.clear()
+        for job in jobs:
+            with suppress(Exception):
+                job.end("failed", error)
+                self._counts.finished[job.finished] += 1
+                job.tell_end()
+
+    def _step(self) -> None:
+        self._end_cancelled()
+        self._start_waiting()
+        jobs, chunk = list(self._running), self._decoder.chunk
+        # Tokens of prompts in a step: nearly a chunk; a quarter of one, where others would wait for it.
+        bound = chunk - SMALLEST if len(jobs) == 1 else max(SMALLEST, chunk // 4)
+        parts = share_out([job for job in jobs if job.left > 0], bound, self._cuts.smallest)
+        for job in parts:
+            job.turn = next(self._turns)
+        self._answer([job for job in jobs if isinstance(job, Answer)], parts)
+        for job, length in parts.items():
+            if isinstance(job, Embedding):
+                with _failing([job]):
+                    job.read(length)
+        self._counts.steps += 1
+        self._remove([job for job in jobs if job.finished])
+        for job in parts:
+            if isinstance(job, Embedding) and job.between_texts and not job.finished:
+                self._wait_again(job)
+
+    def _answer(self, answers: list[Answer], parts: dict[Job, int]) -> None:
+        """Read parts of prompts, and choose a token for each answer whose prompt is read."""
+        reading = [job for job in answers if parts.get(job, 0) < job.left]
+        going_on = [job for job in answers if job not in reading]
+        feeding = [job for job in (*going_on, *reading) if job.left <= 0 or job in parts]
+        passages = [(job.slot.cache, job.next_tokens(parts.get(job, 0))) for job in feeding]
+        chosen = list[int]()
+        with _failing(feeding):
+            chosen = self._decoder.choose(passages, [job.sampler for job in going_on], self._activations)
+            for job in feeding:
+                job.was_fed()
+        self._counts.generated_tokens += len(chosen)
+        for job, token in zip(going_on, chosen, strict=False):  # none, if the step failed
+            with _failing([job]):
+                job.take(token)
+
+    def _end_cancelled(self) -> None:
+        with self._changed:
+            gone = [job for job in (*self._waiting, *self._running) if job.cancelled]
+        for job in gone:
+            job.end("cancelled")
+        self._remove(gone)
+
+    def _remove(self, jobs: list[Job]) -> None:
+        with self._changed:
+            for job in jobs:
+                self._counts.finished[job.finished] += 1
+                if job in self._waiting:
+                    self._waiting.remove(job)
+                else:
+                    self._running.remove(job)
+                    keep = isinstance(job, Answer) and job.finished != "failed"
+                    self._slots.give_back(job.slot, keep=keep)
+        for job in jobs:
+            job.tell_end()
+
+    def _wait_again(self, job: Embedding) -> None:
+        with self._changed:
+            job.between_texts = False
+            self._running.remove(job)
+            self._slots.give_back(job.slot, keep=False)
+            self._waiting.append(job)
+
+    def _start_waiting(self) -> None:
+        """In order. A prompt that begins like one that is being read waits for that one; others pass it."""
+        with self._changed:
+            waiting, free = list(self._waiting), self._slots.free
+        for job in waiting:
+            if not free:
+                break
+            with _failing([job]):
+                if not is_being_read(job, self._running, self._slots, self._cuts):
+                    self._start(job)
+                    free -= 1
+        self._remove([job for job in waiting if job.finished])
+
+    def _start(self, job: Job) -> None:
+        job.slot = self._slots.take(job.prompt if isinstance(job, Answer) else None)
+        with self._changed:
+            self._waiting.remove(job)
+            self._running.append(job)
+            self._counts.prompt_tokens += len(job.prompt)
+            if isinstance(job, Answer):
+                job.ticket.cached_tokens = len(job.slot.cache.tokens)
+                self._counts.cached_tokens += job.ticket.cached_tokens
+
+
+@contextmanager
+def _failing(jobs: Sequence[Job]) -> Iterator[None]:
+    """What is raised ends these jobs, and no others."""
+    try:
+        yield
+    except BaseException as error:  # a panic inside llguidance is no Exception
+        for job in jobs:
+            job.end("failed", explained(error))

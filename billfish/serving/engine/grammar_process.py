@@ -1,0 +1,141 @@
+"""The process that tries JSON schemas. :mod:`billfish.serving.engine.grammar_compiler` starts it as a script.
+
+A schema comes from a stranger, and llguidance may recurse without end or take exponential time and memory for it. So
+this process compiles it first. It holds the vocabulary and forks for each schema. The system ends a fork that takes
+more than the limits below, and nothing else is lost.
+
+Standard input is a Unix socket. Each message on it carries another socket, with JSON to read up to its end and
+JSON to answer. The first is the vocabulary. Each further one is a schema; the answer is {} or {"error": ...}. A fork
+that was ended closes its socket without an answer.
+
+Only the standard library and llguidance are imported, so that the process is small and has one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CPU_SECONDS = 2  # an ordinary schema takes 2 ms, one with 2,000 optional properties 0.8 s
+WALL_SECONDS = 6
+MEMORY_BYTES = 64 * 2**20  # beyond the vocabulary
+STACK_BYTES = 4 * 2**20  # much less than the threads of the server have, which compile the schema after us
+ERROR_LENGTH = 500
+Encode = Callable[[str], "list[int] | None"]
+# Bounded white space: small models would otherwise write it for ever. Unknown keywords are errors, and "x-guidance" in
+# a schema cannot change that.
+OPTIONS = {"whitespace_pattern": r"[ \t\n]{0,16}", "lenient": False, "coerce_one_of": False}
+
+
+def main(folders: list[str]) -> None:
+    """Fork for each schema until the other end is closed. `folders` are where llguidance is."""
+    sys.path += folders  # last, so that they shadow nothing
+    import llguidance
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes forks that have ended
+    control = socket.socket(fileno=0)
+    tokenizer: Any = None
+    while connection := next_connection(control):
+        with connection:
+            if tokenizer is None:
+                tokenizer = Tokens(json.loads(read(connection))).native(llguidance)
+                connection.sendall(b"{}")
+            elif os.fork() == 0:
+                control.close()
+                set_limits()
+                connection.sendall(json.dumps(tried(llguidance, tokenizer, connection)).encode())
+                os._exit(0)
+
+
+def next_connection(control: socket.socket) -> socket.socket | None:
+    """The next socket that was sent, or None at the end."""
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def read(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.read()
+
+
+def tried(library: Any, tokenizer: Any, connection: socket.socket) -> dict[str, str]:
+    """The answer for a schema."""
+    try:
+        build(library, tokenizer, read(connection).decode())
+    except BaseException as error:  # a panic inside llguidance is no Exception
+        return {"error": str(error)[:ERROR_LENGTH]}
+    return {}
+
+
+def build(library: Any, tokenizer: Any, schema: str) -> Any:
+    """An LLMatcher for a schema, with its first mask computed. Raises ValueError for a schema that cannot be used."""
+    source = library.LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
+    limits = library.LLParserLimits(verbose_errors=False)
+    matcher = library.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        error = matcher.get_error().removesuffix("\n<non-verbose/>")
+        raise ValueError("nothing satisfies it" if error.startswith("NoExtension") else error)
+    return matcher
+
+
+class Tokens:
+    """A vocabulary that came as JSON, as llguidance takes it. encode: the tokens of a text that the grammar leaves no
+    choice about; None for the longest ones that fit."""
+
+    def __init__(
+        self, vocabulary: dict[str, Any], encode: Callable[[str], list[int] | None] = lambda text: None
+    ) -> None:
+        self.tokens = [token.encode("latin-1") for token in vocabulary["tokens"]]
+        self.special_token_ids, self.bos_token_id = vocabulary["special"], vocabulary["bos"]
+        self._ends, self._encode = vocabulary["ends"], encode
+        self.eos_token_id = self._ends[0]
+
+    def native(self, library: Any, size: int | None = None) -> Any:
+        """An LLTokenizer."""
+        size = len(self.tokens) if size is None else size
+        self._native = library.LLTokenizer(library.TokenizerWrapper(self), size, self._ends)
+        return self._native
+
+    def __call__(self, text: str) -> list[int]:
+        ids = self._encode(text)
+        return self._native.greedy_tokenize(text) if ids is None else ids
+
+
+def set_limits() -> None:
+    """Limit this process. macOS does not limit memory."""
+    import resource
+
+    for limit, most in (
+        (resource.RLIMIT_STACK, STACK_BYTES),
+        (resource.RLIMIT_DATA, data_bytes() + MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(limit)
+        with contextlib.suppress(OSError, ValueError):  # a system that has no such limit
+            resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    for number in (signal.SIGPROF, signal.SIGALRM):  # whoever started us may have ignored or blocked them
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts already."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

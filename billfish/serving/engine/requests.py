@@ -1,0 +1,138 @@
+"""What an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.llm.sampler import Sampling
+from billfish.serving.engine.grammar import CompiledGrammar
+
+MOST_ALTERNATIVES = 20  # OpenAI's limit
+MOST_STOPS = 16
+LONGEST_STOP = 1000  # characters
+# How an answer can end: by the model's own end, its grammar's or a stop text; at max_tokens or the end of the context;
+# by `Ticket.cancel`; by an error.
+REASONS = ("stop", "length", "cancelled", "failed")
+
+
+class QueueFull(BillfishError, RuntimeError):
+    """So many requests wait already that another one is not taken."""
+
+
+class ServerClosing(BillfishError, RuntimeError):
+    """The engine finishes what it has, and takes nothing more."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to go on with.
+
+    prompt: token ids. max_tokens: of the answer, at most. stop: texts that end the answer; none of their text is given
+    out. logprobs: so many alternatives for each token; 0 is the chosen one alone, None no probabilities at all.
+    grammar: what the whole answer must be; `Engine.compile` makes it. An answer that `max_tokens` cuts may be only the
+    beginning of that.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    grammar: CompiledGrammar | None = None
+
+    def __post_init__(self) -> None:
+        for name, good, takes in (
+            ("max_tokens", self.max_tokens >= 1, "a whole number from 1 on"),
+            (
+                "stop",
+                len(self.stop) <= MOST_STOPS and all(0 < len(stop) <= LONGEST_STOP for stop in self.stop),
+                f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters",
+            ),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MOST_ALTERNATIVES,
+                f"None, or a number from 0 to {MOST_ALTERNATIVES}",
+            ),
+        ):
+            if not good:
+                raise DataError(complaint("serving.Request", name, repr(getattr(self, name)), takes))
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token that could have been chosen, and the logarithm of its probability before any setting of sampling."""
+
+    id: int
+    data: bytes  # what it adds to the text; may be part of a character, and is nothing for a control token
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer. logprob is None, and `top` empty, where the request asked for no probabilities.
+
+    offset: where its text begins in the answer's text, in characters. top: the most probable tokens, best first.
+    """
+
+    id: int
+    data: bytes
+    offset: int
+    logprob: float | None = None
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an answer.
+
+    text: may be "" (part of a character, or what may begin a stop text, waits). tokens: those whose text has gone out
+    with this piece or before it; a token inside a stop text never comes. finished: "" up to the last piece, which has
+    one of `REASONS`. error: a sentence, with "failed".
+    """
+
+    text: str
+    tokens: tuple[Token, ...] = ()
+    finished: str = ""
+    error: str = ""
+
+
+class Ticket:
+    """One answer under way. Its numbers change while the answer runs, and any thread may read them.
+
+    cached_tokens: of the prompt, those that were not computed again. completion_tokens: all that were generated, with
+    the model's end and with those of a stop text.
+    """
+
+    def __init__(self, prompt_tokens: int, wake: Callable[[], object]) -> None:
+        """wake: called after `cancel`."""
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = self.completion_tokens = 0
+        self.cancelled = False
+        self._wake = wake
+
+    def cancel(self) -> None:
+        """The answer ends with the next step, in any thread, at any time. An answer that has ended stays as it is."""
+        self.cancelled = True
+        self._wake()
+
+
+@dataclass
+class EngineCounts:
+    """What an engine has done since it began, and what it does now.
+
+    cache_bytes: KV cache that is held, for answers that run and for prompts to come. cache_bytes_bound: what it never
+    exceeds; it is set aside at the start. finished: answers by `REASONS`.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    cache_bytes: int = 0
+    cache_bytes_bound: int = 0
+    refused: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))

@@ -1,0 +1,54 @@
+"""Who may ask: the keys of --api-key-file."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from billfish.core.errors import DataError, complaint
+from billfish.serving.api.request_bodies import Refusal
+
+
+class Keys:
+    """The keys that are let in. Without any, everybody is."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def check(self, authorization: str | None) -> None:
+        """Raises 401 unless the header `Authorization` brings a key.
+
+        All keys are compared, each in a time that does not depend on where it differs or how long it is.
+        """
+        if not self._digests:
+            return
+        scheme, _, key = (authorization or "").partition(" ")
+        given = _digest(key.strip())
+        known = sum(hmac.compare_digest(given, digest) for digest in self._digests)
+        if not known or scheme.lower() != "bearer":
+            got = "No API key was sent." if authorization is None else "The API key is not known."
+            message = f"{got} Send a key of this server: Authorization: Bearer KEY."
+            raise Refusal(401, message, None, "invalid_api_key", www_authenticate="Bearer")
+
+
+def read_keys(path: str) -> Keys:
+    """The keys of a file, one a line. Empty lines and those that begin with # are none."""
+    takes = "a text file with a key in each line"
+    try:
+        lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(complaint("serve", "--api-key-file", f"{path} ({error})", takes)) from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise DataError(complaint("serve", "--api-key-file", f"{path}, which has no keys", takes))
+    if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise DataError(complaint("serve", "--api-key-file", f"{path}", "keys of ASCII characters without spaces"))
+    return Keys(keys)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

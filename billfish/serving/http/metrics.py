@@ -1,0 +1,71 @@
+"""/metrics: what Prometheus reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from billfish.serving.api.service import Service
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Of EngineCounts: its name in Prometheus, and what it says. Those with _total are counters, the others gauges.
+ENGINE = {
+    "running": ("requests_running", "Answers that are being generated."),
+    "waiting": ("requests_waiting", "Requests in the queue."),
+    "refused": ("requests_refused_total", "Requests that found the queue full."),
+    "finished": ("requests_finished_total", "Answers by the reason of their end."),
+    "steps": ("steps_total", "Calls of the decoder."),
+    "generated_tokens": ("generated_tokens_total", "Tokens of answers."),
+    "prompt_tokens": ("prompt_tokens_total", "Tokens of prompts, with those that were cached."),
+    "cached_tokens": ("cached_tokens_total", "Tokens of prompts that were not computed again."),
+    "cache_bytes": ("cache_bytes", "KV cache that is held, in bytes."),
+    "cache_bytes_bound": ("cache_bytes_bound", "Upper bound of the KV cache, in bytes."),
+}
+
+
+class Metrics:
+    """Counts HTTP answers, and collects all counts when Prometheus asks. It is the loop's alone."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._answers: Counter[tuple[str, int]] = Counter()
+
+    def answered(self, path: str, status: int) -> None:
+        """An HTTP answer has begun. path: of a route, not of a client."""
+        self._answers[path, status] += 1
+
+    def text(self) -> bytes:
+        """All of it, in Prometheus' text format."""
+        from prometheus_client import generate_latest  # here: importing it takes 50 ms
+
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+        counts = self._service.engine.counts()
+        for field, (name, about) in ENGINE.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            value = getattr(counts, field)
+            if field != "finished":
+                yield family(f"billfish_{name}", about, value)
+                continue
+            finished = family(f"billfish_{name}", about, labels=["reason"])
+            for reason, count in value.items():
+                finished.add_metric([reason], count)
+            yield finished
+        answers = CounterMetricFamily(
+            "billfish_http_responses", "HTTP answers by path and status.", labels=["path", "status"]
+        )
+        for (path, status), count in sorted(self._answers.items()):
+            answers.add_metric([path, str(status)], count)
+        yield answers
+        about = "From a request to the first piece of its answer."
+        yield SummaryMetricFamily(
+            "billfish_first_token_seconds", about, self._service.first_tokens, self._service.first_token_seconds
+        )

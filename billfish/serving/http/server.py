@@ -1,0 +1,72 @@
+"""uvicorn, with an end of its own: what runs is finished first."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from billfish.core.errors import DataError, complaint
+from billfish.serving.api.service import Service
+from billfish.serving.http.app import make_app
+from billfish.serving.http.keys import Keys
+
+READER_SECONDS = 10  # for slow clients to read what was finished
+BACKLOG = 1024  # connections that wait to be accepted
+
+
+class Server(uvicorn.Server):
+    """Answers HTTP until a signal comes. Then what runs is finished and what comes is refused with 503, and the process
+    ends. A second signal ends it at once."""
+
+    def __init__(self, service: Service, keys: Keys, announce: Callable[[], object] = lambda: None) -> None:
+        """announce: called when it listens and minds signals."""
+        config = uvicorn.Config(
+            make_app(service, keys),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=READER_SECONDS,
+        )
+        super().__init__(config)
+        self.service, self._announce = service, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come."""
+        if self.service.closing:
+            self.should_exit = self.force_exit = True
+            return
+        self.service.closing = True
+        threading.Thread(target=self._finish, name="billfish-closing", daemon=True).start()
+
+    def _finish(self) -> None:
+        self.service.engine.close(finish=True)
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket of an address; port 0 takes a free one."""
+    takes = "an address of this machine and a free port from 0 to 65535"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        if not 0 <= port < 65536:
+            raise OSError("no such port")
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise DataError(complaint("serve", "--host and --port", f"{host}, {port} ({error})", takes)) from None
+
+
+def address(listening: socket.socket) -> str:
+    """The URL that clients use."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
