@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import billfish as bf
-import billfish.nn.peft
 from billfish.checkpoints.tokenizer.gguf_tokenizer import read_metadata
 from billfish.nn.transformers import load_model
 

@@ -175,15 +175,15 @@ class Backend(ABC):
 
     # ---- packed weights that take the place of storage, for memory that should hold weights once (optional) --------
 
-    packed_is_enough: bool = False  # whether products and `dequantize` read packed weights alone
     reads_blocks: bool = False  # whether `linears` takes x that is "given" as blocks of q8_0 or q8_1, uint8 [M, bytes]
-    unpacks: bool = False  # whether a torch layer holds packed weights from the start, and storage when it is asked for
+    unpacks: bool = False  # whether storage can be made of packed weights: a layer then holds these alone
+    unpacks_experts: bool = False  # the same of what `pack_experts` makes
 
     def to_tensors(self, weights: Any) -> tuple[list[Any], str] | None:
         """(torch tensors in the place where `weights` are, all the rest of them as a text), sharing memory.
 
         A torch layer then holds these tensors as its buffers, and its storage is gone. None: `unpack` could not give
-        the storage back, and the layer holds both.
+        the storage back, and the layer keeps that in CPU memory.
         """
         return None
 
@@ -200,7 +200,7 @@ class Backend(ABC):
         """
         return None
 
-    def unpack(self, weights: Any, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
+    def unpack(self, weights: Any, format: Format, shape: tuple[int, ...], group_size: int) -> Storage:
         """The storage that `weights` were packed from, bit for bit and in its types: NumPy arrays by name."""
         raise BackendUnavailable(
             f"[{self.name}] packed weights do not take the place of storage: it has no `to_tensors`"

@@ -144,33 +144,47 @@ def _model_entries(model: Any) -> dict[str, Entry]:
 
     Of tied parameters the first name is taken.
     """
-    if hasattr(model, "state_dict"):  # torch
-        modules, arrays = model.named_modules(remove_duplicate=False), model.state_dict(keep_vars=True)
-    else:
-        modules, arrays = model.named_modules(), dict(sys.modules["mlx.utils"].tree_flatten(model.parameters()))
+    torch = hasattr(model, "state_dict")
+    modules = list(model.named_modules(remove_duplicate=False) if torch else model.named_modules())
     layers: dict[str, SavedLayer] = {}
     for path, module in modules:
         for below, layer in getattr(module, "saved_layers", dict[str, SavedLayer])().items():
             layers[".".join(filter(None, (path, below)))] = layer
     entries: dict[str, Entry] = {}
     seen = set[Hashable]()
-    for name, array in arrays.items():
-        path, _, part = name.rpartition(".")
-        held = None if part == "bias" else layers.get(path)
-        key = _memory(array) if held is None else held.weights_key()
-        if key in seen:
-            continue
-        seen.add(key)
-        if held is None:
-            entries[name] = HeldArray(name, array)
-        else:
-            _check_memory(Input(CALL, name, array))
+    for path, layer in layers.items():
+        if layer.weights_key() not in seen:
+            seen.add(layer.weights_key())
             matrix = f"{path}.weight" if path else "weight"
-            entries[matrix] = _layer_entry(matrix, held)
+            entries[matrix] = _layer_entry(matrix, layer)
+    for name, array in (_torch_arrays if torch else _mlx_arrays)(modules, layers).items():
+        if _memory(array) not in seen:
+            seen.add(_memory(array))
+            entries[name] = HeldArray(name, array)
     return entries
 
 
+def _torch_arrays(modules: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters and buffers of a state dict, without the weights of layers, which it would make."""
+    found: dict[str, Any] = {}
+    for path, module in modules:
+        kept = {name: a for name, a in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        arrays = {**module._parameters, **({} if path in layers else kept)}
+        found |= {f"{path}.{name}" if path else name: a for name, a in arrays.items() if a is not None}
+    return found
+
+
+def _mlx_arrays(modules: Any, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters by their paths, without the weights of layers."""
+    root = dict(modules)[""]
+    found = sys.modules["mlx.utils"].tree_flatten(root.parameters())
+    return {n: a for n, a in found if n.rpartition(".")[0] not in layers or n.rpartition(".")[2] == "bias"}
+
+
 def _layer_entry(name: str, layer: SavedLayer) -> Entry:
+    if str(getattr(layer, "device", "")) == "meta":
+        got = 'a layer on torch\'s device "meta", which has no memory'
+        raise DTypeError(complaint(CALL, name, got, "one that holds its numbers"))
     shape = (layer.out_features, layer.in_features)
     order = getattr(layer, "permutation", None) is not None
     return HeldMatrix(name, get_format(layer.format), shape, layer.group_size, order, layer.quantized)

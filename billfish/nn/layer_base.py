@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,9 +48,10 @@ class MarlinLinear:
 
         def __call__(self, x: ArrayT) -> ArrayT: ...
         def quantized(self) -> QuantizedTensor: ...
-        def repack(self) -> None: ...
-        @property
-        def storage(self) -> list[Any]: ...
+        def set_storage(self, storage: Any) -> None: ...
+
+        has_order: bool  # whether columns are stored in another order
+        weights_identity: int  # the same for layers that share their weights
 
     @overload
     def __new__(cls, *arguments: Any, framework: Literal["torch"], **settings: Any) -> TorchLayer: ...
@@ -87,9 +88,7 @@ class MarlinLinear:
 
     def weights_key(self) -> Hashable:
         """Equal for layers that share their weights."""
-        first = self.storage[0]
-        address = first.data_ptr() if hasattr(first, "data_ptr") else id(first)
-        return address, self.format, self.group_size, tuple(first.shape)
+        return "weights", self.weights_identity
 
     def describe(self, bias: bool, act_order: bool) -> str:
         """What a repr says: sizes, format, group and bits."""
@@ -107,13 +106,13 @@ class Framework(NamedTuple):
     """A framework that we have a layer for, before anybody needs it."""
 
     modules: str  # the module whose `Module` all its layers are; whoever has a layer has imported it
-    ours: str  # the module that registers our layer
-    experts: str  # the module for layers of stacks of experts, see `experts_of`
+    layer: str  # the module that registers our layer
+    kit: str  # the module that is its `Kit`
 
 
 FRAMEWORKS = {  # by the name of the package
-    "torch": Framework("torch.nn", "billfish.nn.torch.linear", "billfish.nn.torch.expert_layers"),
-    "mlx": Framework("mlx.nn", "billfish.nn.mlx.linear", "billfish.nn.mlx.expert_layers"),
+    "torch": Framework("torch.nn", "billfish.nn.torch.linear", "billfish.nn.torch.model"),
+    "mlx": Framework("mlx.nn", "billfish.nn.mlx.linear", "billfish.nn.mlx.model"),
 }
 _layers: dict[str, Any] = {}
 
@@ -141,7 +140,7 @@ def layer_of(framework: str | None) -> Any:
     if framework not in FRAMEWORKS:
         raise FormatError(complaint(call, "framework", repr(framework), takes))
     try:
-        importlib.import_module(FRAMEWORKS[framework].ours)
+        importlib.import_module(FRAMEWORKS[framework].layer)
     except ModuleNotFoundError as error:
         raise BackendUnavailable(f"[{call}] {error}: framework={framework!r} needs it") from None
     return _layers[framework]
@@ -154,27 +153,25 @@ def check_framework(framework: str, kind: str) -> None:
         raise FormatError(complaint("MarlinLinear", "framework", repr(framework), takes))
 
 
-def layer_class(call: str, module: object) -> Any:
-    """Our layer for the framework that a module belongs to."""
+def framework_of(call: str, module: object) -> str:
+    """The framework that a module belongs to."""
     for kind, framework in FRAMEWORKS.items():
         theirs = sys.modules.get(framework.modules)
         if theirs is not None and isinstance(module, theirs.Module):
-            return layer_of(kind)
+            return kind
     raise DTypeError(complaint(call, "module", f"a {type(module).__name__}", "a torch.nn.Module or an mlx.nn.Module"))
 
 
-def experts_of(layer_type: Any) -> Any:
-    """What is to be known about modules with experts, for the framework of a layer: a Python module with
+def layer_class(call: str, module: object) -> Any:
+    """Our layer for the framework that a module belongs to."""
+    return layer_of(framework_of(call, module))
 
-    why_not(module)                             why such a module must stay as it is; empty if it need not
-    stack_shapes(path, module)                  [E, N, K] of its stacks, by the paths that they have as layers
-    stack_biases(path, module)                  [E, N] of the stacks that have biases, by the same paths
-    stack_bytes(module)                         of its stacks
-    quantize_experts(module, known, **settings)     a layer in its place; known: further arguments for each stack
-    layer_of_stacks(module, stacks, biases, activations)    a layer of QuantizedExperts in its place
-    stacked(checkpoint)                         a checkpoint with all experts as stacks, under the names of stack_shapes
-    """
-    return importlib.import_module(FRAMEWORKS[layer_type.kind].experts)
+
+def kit_of(call: str, model: object) -> Kit:
+    """What is to be known of models of the framework that a model belongs to."""
+    layer_class(call, model)
+    kit: Kit = importlib.import_module(FRAMEWORKS[framework_of(call, model)].kit)  # type: ignore[assignment]
+    return kit
 
 
 class Place(NamedTuple):
@@ -191,7 +188,59 @@ class Walk(NamedTuple):
     linear_type: Any
     linears: list[Place]
     others: dict[int, str]  # id of a weight that something else than a Linear holds -> the path of that
-    experts: list[Place] = []  # modules with stacks of experts; `experts_of` knows about them
+    experts: list[Place]  # modules with stacks of experts
+    matrices: dict[str, str]  # path of any other module with a matrix -> its class
+    quantized: list[str]  # paths of layers of ours
+
+
+class Kit(Protocol):
+    """What quantize_model, load_into and warm_up have to know of a framework: a Python module with these names."""
+
+    layer_type: Any
+
+    def walk(self, model: Any) -> Walk:
+        """What is in a model."""
+
+    def note_layers(self, model: Any) -> None:
+        """Layers of ours were put into a model."""
+
+    def parameter_arrays(self, model: Any) -> dict[str, Any]:
+        """Parameters and buffers by name, without the weights of quantized layers."""
+
+    def set_parameter(self, model: Any, name: str, value: Any) -> None:
+        """Write a value into one of them."""
+
+    def place_of(self, linear: Any) -> dict[str, Any]:
+        """Where `from_quantized` is to put the layer that takes the place of `linear`."""
+
+    def calibrate(self, model: Any, batches: Any, *, hessian: bool, progress: bool) -> Any:
+        """Statistics of the inputs of a model's layers."""
+
+    def warm_layers(self, model: Any, dtype: str, chosen: int) -> Iterator[tuple[object, Callable[[int], None]]]:
+        """(What its kernels depend on, a product with so many rows of zeros) of each of our layers."""
+
+    # ---- modules with experts -----
+
+    def why_not(self, module: Any) -> str:
+        """Why such a module must stay as it is; empty if it need not."""
+
+    def stack_shapes(self, path: str, module: Any) -> dict[str, tuple[int, ...]]:
+        """[E, N, K] of its stacks, by the paths that they have as layers."""
+
+    def stack_biases(self, path: str, module: Any) -> dict[str, Any]:
+        """[E, N] of the stacks that have biases, by the same paths."""
+
+    def stack_bytes(self, module: Any) -> int:
+        """Of its stacks."""
+
+    def quantize_experts(self, module: Any, *, known: Any, **settings: Any) -> Any:
+        """A layer in its place. known: further arguments for each stack."""
+
+    def layer_of_stacks(self, module: Any, stacks: Any, biases: Any, activations: Activations) -> Any:
+        """A layer of QuantizedExperts in its place."""
+
+    def stacked(self, checkpoint: Any) -> Any:
+        """A checkpoint with all experts as stacks, under the names of stack_shapes."""
 
 
 # ---- what a layer is made of -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from billfish.core.errors import CheckpointError, complaint
 from billfish.core.progress import Progress
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
-from billfish.nn.layer_base import Place, Walk, experts_of, layer_class
+from billfish.nn.layer_base import Place, Walk, kit_of
 from billfish.nn.quantize_model import ModelReport, Replaced
 from billfish.ops.linear import dequantize
 
@@ -42,13 +42,12 @@ def load_into(
     """
     weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
     rename = rename or (lambda name: name)
-    layer_type = layer_class("load_into", model)
-    kit = experts_of(layer_type)
-    adapter = next(adapter for adapter in ADAPTERS if adapter.kind == layer_type.kind)
-    walk: Walk = layer_type.walk(model)
+    kit = kit_of("load_into", model)
+    adapter = next(adapter for adapter in ADAPTERS if adapter.kind == kit.layer_type.kind)
+    walk = kit.walk(model)
     weights, experts = _with_stacks(kit, walk, weights, rename)
     linears = [place for place in walk.linears if _is_matrix(weights, rename(f"{place.path}.weight"))]
-    arrays = layer_type.parameter_arrays(model)
+    arrays = kit.parameter_arrays(model)
     numbers = _numbers(arrays, {place.path for place in (*linears, *experts)}, weights, rename)
     paths = [*(place.path for place in linears), *(p for place in experts for p in kit.stack_shapes(*place[:2]))]
     used = {rename(f"{path}.{part}") for path in paths for part in ("weight", "bias")} | set(numbers.values())
@@ -86,8 +85,8 @@ def load_into(
             bias = getattr(linear, "bias", None)
             if bias_name in weights:
                 bias = adapter.from_numpy(np.array(weights[bias_name]))
-            place = layer_type.place_of(linear)
-            layer = layer_type.from_quantized(tensor, bias, activations=activations, **place)
+            place = kit.place_of(linear)
+            layer = kit.layer_type.from_quantized(tensor, bias, activations=activations, **place)
             layer.train(model.training)
             put(layer)
             report.replaced.append(Replaced(path, layer.format, layer.group_size, linear.weight.nbytes, tensor.nbytes))
@@ -95,8 +94,8 @@ def load_into(
             bar.advance(1, own)
             tensor = weights[theirs]
             array = np.array(tensor) if isinstance(tensor, np.ndarray) else dequantize(tensor)
-            layer_type.set_parameter(model, own, adapter.from_numpy(array))
-    layer_type.note_layers(model)
+            kit.set_parameter(model, own, adapter.from_numpy(array))
+    kit.note_layers(model)
     return report
 
 

@@ -29,7 +29,7 @@ from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear, autocast
-from billfish.nn.torch.watch import ARRAYS
+from billfish.nn.torch.weights import ARRAYS
 
 Span = tuple[int, int]
 
@@ -220,7 +220,7 @@ def place(layer: ColumnParallelLinear | RowParallelLinear, share: Share, mesh: D
     if isinstance(layer, ColumnParallelLinear):
         layer.gather_output = share.gather_output
     else:
-        layer._weights.features = sum(share.sizes)
+        layer.set_features(sum(share.sizes))
 
 
 def read_share(

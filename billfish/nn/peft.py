@@ -1,6 +1,5 @@
-"""LoRA by peft on MarlinLinear. Importing this module registers the layer with peft.
+"""LoRA by peft on MarlinLinear. peft knows the layer by itself (billfish.nn.torch.peft_registration).
 
-    import billfish.nn.peft
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
@@ -24,7 +23,6 @@ from billfish.nn.torch.linear import MarlinLinear
 
 try:
     from peft import LoraConfig
-    from peft.tuners.lora import model as lora_model
     from peft.tuners.lora.layer import Linear as LoraLinear
     from peft.tuners.lora.layer import dispatch_default
     from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -89,11 +87,8 @@ def check_config(config: LoraConfig) -> None:
 
 
 def dispatch_marlin(target: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> Any:
-    """peft asks its dispatchers, one after the other, for a layer with adapters; this takes the place of the last."""
+    """peft asks its dispatchers, one after the other, for a layer with adapters. This takes the place of the last."""
     base_layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if isinstance(base_layer, MarlinLinear):
         return MarlinLoraLinear(target, adapter_name, config, **settings)
     return dispatch_default(target, adapter_name, config, **settings)
-
-
-lora_model.dispatch_default = dispatch_marlin  # type: ignore[attr-defined, assignment]  # its module

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from billfish.core.activations import check_activations
-from billfish.core.errors import DataError, DTypeError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import get_format
 from billfish.core.progress import Progress
 from billfish.core.typing import Activations, FormatLike, Method
-from billfish.nn.layer_base import Walk, experts_of, layer_class
+from billfish.nn.layer_base import Kit, Walk, kit_of
 from billfish.ops.quantization import check_method
+from billfish.statistics import Statistics
 
-if TYPE_CHECKING:
-    from billfish.statistics import Statistics
+OUTPUT_LAYERS = ("lm_head", "output")
 
 Predicate = Callable[[str, Any], "bool | dict[str, Any]"]
 
@@ -37,8 +36,7 @@ class ModelReport:
     """What quantize_model did; printed, it is a short table."""
 
     replaced: list[Replaced] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)  # path -> why it stayed as it was
-    apart: dict[str, str] = field(default_factory=dict)  # path of a joint layer that was not made -> why
+    left: dict[str, str] = field(default_factory=dict)  # path of a module with a matrix -> why it stayed as it was
 
     @property
     def bytes_before(self) -> int:
@@ -62,8 +60,14 @@ class ModelReport:
             for (format, group_size), part in kinds.items()
         ]
         lines += [f"left {path}: {reason}" for path, reason in self.left.items()]
-        lines += [f"no {path}: {reason}" for path, reason in self.apart.items()]
+        if not self.replaced:
+            lines.append("nothing was quantized")
         return "\n".join([*lines, f"saved {self.bytes_saved / 1e6:.1f} MB"])
+
+
+def is_output(path: str) -> bool:
+    """Whether a path is that of a model's output layer, which counts more than its size."""
+    return path.rpartition(".")[2] in OUTPUT_LAYERS
 
 
 def quantize_model(
@@ -74,7 +78,6 @@ def quantize_model(
     method: Method = "mse",
     activations: Activations = "exact",
     predicate: Predicate | None = None,
-    merge: bool = False,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     calibrate: Iterable[Any] | None = None,
     progress: bool = True,
@@ -86,12 +89,9 @@ def quantize_model(
     SwitchLinear MarlinSwitchLinear.
 
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
-    settings of its own, such as {"format": "q8_0"}. Without one, all are taken. Group size and options belong to the
-    format that they are given with: a dict that names another one has its own, or the defaults.
-
-    merge: whether q_proj, k_proj and v_proj of a torch module become one layer, `qkv_proj`, and gate_proj and up_proj
-    `gate_up_proj`: fewer products, of the same weights. So do such layers that are quantized already. State dicts keep
-    the ordinary names. Layers that cannot be joined stay apart, and the report says why.
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken but output layers (`lm_head`, `output`),
+    as `billfish quantize` does. Group size and options belong to the format that they are given with: a dict that names
+    another one has its own, or the defaults.
 
     statistics: of the inputs of the layers, from bf.calibrate or a file, by the names of their weights. Errors then
     count where the inputs are large. calibrate: batches to compute them from, as in bf.calibrate, for torch.
@@ -99,54 +99,49 @@ def quantize_model(
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
-    that share a weight share the quantized one. All of that is in the report. An error leaves the model as it was.
+    that share a weight share the quantized one. Other modules with matrices (embeddings, convolutions, GPT-2's Conv1D)
+    stay, and so do layers that are quantized already. All of that is in the report.
+    An error leaves the model as it was.
     """
-    layer_type = layer_class("quantize_model", model)
-    walk: Walk = layer_type.walk(model)
+    _check_arguments(predicate, options)
+    kit = kit_of("quantize_model", model)
+    walk = kit.walk(model)
     if isinstance(model, walk.linear_type):
         takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
         raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
-    experts = experts_of(layer_type)
-    _choose_experts(experts, walk, settings, predicate, chosen, left)
-    inputs = _Inputs(model, statistics, calibrate, method == "gptq", progress)
+    _choose_experts(kit, walk, settings, predicate, chosen, left)
+    left |= {path: f"{article(kind)} {kind} has no quantized form" for path, kind in walk.matrices.items()}
+    left |= dict.fromkeys(walk.quantized, "it is quantized already")
+    inputs = _Inputs(kit, model, statistics, calibrate, method == "gptq", progress)
     for path, linear, _ in walk.linears:
         if path in chosen:
             inputs.check(path, linear.weight.shape, chosen[path])
-    stacks = {path: experts.stack_shapes(path, module) for path, module, _ in walk.experts if path in chosen}
+    stacks = {path: kit.stack_shapes(path, module) for path, module, _ in walk.experts if path in chosen}
     for path, shapes in stacks.items():
         for stack, shape in shapes.items():
             inputs.check(stack, shape, chosen[path])
     report = ModelReport(left=left)
-    joints = _joints(layer_type.joints(model), walk, chosen, report.apart) if merge else []
-    joint_layers: list[Any] = []
-    joined = {path for joint in joints for path in joint.paths}
     layers: dict[int, Any] = {}  # what becomes of a Linear, which may be in several places
     twins: dict[int, Any] = {}  # the first layer that was made of a weight
-    with Progress(len(joints) + len(chosen.keys() - joined), "layers", enabled=progress) as bar:
-        for joint in joints:
-            bar.advance(1, joint.path)
-            own = chosen.get(joint.paths[0])
-            layer = joint.make(own and inputs.settings(joint.paths[0], joint.layers[0].weight.shape, own))
-            joint_layers.append(layer)
-            about = layer.format, layer.group_size, joint.nbytes, layer.storage_bytes
-            report.replaced.append(Replaced(joint.path, *about))
+    with Progress(len(chosen), "layers", enabled=progress) as bar:
         for path, module, _ in walk.experts:
             if id(module) not in layers and path in chosen:
                 bar.advance(1, path)
-                before = experts.stack_bytes(module)
+                before = kit.stack_bytes(module)
                 known = [inputs.known(stack, shape, chosen[path]) for stack, shape in stacks[path].items()]
-                layer = layers[id(module)] = experts.quantize_experts(module, **chosen[path], known=known)
+                layer = layers[id(module)] = kit.quantize_experts(module, **chosen[path], known=known)
                 report.replaced.append(Replaced(path, layer.format, layer.group_size, before, layer.storage_bytes))
         for path, linear, _ in walk.linears:
-            if id(linear) not in layers and path in chosen and path not in joined:
+            if id(linear) not in layers and path in chosen:
                 bar.advance(1, path)
                 twin = twins.get(id(linear.weight))
                 before = after = 0
                 if twin is None:
-                    layer = layer_type.from_linear(linear, **inputs.settings(path, linear.weight.shape, chosen[path]))
+                    own = inputs.settings(path, linear.weight.shape, chosen[path])
+                    layer = kit.layer_type.from_linear(linear, **own)
                     before, after = linear.weight.nbytes, layer.storage_bytes
                 else:
                     layer = twin.with_bias(getattr(linear, "bias", None))
@@ -155,10 +150,28 @@ def quantize_model(
     for _, module, put in (*walk.linears, *walk.experts):
         if id(module) in layers:
             put(layers[id(module)])
-    for joint, layer in zip(joints, joint_layers, strict=True):
-        joint.put(layer)
-    layer_type.note_layers(model)
+    kit.note_layers(model)
     return report
+
+
+def article(noun: str) -> str:
+    """A or an."""
+    return "an" if noun[:1] in "AEIOU" else "a"
+
+
+def _check_arguments(predicate: Any, options: dict[str, Any]) -> None:
+    """Raises for what other tools take, with how to say it here."""
+    call = "quantize_model"
+    if predicate is not None and not callable(predicate):
+        takes = "a function (path, layer) -> bool or dict, such as lambda path, layer: not path.endswith('lm_head')"
+        raise DTypeError(complaint(call, "predicate", repr(predicate), takes))
+    hints = {
+        "skip": "predicate=lambda path, layer: path not in {...}",
+        "bits": "format=, whose name says the bits, such as 'q4_k' or 'u8'; bf.quantize_checkpoint(..., bits=) chooses",
+    }
+    for name, hint in hints.items():
+        if name in options:
+            raise FormatError(complaint(call, name, repr(options[name]), hint))
 
 
 class _Inputs:
@@ -166,6 +179,7 @@ class _Inputs:
 
     def __init__(
         self,
+        kit: Kit,
         model: Any,
         statistics: Statistics | str | os.PathLike[str] | None,
         batches: Iterable[Any] | None,
@@ -176,12 +190,8 @@ class _Inputs:
         if statistics is not None and batches is not None:
             raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
         if batches is not None:
-            from billfish.nn.torch.calibration import calibrate  # here: few calibrate
-
-            statistics = calibrate(model, batches, hessian=outer, progress=progress)
+            statistics = kit.calibrate(model, batches, hessian=outer, progress=progress)
         elif isinstance(statistics, (str, os.PathLike)):
-            from billfish.statistics import Statistics
-
             statistics = Statistics.load(statistics)
         self._statistics = statistics
 
@@ -194,7 +204,7 @@ class _Inputs:
             raise DataError(complaint("quantize_model", "statistics", got, takes))
 
     def settings(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings of a layer, with what is known of its inputs. Joint layers have the same inputs."""
+        """The settings of a layer, with what is known of its inputs."""
         return {**settings, **self.known(path, shape, settings)}
 
     def known(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
@@ -204,26 +214,6 @@ class _Inputs:
         name, method = f"{path}.weight", settings["method"]
         method, known = self._statistics.settings("quantize_model", name, tuple(shape), method)
         return {"method": method, **known}
-
-
-def _joints(found: list[Any], walk: Walk, chosen: dict[str, dict[str, Any]], apart: dict[str, str]) -> list[Any]:
-    """The joint layers that are made; `apart` says why others are not."""
-    holders = Counter(id(linear.weight) for _, linear, _ in walk.linears)
-    joints = []
-    for joint in found:
-        reason = joint.why_not()
-        if not joint.is_quantized:
-            if any(path not in chosen for path in joint.paths):
-                reason = "a part of it is left"
-            elif any(chosen[path] != chosen[joint.paths[0]] for path in joint.paths):
-                reason = "its parts have different settings"
-            elif any(holders[id(layer.weight)] > 1 for layer in joint.layers):
-                reason = "a part of it shares its weight"
-        if reason:
-            apart[joint.path] = reason
-        else:
-            joints.append(joint)
-    return joints
 
 
 def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[str, Any]:
@@ -242,7 +232,7 @@ def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[
 
 
 def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
-    verdict = predicate(path, layer) if predicate else True
+    verdict = predicate(path, layer) if predicate else not is_output(path)
     if not isinstance(verdict, (bool, dict)):
         got = f"a {type(verdict).__name__} for {path}"
         takes = "one that returns a bool or a dict of settings"
@@ -251,7 +241,7 @@ def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[
 
 
 def _choose_experts(
-    experts: Any,
+    kit: Kit,
     walk: Walk,
     settings: dict[str, Any],
     predicate: Predicate | None,
@@ -260,15 +250,15 @@ def _choose_experts(
 ) -> None:
     """As `_choose`, for the modules with experts."""
     for path, module, _ in walk.experts:
-        verdict, reason = _verdict(predicate, path, module), experts.why_not(module)
+        verdict, reason = _verdict(predicate, path, module), kit.why_not(module)
         if reason:
             left[path] = reason
         elif verdict is False:
-            left[path] = "the predicate says so"
+            left[path] = "the predicate says so" if predicate else "output layers stay unless a predicate takes them"
         else:
             own = verdict if isinstance(verdict, dict) else {}
             try:
-                for *_, k in experts.stack_shapes(path, module).values():
+                for *_, k in kit.stack_shapes(path, module).values():
                     given = _settings_of(settings, own, k)
                     get_format(given["format"]).check_k("quantize_model", k)
                 chosen[path] = given
@@ -289,7 +279,7 @@ def _choose(
         if type(linear) is not walk.linear_type:
             left[path] = f"it is a {type(linear).__name__}, which may do more than a Linear"
         elif verdict is False:
-            left[path] = "the predicate says so"
+            left[path] = "the predicate says so" if predicate else "output layers stay unless a predicate takes them"
         else:
             k = linear.weight.shape[1]
             chosen[path] = _settings_of(settings, verdict if isinstance(verdict, dict) else {}, k)

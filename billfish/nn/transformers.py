@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
-from billfish.core.errors import FormatError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
 from billfish.core.extras import missing
 from billfish.core.format import get_format
 from billfish.core.format_tag import ABOUT
@@ -42,7 +42,7 @@ from billfish.nn.torch.expert_layers import (
     why_not,
 )
 from billfish.nn.torch.linear import MarlinLinear
-from billfish.nn.torch.stored import Stored
+from billfish.nn.torch.module import QuantizedModule
 from billfish.ops.quantization import check_method, quantize
 from billfish.statistics import Statistics
 
@@ -63,8 +63,8 @@ try:
         make_experts,
         make_layer,
         refuse_others,
-        says_format,
         state_dict,
+        tells_format,
         with_stacks,
     )
 except ImportError as error:
@@ -73,6 +73,7 @@ except ImportError as error:
 __all__ = ["BillfishConfig", "load_model"]
 
 METHOD = "billfish"
+SETTINGS = ("format", "group_size", "method", "activations")  # of a layer
 
 
 @register_quantization_config(METHOD)
@@ -108,7 +109,10 @@ class BillfishConfig(QuantizationConfigMixin):
         self.method, self.activations = method, check_activations(call, activations)
         self.options = known.check_options(call, options or {})
         self.modules = {path: {**own} for path, own in (modules or {}).items()}
-        for own in self.modules.values():
+        for path, own in self.modules.items():
+            odd = next((name for name in own if name not in SETTINGS), None)
+            if odd is not None:
+                raise FormatError(complaint(call, f"modules[{path!r}]", repr(odd), ", ".join(SETTINGS)))
             if "format" in own:
                 own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
@@ -122,8 +126,8 @@ class BillfishConfig(QuantizationConfigMixin):
 
     def settings(self, path: str) -> dict[str, Any]:
         """What MarlinLinear.from_linear is told for a layer."""
-        chosen = {name: getattr(self, name) for name in ("format", "group_size", "method", "activations")}
-        own = {name: value for name, value in self.modules.get(path, {}).items() if name in chosen}
+        chosen = {name: getattr(self, name) for name in SETTINGS}
+        own = self.modules.get(path, {})
         if own.get("format", self.format) != self.format:
             return {**chosen, "group_size": None, **own}
         return {**chosen, **own, **self.options}
@@ -186,9 +190,9 @@ class BillfishQuantizer(HfQuantizer):
             model.set_submodule(path, layer)
             self._await(path, layer, source, places)
 
-    def _await(self, path: str, layer: Any, source: Checkpoint, places: Places) -> None:
-        """Storage arrays will come for a layer."""
-        if isinstance(self.quantization_config, LoadConfig) or not says_format(source, places.names[path]):
+    def _await(self, path: str, layer: QuantizedModule, source: Checkpoint, places: Places) -> None:
+        """Storage arrays will come for a layer on "meta"."""
+        if isinstance(self.quantization_config, LoadConfig) or not tells_format(source, places.names[path]):
             layer.register_buffer(ABOUT, None)  # nobody must look for it in the file
         self.storage |= {f"{path}.{part}" for part in layer.storage_names}
 
@@ -277,15 +281,10 @@ class BillfishQuantizer(HfQuantizer):
             )
             model.set_submodule(path, block.train(module.training))
         self.stacks.clear()
-        for layer in [module for module in model.modules() if isinstance(module, Stored)]:
-            if layer.is_packed:  # as soon as it was quantized
-                continue
-            words = {name: buffer for name, buffer in layer.named_buffers() if buffer.dtype == torch.uint32}
-            for name in words:  # as MLX writes words
-                layer.register_buffer(name, words[name].view(torch.int32))
-            words.clear()
-            layer.set_about()
-            layer.repack()  # nobody writes to the files that the arrays may be views of
+        for path, module in model.named_modules():
+            if isinstance(module, QuantizedModule) and module.device.type == "meta":
+                takes = "a folder with all arrays of the layer"
+                raise CheckpointError(complaint("from_pretrained", path, "not all arrays", takes))
         self.note_layers(model)
         if isinstance(self.quantization_config, LoadConfig):
             self.quantization_config.source = None  # the file may be closed
@@ -294,7 +293,7 @@ class BillfishQuantizer(HfQuantizer):
     def note_layers(self, model: Any) -> None:
         """What save_pretrained has to know of the layers of ours."""
         keep_stacks(model)
-        layers = {path: module for path, module in model.named_modules() if isinstance(module, Stored)}
+        layers = {path: module for path, module in model.named_modules() if isinstance(module, QuantizedModule)}
         self.quantization_config.modules = {
             path: {"format": layer.format, "group_size": layer.group_size} for path, layer in layers.items()
         }
@@ -367,6 +366,21 @@ class QuantizeWeight(ConversionOps):
         for part, stack in parts.items():
             stacks[part] = quantize(stack.cpu(), **{**settings, **self._known(path, f"{path}.{part}", stack.shape)})
         setattr(module, name, torch.nn.Parameter(torch.empty_like(numbers, device="meta"), requires_grad=False))
+
+
+def note_layers(model: Any) -> None:
+    """A transformers.PreTrainedModel whose layers were replaced in memory saves them as one that was quantized while it
+    was loaded. Without that, from_pretrained would look for the weights of other layers. A model of another project's
+    quantizer stays its own."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    layers = [module for module in model.modules() if isinstance(module, QuantizedModule)]
+    if quantizer is None and layers:
+        ways = {layer.activations for layer in layers}
+        config = BillfishConfig(layers[0].format, activations=ways.pop() if len(ways) == 1 else "exact")
+        quantizer = model.hf_quantizer = BillfishQuantizer(config, pre_quantized=True)
+        model.config.quantization_config = config
+    if isinstance(quantizer, BillfishQuantizer):
+        quantizer.note_layers(model)
 
 
 def load_model(

@@ -33,7 +33,7 @@ from billfish.nn.torch.expert_layers import (
     why_not,
 )
 from billfish.nn.torch.linear import MarlinLinear
-from billfish.nn.torch.watch import to_torch
+from billfish.nn.torch.weights import to_torch
 from billfish.ops.linear import dequantize
 
 
@@ -130,7 +130,7 @@ def refuse_others(model: Any, source: Checkpoint, places: Places) -> None:
         raise CheckpointError(complaint("from_pretrained", lost[0], got, takes))
 
 
-def says_format(source: Checkpoint, name: str) -> bool:
+def tells_format(source: Checkpoint, name: str) -> bool:
     """Whether the file has an array beside a matrix that says its format, as files of layers have."""
     return any(part.rpartition(".")[2] == ABOUT for part in source.entry(name).parts)
 

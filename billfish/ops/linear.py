@@ -23,14 +23,13 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import check_array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, AnyArray, ArrayT, FloatName, FloatType, FormatLike
-from billfish.ops.loose import Loose
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import torch
 
 Quantized = QuantizedTensor | QuantizedExperts
-Weights = QuantizedTensor | PackedWeights | Loose  # what a product takes
+Weights = QuantizedTensor | PackedWeights  # what a product takes
 
 
 @overload
@@ -163,7 +162,8 @@ def quantized_linear(
     With a QuantizedTensor, `weight` is all there is to say, and so it is with what `prepack` made of one. Packed arrays
     work too, K-major as `pack_fp4_weights`
     makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4" (unless given), "u4" (with
-    `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given).
+    `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given). Arrays are packed at each call; to pack them
+    once, make a tensor of them: QuantizedTensor.from_storage(format, {"packed": ..., "scales": ...}, group_size).
 
     activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
     the bias. For every finite x, y is as near as a float32 sum may be; docs/cpu.md has the bound. "q8" and "q16" round
@@ -266,10 +266,8 @@ def _choose(
     return chosen, Product(x, weights, n, None if bias is None else _bias(call, bias, n))
 
 
-def packed_for(tensor: QuantizedTensor | Loose, backend: Backend, x: Input) -> Any:
+def packed_for(tensor: QuantizedTensor, backend: Backend, x: Input) -> Any:
     """The weights as a backend wants them beside x; a tensor keeps them, one for each place."""
-    if isinstance(tensor, Loose):
-        return tensor.packed_for(backend, x)
     key = backend.name, x.place
     packed = tensor._made.get(key)
     return tensor.made(key, lambda: backend.pack(tensor, key[1])) if packed is None else packed
@@ -317,7 +315,9 @@ def _check_absent(call: str, **arguments: Any) -> None:
             raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
 
 
-def _from_words(call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None) -> Loose:
+def _from_words(
+    call: str, packed: Any, scales: Any, zeros: Any, format: str | Format, group_size: int | None
+) -> QuantizedTensor:
     format = get_format(format, call)
     if not isinstance(format, WordFormat):
         takes = "a format of packed words such as 'fp4', or a QuantizedTensor"
@@ -331,7 +331,7 @@ def _from_words(call: str, packed: Any, scales: Any, zeros: Any, format: str | F
     taken = {name: Input(call, name, array).numpy() for name, array in arrays.items()}
     check_array(call, "weight", taken["weight"], (np.uint32,), 2)
     storage = {"packed": taken.pop("weight"), **taken}
-    return Loose(QuantizedTensor.borrowing(format, storage, group_size, call=call), packed)
+    return QuantizedTensor.borrowing(format, storage, group_size, call=call)
 
 
 @overload

@@ -122,7 +122,7 @@ def test_calls_on_the_h200():
     ours, theirs = micro["MarlinLinear"], micro["torch.nn.Linear, float16"]
     assert f"takes {ours:.1f} us for a call of\n`MarlinLinear` and {theirs:.1f} us" in text
     assert f"float16, {ours / theirs:.2f} of it" in text
-    names = {"float16": "float16", "quantized": "u4b8:128", "quantized, merged": "u4b8:128, `merge=True`"}
+    names = {"float16": "float16", "quantized": "u4b8:128"}
     for name, written in names.items():
         cells = [f"{milli[name][w]:.2f} ({milli['float16'][w] / milli[name][w]:.2f})" for w in ("eager", "graph")]
         assert f"| {written} | {' | '.join(cells)} |" in text

@@ -219,11 +219,13 @@ def test_inference_mode():
     assert says(layer) == "fp4"
 
 
-def test_putting_it_in_by_hand_is_loading_too():
-    layer = make(TORCH, "fp4")
-    with pytest.raises(bf.FormatError, match=REFUSED):
-        layer.about = make(TORCH, "u4b8").about
-    assert says(layer) == "fp4"
+def test_arrays_are_not_put_in_by_hand():
+    """They would change nothing: all of them come together, by set_storage or a state dict."""
+    layer, other = make(TORCH, "fp4"), make(TORCH, "fp4", 2)
+    with pytest.raises(bf.DTypeError, match="set_storage"):
+        layer.scales = other.scales
+    layer.set_storage(other.storage())
+    assert bits(TORCH, layer)["scales"] == bits(TORCH, other)["scales"]
 
 
 def test_accelerate_loads_into_empty_layers(tmp_path):

@@ -54,7 +54,7 @@ def held_bytes(fake):
 
 
 def packed_bytes(layer):
-    return sum(tensor.nbytes for tensor in layer._weights.packed.tensors)
+    return sum(tensor.nbytes for tensor in layer._weights.tensors)
 
 
 # ---- one copy -------------------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def test_a_layer_that_arrives_holds_its_packed_weights_and_nothing_else(fake, tm
     layers = arrive(way, tmp_path)
     gc.collect()
     for layer in layers:
-        assert all(layer._weights.own(name) is None for name in layer.storage_names)
-        assert layer._weights.made is None
+        assert layer._weights.form.startswith("cuda:")
+        assert not layer._weights.matrix.storage
         assert layer.storage_bytes == N * K // 32 * 18
     assert held_bytes(fake) == sum(map(packed_bytes, layers))
     scales = N * K // 32 * 2  # kept beside the bricks, so that storage comes back bit for bit
@@ -107,21 +107,8 @@ def test_storage_comes_back_when_asked_for_and_goes_again(fake):
     assert_same_bits(state["blocks"].numpy(), tensor.storage["blocks"])
     assert_same_bits(layer.quantized().storage["blocks"], tensor.storage["blocks"])
     del state
-    layer._weights.pack("exact")
     gc.collect()
     assert held_bytes(fake) == before
-
-
-def test_storage_that_somebody_holds_is_not_packed_away(fake):
-    layer, _ = make_layer()
-    blocks = layer.blocks
-    layer._weights.pack("exact")
-    assert layer._weights.packed is None
-    assert layer._weights.direct is None
-    blocks.zero_()
-    del blocks
-    layer._weights.pack("exact")
-    assert not layer.blocks.any()
 
 
 # ---- few steps ------------------------------------------------------------------------------------------------------
@@ -194,8 +181,6 @@ def test_columns_in_another_order(fake, monkeypatch):
     assert fake.products[0][1] == seen[0].data_ptr()
     monkeypatch.setattr(MarlinLinear, "_product", lambda self, x: "another way")
     assert layer(X[:, :-8].contiguous()) == "another way"
-    layer.register_buffer("permutation", torch.arange(K, dtype=torch.int32))
-    assert layer(X) == "another way"  # until the layer is packed again
 
 
 def test_a_bias_that_changes_is_seen(fake, monkeypatch):
@@ -219,8 +204,6 @@ def test_other_weights_are_never_multiplied_with_old_ones(fake):
     assert layer._weights.direct is not None
     assert layer._weights.direct is not old
     other = copy.deepcopy(layer)
-    other.repack()
-    layer.repack()
     assert None is not other._weights.direct is not layer._weights.direct is not None
 
 
@@ -229,4 +212,4 @@ def test_a_row_of_a_batch_may_be_asked_to_have_the_same_bits(fake, monkeypatch):
     layer(X)
     monkeypatch.setattr(bf.BACKENDS["cuda"], "batch_invariant", True)
     layer(X)
-    assert len({gemm.batch_invariant for gemm in layer._weights.packed.matrix._made["cuda", "cpu"]._products}) == 2
+    assert len({gemm.batch_invariant for gemm in layer._weights.matrix._made["cuda", "cpu"]._products}) == 2

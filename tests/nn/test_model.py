@@ -59,6 +59,7 @@ class MlxModel(mlx.nn.Module):
 
 BOTH = pytest.mark.parametrize("make", [TorchModel, MlxModel])
 PATHS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"]
+EMBEDDING = {"embedding": "an Embedding has no quantized form"}
 WEIGHTS = [128 * 64, 64 * 128, 128 * 64, 64 * 128, 40 * 64]
 
 
@@ -72,11 +73,12 @@ def test_every_linear_is_replaced_and_reported(make):
     plain = model(tokens_for(make))
     report = bf.quantize_model(model, "fp4", group_size=32, method="mse")
     assert sorted(layer.path for layer in report.replaced) == sorted(PATHS)
-    assert report.left == {}
+    assert report.left == EMBEDDING
     assert report.bytes_before == 4 * sum(WEIGHTS)
     assert report.bytes_after == sum(WEIGHTS) * (4 + 16 / 32) / 8
     assert report.bytes_saved == report.bytes_before - report.bytes_after
-    assert str(report) == f"fp4, group_size=32: 5 layers, 0.1 MB -> 0.0 MB\nsaved {report.bytes_saved / 1e6:.1f} MB"
+    assert "fp4, group_size=32: 5 layers, 0.1 MB -> 0.0 MB" in str(report)
+    assert f"saved {report.bytes_saved / 1e6:.1f} MB" in str(report)
     for layer in (model.blocks[0].up, model.blocks[1].down, model.head):
         assert isinstance(layer, bf.MarlinLinear)
     y = model(tokens_for(make))
@@ -98,7 +100,7 @@ def test_the_predicate_chooses_layers_and_settings(make):
         "blocks.1.up": "q4_0",
         "blocks.1.down": "q8_0",
     }
-    assert report.left == {"head": "the predicate says so"}
+    assert report.left == {"head": "the predicate says so", **EMBEDDING}
     assert model.blocks[0].down.activations == "q8"
     assert "left head: the predicate says so" in str(report)
     assert "q8_0, group_size=32: 2 layers" in str(report)
@@ -119,7 +121,7 @@ def test_nothing_changes_where_the_settings_are_wrong(make):
     for settings in ({"format": "fp5"}, {"group_size": 7}, {"predicate": lambda path, layer: None}):
         with pytest.raises(bf.BillfishError):
             bf.quantize_model(model, **settings)
-    assert bf.quantize_model(model, predicate=lambda path, layer: False).left.keys() == set(PATHS)
+    assert bf.quantize_model(model, predicate=lambda path, layer: False).left.keys() == {*PATHS, "embedding"}
 
 
 @BOTH
@@ -190,7 +192,7 @@ def test_tied_linears_share_one_quantized_weight(make):
     report = bf.quantize_model(model, "u4b8")
     first, second = model.blocks[0].up, model.blocks[1].up
     assert first is not second
-    assert all(a is b for a, b in zip(first.storage, second.storage, strict=True))
+    assert first.weights_identity == second.weights_identity
     assert report.bytes_before == 4 * (sum(WEIGHTS) - 128 * 64)
     assert model(tokens_for(make)).shape == (1, 3, 40)
 
@@ -200,7 +202,7 @@ def test_an_output_layer_tied_to_the_embedding_stays(make):
     model = make()
     model.head.weight = model.embedding.weight
     report = bf.quantize_model(model, "u4b8")
-    assert report.left == {"head": "its weight is also that of embedding.weight, which stays"}
+    assert report.left == {"head": "its weight is also that of embedding.weight, which stays", **EMBEDDING}
     assert model.head.weight is model.embedding.weight
 
 
@@ -229,6 +231,7 @@ def test_subclasses_of_linear_are_left():
     report = bf.quantize_model(model, "q4_0")
     assert report.left == {
         "out_proj": "it is a NonDynamicallyQuantizableLinear, which may do more than a Linear",
+        "": "a MultiheadAttention has no quantized form",
     }
     x = torch.from_numpy(gaussian((3, 1, 64)))
     assert model(x, x, x)[0].shape == (3, 1, 64)

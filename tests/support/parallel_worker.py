@@ -19,7 +19,7 @@ import billfish as bf
 from billfish.nn.parallel import ParallelExperts, Share, cut, parallel_layer
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
-from billfish.nn.torch.watch import to_torch
+from billfish.nn.torch.weights import to_torch
 from billfish.nn.transformers import load_model
 
 # format, group size, act-order. Some cut unevenly: five groups of 64, or five blocks of a k-quant.
@@ -189,8 +189,8 @@ def check_shares(model: torch.nn.Module, whole: torch.nn.Module, read: dict, ran
             assert hasattr(layer, "mesh"), path
             rows, columns = read[f"{path}.weight"]
             assert (rows is None) != (columns is None), "only a share was read"
-            mine += sum(buffer.nbytes for buffer in layer.storage)
-            total += sum(buffer.nbytes for buffer in whole.get_submodule(path).storage)
+            mine += layer.storage_bytes
+            total += whole.get_submodule(path).storage_bytes
     assert total > 0
     assert mine == total // ranks
     try:

@@ -161,4 +161,12 @@ def test_the_cores_that_a_worker_is_given():
     assert cores_of_worker({"GOMP_CPU_AFFINITY": "0 3 12"}) == {0, 3, 12}
     assert cores_of_worker({"OMP_PLACES": "{0,1}", "GOMP_CPU_AFFINITY": ""}) == {0, 1}
     assert cores_of_worker({"KMP_AFFINITY": "granularity=fine,explicit,proclist=[4,5]"}) == {4, 5}
+    assert cores_of_worker({"KMP_AFFINITY": "granularity=fine,proclist=[0,2-4,{6,7}],explicit"}) == {0, 2, 3, 4, 6, 7}
+    assert cores_of_worker({"KMP_AFFINITY": "compact,1,0"}) == set()
+    assert cores_of_worker({"KMP_AFFINITY": "compact,1,0", "OMP_PLACES": "cores(4)"}) == set()
+    assert cores_of_worker({"GOMP_CPU_AFFINITY": "0-31"}) == set(range(32))
+    assert cores_of_worker({"GOMP_CPU_AFFINITY": "0-6:2 9"}) == {0, 2, 4, 6, 9}
+    assert cores_of_worker({"OMP_PLACES": "{0:16}"}) == set(range(16))
+    assert cores_of_worker({"OMP_PLACES": "{0:4}:2:8"}) == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert cores_of_worker({"OMP_PLACES": "{0:2:4},{1}"}) == {0, 4, 1}
     assert cores_of_worker({}) == set()

@@ -6,5 +6,7 @@ To pack W (docs/words.md has the words):
     axes.py       which codes and which scales of the kernels a format is made of
     packed.py     the result: one stream of bytes, in the order in which the kernels read
     experts.py    the same of a stack of matrices
+    unpack.py     the way back
+    tensors.py    the result as tensors of torch
 To multiply: x and the stream go to the native core, and y comes back. torch_threads.py says on whose threads.
 """

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.backends.base import Backend, ExpertBlock, ExpertProduct, Problem, Product, delivered
+from billfish.backends.base import Backend, Direct, ExpertBlock, ExpertProduct, Problem, Product, delivered
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks, why_never, why_not
 from billfish.backends.cpu.experts import PackedExperts, pack_experts
@@ -24,16 +25,19 @@ from billfish.backends.cpu.packed import (
     rooms_for_streams,
 )
 from billfish.backends.cpu.source import byte_numbers, codes_of, prepack_fields, source_of
+from billfish.backends.cpu.tensors import from_tensors, to_tensors
 from billfish.backends.cpu.torch_threads import share_torch_threads
+from billfish.backends.cpu.unpack import decode_planes, planes_of, rest_of, rest_of_blocks
 from billfish.core import machine
 from billfish.core.activations import DIGITS, IntegerActivations
-from billfish.core.arrays import FLOATS, Input
+from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.errors import BackendUnavailable, FormatError, complaint
+from billfish.core.format import Format
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
 from billfish.core.mixture import GATES, checked_ids, checked_routing
 from billfish.core.quantized_experts import QuantizedExperts
-from billfish.core.storage import Array
+from billfish.core.storage import Array, Storage
 from billfish.core.tensor import QuantizedTensor
 
 MAX_THREADS = 1024
@@ -97,6 +101,7 @@ class CpuBackend(Backend):
     """The kernels of one ISA level."""
 
     name = "cpu"
+    unpacks = unpacks_experts = True
 
     def __init__(self) -> None:
         self.level = choose_level()
@@ -117,9 +122,14 @@ class CpuBackend(Backend):
         return True, f"{self.level} kernels, {named}"
 
     def pack(self, tensor: QuantizedTensor, place: str = "cpu") -> PackedWeights:
+        """With all that `unpack` needs, which `pack_all` leaves out."""
+        structure = structure_of(tensor.format)
+        if structure is None or not structure.scales_inside:
+            return self._pack_with_fields(tensor, unpacks=True)
         weights = self.pack_all([tensor])[0]
         assert isinstance(weights, PackedWeights)
-        return weights
+        rest = rest_of_blocks(tensor.format, tensor.storage, weights.axes.scales)
+        return self._pack_with_fields(tensor, unpacks=True) if rest is None else replace(weights, rest=rest)
 
     def pack_all(self, tensors: Iterable[QuantizedTensor | Array]) -> list[PackedWeights | PlainWeights]:
         """Packs many matrices, quantized ones or arrays [N, K] of PLAIN_TYPES.
@@ -157,13 +167,16 @@ class CpuBackend(Backend):
         about = tensor.format, tensor.shape, tensor.group_size, self.level, axes
         return PackedWeights(*about, room, tensor.permutation)
 
-    def _pack_with_fields(self, tensor: QuantizedTensor) -> PackedWeights:
+    def _pack_with_fields(self, tensor: QuantizedTensor, unpacks: bool = False) -> PackedWeights:
         """Packs codes from the storage or from their plane, and scales from the planes of a Layout."""
         layout = layout_of(tensor)
         axes = axes_of(layout)
         weights = self._weights_in(room_for_stream(self._stream_bytes(tensor, axes)), tensor, axes)
         prepack_fields(self.level, weights.description, tensor, layout, weights.data)
-        return weights
+        if not unpacks:
+            return weights
+        rest = rest_of(tensor.format, tensor.scale_planes, layout, tensor.group_size, tensor.shape[1])
+        return replace(weights, rest=rest)
 
     def linears(self, products: Sequence[Product], activations: str) -> list[Any]:
         """All products in one native call. Products in a row with the same x are made together."""
@@ -239,12 +252,45 @@ class CpuBackend(Backend):
             _cpu.run_experts(down.level, rows, ids, routing, stacks[0], up, last, activation, DIGITS[activations], y)
         return x.like(_rounded(y, FLOATS[x.dtype_name]))
 
+    def unpack(
+        self, weights: PackedWeights | PackedExperts, format: Format, shape: tuple[int, ...], group_size: int
+    ) -> Storage:
+        if isinstance(weights, PackedWeights):
+            return weights.format.pack(planes_of(weights))
+        parts = [format.pack(planes_of(weights.matrix(e))) for e in range(len(weights))]
+        return {name: np.stack([part[name] for part in parts]) for name in format.storage_names}
+
+    def to_tensors(self, weights: PackedWeights | PackedExperts) -> tuple[list[Any], str] | None:
+        return None if weights.rest is None else to_tensors(weights)
+
+    def from_tensors(self, tensors: Sequence[Any], about: str) -> PackedWeights | PackedExperts:
+        return from_tensors(tensors, about)
+
+    def direct(self, weights: PackedWeights) -> Direct:
+        n, k = weights.shape
+
+        def multiply(x: Any, bias: Any) -> Any:
+            if not x.is_cpu or x.shape[-1:] != (k,) or (bias is not None and not bias.is_cpu):
+                return None
+            share_torch_threads()
+            taken = float_input("MarlinLinear", "x", x)
+            added = None if bias is None else float_input("MarlinLinear", "bias", bias)
+            return _alone(Product(taken, weights, n, added), DIGITS["exact"])
+
+        return multiply
+
     def dequantize(self, tensor: QuantizedTensor, out: Input) -> None:
         wanted = out.numpy()
         target = wanted if wanted.flags.c_contiguous else np.empty(wanted.shape, wanted.dtype)
+        kind = OUTPUTS.index(target.dtype.name)
+        if not tensor.storage:
+            weights = tensor.made((self.name, "cpu"), lambda: self.pack(tensor))
+            decode_planes(tensor.format, planes_of(weights), tensor.group_size, self.level, target, kind)
+            if target is not wanted:
+                wanted[...] = target
+            return
         s = source_of(tensor)
         raw = target.view(np.uint32 if target.dtype.itemsize == 4 else np.uint16)
-        kind = OUTPUTS.index(target.dtype.name)
         fields = s.scale, s.minimum, s.zero
         tables = s.byte_values, s.scaled_tables, s.numbers
         _cpu.dequantize(self.level, s.data, s.words, s.about, *fields, *tables, raw, kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +12,20 @@ from numpy.typing import NDArray
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import Layout, layout_of, layout_of_blocks
-from billfish.backends.cpu.packed import GROUP, PLAIN_TYPES, Axes, check_stream, describe_plain, room_for_stream
+from billfish.backends.cpu.packed import (
+    GROUP,
+    PLAIN_TYPES,
+    Axes,
+    PackedWeights,
+    Rest,
+    check_stream,
+    describe_plain,
+    room_for_stream,
+)
 from billfish.backends.cpu.source import codes_of, prepack_fields
+from billfish.backends.cpu.unpack import rest_of, rest_of_blocks
 from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.core.format import get_format
 from billfish.core.formats.ggml import BlockFormat
 from billfish.core.formats.structure import structure_of
 from billfish.core.quantized_experts import QuantizedExperts
@@ -28,6 +39,7 @@ class PackedExperts:
     kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts.
     level, axes: as of PackedWeights, and the same for all experts; None for plain weights.
     factors: float32 [E], where experts have factors of their own in the place of that of `axes`.
+    group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Plain weights have neither.
     """
 
     kind: str
@@ -36,6 +48,8 @@ class PackedExperts:
     axes: Axes | None
     data: NDArray[np.uint8]
     factors: NDArray[np.float32] | None = None
+    group_size: int = 0
+    rest: Rest | None = None
 
     def __post_init__(self) -> None:
         """Raises unless `data` and `factors` have all that the kernels will read: they believe what they are told."""
@@ -70,6 +84,15 @@ class PackedExperts:
         size = self.nbytes // len(self)
         return self.data[expert * size : (expert + 1) * size]
 
+    def matrix(self, expert: int) -> PackedWeights:
+        """One expert, on the same memory."""
+        assert self.axes is not None
+        axes = self.axes if self.factors is None else replace(self.axes, factor=float(self.factors[expert]))
+        rest = self.rest and {n: p if isinstance(p, np.dtype) else p[expert, ...] for n, p in self.rest.items()}
+        n, k = self.shape[1:]
+        about = get_format(self.kind), (n, k), self.group_size, self.level, axes
+        return PackedWeights(*about, self.part(expert), rest=rest)
+
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
@@ -96,14 +119,27 @@ def pack_experts(level: str, stack: QuantizedExperts | Array) -> PackedExperts:
         sources = [codes_of(matrix) for matrix in stack]
         blocks = [(packed.description, s.data, s.about, packed.part(e)) for e, s in enumerate(sources)]
         if all(_cpu.prepack_blocks(level, blocks)):
-            return packed  # else scales that are not finite go as float32: see axes.py
+            rests = [rest_of_blocks(stack.format, matrix.storage, packed.axes.scales) for matrix in stack]
+            return replace(packed, rest=_rest_of_all(stack, rests))
+        # else scales that are not finite go as float32: see axes.py
     layouts = [layout_of(matrix) for matrix in stack]
     if any(layout.kind != layouts[0].kind for layout in layouts):  # scales that only some experts' bytes can hold
         layouts = [layout_of(matrix, in_floats=True) for matrix in stack]
     packed = _room_for(level, stack, layouts)
     for e, (matrix, layout) in enumerate(zip(stack, layouts, strict=True)):
         prepack_fields(level, packed.description, matrix, layout, packed.part(e))
-    return packed
+    k = stack.shape[2]
+    parts = zip(stack, layouts, strict=True)
+    rests = [rest_of(stack.format, matrix.scale_planes, layout, stack.group_size, k) for matrix, layout in parts]
+    return replace(packed, rest=_rest_of_all(stack, rests))
+
+
+def _rest_of_all(stack: QuantizedExperts, rests: Sequence[Rest]) -> Rest:
+    """A plane that the stream of one expert does not tell is kept for all, [E, ...]."""
+    types = {name: part if isinstance(part, np.dtype) else part.dtype for name, part in rests[0].items()}
+    kept = [name for name in types if not all(isinstance(rest[name], np.dtype) for rest in rests)]
+    planes = [matrix.scale_planes for matrix in stack] if kept else []
+    return {**types, **{name: np.stack([own[name] for own in planes]) for name in kept}}
 
 
 def _room_for(level: str, stack: QuantizedExperts, layouts: Sequence[Layout]) -> PackedExperts:
@@ -112,7 +148,7 @@ def _room_for(level: str, stack: QuantizedExperts, layouts: Sequence[Layout]) ->
     factors = np.array([layout.factor for layout in layouts], np.float32)
     room = len(stack) * _cpu.packed_bytes(level, axes.describe(stack.shape[1:]))
     own = factors if (factors != factors[0]).any() else None
-    return PackedExperts(stack.format.name, stack.shape, level, axes, room_for_stream(room), own)
+    return PackedExperts(stack.format.name, stack.shape, level, axes, room_for_stream(room), own, stack.group_size)
 
 
 def _pack_plain(level: str, stack: Array) -> PackedExperts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,6 +41,7 @@ LAYOUT = 3  # changes with the order of bytes in the stream
 ONE_STREAM = (("neon_i8mm", "neon_dotprod"),)  # levels that read what the others pack, best first
 
 LINE = 64  # bytes of a cache line
+Rest = Mapping[str, "NDArray[Any] | np.dtype[Any]"]  # by names of planes: a plane, or the type of one (unpack.py)
 
 
 def room_for_stream(count: int) -> NDArray[np.uint8]:
@@ -84,6 +85,7 @@ class PackedWeights:
 
     format, shape, group_size, permutation: as of QuantizedTensor.
     level, axes: the instruction set that `data` was packed for, and the kind of weights in it.
+    rest: what `unpack` needs beside `data` (unpack.py); None of weights that were loaded or packed without it.
     """
 
     format: Format
@@ -93,6 +95,7 @@ class PackedWeights:
     axes: Axes
     data: NDArray[np.uint8]
     permutation: NDArray[np.int32] | None = None
+    rest: Rest | None = None
 
     def __post_init__(self) -> None:
         """Raises unless `data` has all that the kernels will read: they believe what they are told."""

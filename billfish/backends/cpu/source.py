@@ -93,19 +93,26 @@ def source_of(tensor: QuantizedTensor) -> StorageSource:
             source.scaled_tables = scaled_tables(format)
     if structure.scales == "apart":
         words = structure.words
-        source.scale = _field(storage["scales"], words, source.byte_values is not None)
-        source.minimum = _field(storage["biases"], words) if "biases" in storage else None
-        source.zero = _field(storage["zeros"], words) if "zeros" in storage else None
+        source.scale = field_of(storage["scales"], words, source.byte_values is not None)
+        source.minimum = field_of(storage["biases"], words) if "biases" in storage else None
+        source.zero = field_of(storage["zeros"], words) if "zeros" in storage else None
     return source
 
 
 def _about(tensor: QuantizedTensor, structure: Structure, row_bytes: int) -> dict[str, Any]:
-    element, (n, k) = tensor.format.element, tensor.shape
+    return source_about(tensor.format, tensor.shape, tensor.group_size, structure, row_bytes)
+
+
+def source_about(
+    format: Format, shape: tuple[int, ...], group_size: int, structure: Structure, row_bytes: int
+) -> dict[str, Any]:
+    """What the native core is told of codes [N, K] in this structure."""
+    element, (n, k) = format.element, shape
     return {
         "n": n,
         "k": k,
         "row_bytes": row_bytes,
-        "group": tensor.group_size,
+        "group": group_size,
         "table": [float(v) for v in element.values] if element.bits <= 4 else [],
         "bias": 128 if isinstance(element, Signed) else getattr(element, "bias", 0),
         "flip": 128 if isinstance(element, Signed) else 0,
@@ -150,7 +157,7 @@ def scaled_tables(format: Format) -> NDArray[np.uint8] | None:
     return np.stack([bits >> 16 & 0xFF, bits >> 24], axis=1).astype(np.uint8)
 
 
-def _field(values: NDArray[Any], words: bool, looked_up: bool = False) -> _cpu.Field:
+def field_of(values: NDArray[Any], words: bool = False, looked_up: bool = False) -> _cpu.Field:
     """[N, groups], or turned, [groups, N], beside words."""
     kind = FIELD_KINDS.index("looked_up" if looked_up else values.dtype.name)
     item, row = values.itemsize, values.itemsize * values.shape[1]

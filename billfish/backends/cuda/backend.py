@@ -33,7 +33,7 @@ class CudaBackend(Backend):
     """
 
     name = "cuda"
-    packed_is_enough = unpacks = reads_blocks = True
+    unpacks = reads_blocks = True
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device not in ("cuda", "cpu"):
@@ -124,5 +124,5 @@ class CudaBackend(Backend):
     def direct(self, weights: DeviceWeights) -> Direct:
         return direct(weights, self)
 
-    def unpack(self, weights: DeviceWeights, format: Format, shape: tuple[int, int], group_size: int) -> Storage:
+    def unpack(self, weights: DeviceWeights, format: Format, shape: tuple[int, ...], group_size: int) -> Storage:
         return weights.unpack(format)

@@ -135,7 +135,6 @@ class MpsBackend(Backend):
     """Apple GPUs, through `torch.mps.compile_shader`."""
 
     name = "mps"
-    packed_is_enough = True
 
     def can_run(self, problem: Problem) -> tuple[bool, str]:
         if problem.device != "mps":

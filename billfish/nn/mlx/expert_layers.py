@@ -11,18 +11,16 @@ import mlx.core as mx
 import numpy as np
 
 from billfish.checkpoints.names.expert_stacks import by_mlx_stacks
-from billfish.core.arrays import MlxArrays
 from billfish.core.errors import DTypeError, ShapeError, complaint
 from billfish.core.format import get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.typing import Activations, FormatLike, Method
 from billfish.nn.mlx.decode import decode, round_activations
-from billfish.nn.mlx.linear import MarlinLinear
+from billfish.nn.mlx.linear import MarlinLinear, decoded, is_traced, packed
 from billfish.ops.expert_linear import expert_linear
 from billfish.ops.linear import dequantize
 from billfish.ops.quantization import quantize
 
-ARRAYS = MlxArrays()
 CALL = "MarlinSwitchLinear"
 
 
@@ -69,21 +67,20 @@ class MarlinSwitchLinear(MarlinLinear):
         """A layer with a copy of this stack. bias: [E, N]."""
         if bias is not None and tuple(bias.shape) != stack.shape[:2]:
             raise ShapeError(complaint("from_stack", "bias", f"shape {tuple(bias.shape)}", f"{stack.shape[:2]}"))
-        storage = {name: ARRAYS.from_numpy(array) for name, array in stack.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(stack.format, stack.shape[1:], stack.group_size, storage, bias, None, activations)
+        layer._set_up(stack.format, stack.shape, stack.group_size, packed(stack), bias, None, activations)
         return layer
 
     @property
     def num_experts(self) -> int:
         """E."""
-        return int(self.storage[0].shape[0])
+        return self._shape[0]
 
     def quantized(self) -> QuantizedExperts:  # type: ignore[override]  # a stack where a Linear has a matrix
         """A copy of the stack."""
-        held: Any = self._matrix()
-        storage = {name: np.array(array) for name, array in held.storage.items()}
-        return QuantizedExperts.owning(held.format, held.shape, held.group_size, storage)
+        self._current()
+        storage = {name: np.array(array) for name, array in self._stored().items()}
+        return QuantizedExperts.owning(get_format(self.format), self._shape, self.group_size, storage)
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Any:
         """mlx-lm's SwitchLinear with the decoded weights."""
@@ -108,13 +105,13 @@ class MarlinSwitchLinear(MarlinLinear):
         ids = indices.reshape(-1, 1 if own_row else indices.shape[-1])
         rows, bias = x.reshape(ids.shape[0], x.shape[-1]), self.get("bias")
         try:
-            stack: Any = self._matrix()
+            stack: Any = self._current()
             if self._runs_on_metal(rows):  # as part of MLX's graph, with a gradient of its own
                 y = expert_linear(rows, stack, ids, biases=bias, activations=self.activations)
             else:
                 y = _product(stack, self.activations)(rows, ids, bias)
         except (ValueError, RuntimeError) as error:
-            if not str(error).startswith("[eval]"):  # as in MarlinLinear
+            if not is_traced(error):
                 raise
             y = self._experts_by_operations(rows, ids, bias)
         return y.reshape(*indices.shape, 1, self.out_features)
@@ -124,7 +121,8 @@ class MarlinSwitchLinear(MarlinLinear):
         if self.activations != "exact":
             wide = round_activations(wide, self.activations, self.group_size)
         format = get_format(self.format)
-        experts = [[array[e] for array in self.storage] for e in range(self.num_experts)]
+        arrays = self.storage().values()
+        experts = [[array[e] for array in arrays] for e in range(self.num_experts)]
         w = mx.stack([decode(format, storage, self.group_size) for storage in experts])
         y = mx.gather_mm(wide[:, None, None], w.swapaxes(-1, -2), rhs_indices=ids)[:, :, 0]
         return (y if bias is None else y + bias[ids]).astype(x.dtype)
@@ -133,7 +131,7 @@ class MarlinSwitchLinear(MarlinLinear):
         return f"num_experts={self.num_experts}, {super()._extra_repr()}"
 
 
-def _product(stack: QuantizedExperts, activations: Activations) -> Any:
+def _product(stack: Any, activations: Activations) -> Any:
     """x, ids, bias -> y by our kernels, as a function whose derivative MLX knows."""
 
     @mx.custom_function
@@ -144,7 +142,7 @@ def _product(stack: QuantizedExperts, activations: Activations) -> Any:
     def vjp(primals: Any, cotangent: mx.array, _: mx.array) -> Any:
         x, ids, bias = primals
         wide = cotangent.astype(mx.float32)
-        w = mx.array(dequantize(stack))
+        w = mx.array(decoded(stack))
         for_x = mx.gather_mm(wide[:, :, None], w, rhs_indices=ids)[:, :, 0].sum(axis=1).astype(x.dtype)
         flat = wide.reshape(math.prod(ids.shape), -1)
         for_bias = None if bias is None else mx.zeros_like(bias).at[ids.reshape(-1)].add(flat.astype(bias.dtype))
@@ -153,7 +151,7 @@ def _product(stack: QuantizedExperts, activations: Activations) -> Any:
     return linear
 
 
-# ---- as billfish.nn.layer_base.experts_of wants it -----
+# ---- for billfish.nn.mlx.model -----
 
 
 quantize_experts, stacked = MarlinSwitchLinear.from_switch, by_mlx_stacks

@@ -1,28 +1,29 @@
-"""MarlinLinear for MLX: storage in parameters, the mirror image of billfish.nn.torch.linear."""
+"""MarlinLinear for MLX: the mirror image of billfish.nn.torch.linear."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from ctypes import addressof, c_char
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
-from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from billfish.backends import BACKENDS, Problem
+from billfish.backends import BACKENDS, Problem, choose
+from billfish.backends.cpu.experts import PackedExperts
+from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import DIGITS, check_activations
 from billfish.core.arrays import FLOATS, MlxArrays, bfloat16
-from billfish.core.errors import BillfishError, DTypeError, complaint
+from billfish.core.errors import BillfishError, DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import Format, get_format
 from billfish.core.format_tag import ABOUT, About
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.storage import Storage
 from billfish.core.tensor import QuantizedTensor, check_permutation
 from billfish.core.typing import Activations, AnyArray, FormatLike, Method
 from billfish.nn import layer_base
@@ -33,48 +34,15 @@ from billfish.ops.quantization import quantize
 ARRAYS = MlxArrays()
 
 
-class Made:
-    """The matrix of a layer's storage arrays, and in it what backends made of it, as long as the arrays are the same.
-
-    An MLX array is a handle on memory. Writing to it, as in `a[0] = 1` or `a *= 2`, gives it other memory, unless
-    nobody else has a handle on the old: MLX then reuses that. So `handles` are kept here, and addresses tell.
-    """
-
-    def __init__(self) -> None:
-        self.addresses: list[object] = []
-        self.handles: list[mx.array] = []
-        self.matrix: QuantizedTensor | QuantizedExperts | None = None
-
-    def current(self, format: Format, group_size: int, arrays: Sequence[mx.array], order: mx.array | None) -> Any:
-        """The matrix of these storage arrays. Raises unless `order` is one of its columns."""
-        everything = [*arrays, *([] if order is None else [order])]
-        addresses = [address_of(array) for array in everything]
-        if self.matrix is None or addresses != self.addresses:
-            handles = [copy.copy(array) for array in everything]
-            views = [view_of(handle) for handle in handles]
-            storage = dict(zip(format.storage_names, views, strict=False))
-            kind = QuantizedExperts if views[0].ndim == 3 else QuantizedTensor
-            matrix = kind.borrowing(format, storage, group_size, call="MarlinLinear")
-            if order is not None:
-                check_permutation("MarlinLinear", views[-1], matrix.shape[-1])
-            # Handles first: without them an address might be that of memory which was reused.
-            self.handles, self.addresses, self.matrix = handles, [address_of(handle) for handle in handles], matrix
-        return self.matrix
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles of a layer have nothing of this."""
-        return Made, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Made:
-        return Made()
+Matrix = QuantizedTensor | QuantizedExperts | PackedWeights | PackedExperts  # what products take
+ORDER = "permutation"
+VERSION = "_version"  # an empty array whose shape counts writes: mx.compile with the layer's state then traces anew
+PENDING = ""  # among the arrays that a load replaced: those that had come, and were not packed yet
 
 
-def address_of(array: mx.array) -> object:
-    """Where an array's memory is. An array with gaps has none that could be compared."""
-    try:
-        return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]  # it has one
-    except TypeError:
-        return object()
+def is_traced(error: Exception) -> bool:
+    """Whether MLX refused to show values: mx.compile or mx.vmap is tracing, and arrays are placeholders."""
+    return str(error).startswith("[eval]")
 
 
 def view_of(array: mx.array) -> NDArray[Any]:
@@ -84,7 +52,17 @@ def view_of(array: mx.array) -> NDArray[Any]:
     return np.asarray(array)
 
 
-def _product(tensor: QuantizedTensor, activations: Activations) -> Any:
+def decoded(matrix: Matrix) -> NDArray[np.float32]:
+    """The numbers of a layer's matrix [N, K], or of its stack [E, N, K], columns in stored order."""
+    if isinstance(matrix, PackedExperts):
+        return np.stack([decoded(matrix.matrix(e)) for e in range(len(matrix))])
+    if isinstance(matrix, PackedWeights):
+        about = matrix.format, matrix.shape, matrix.group_size
+        matrix = QuantizedTensor.packed_only(*about, {("cpu", "cpu"): matrix})
+    return dequantize(matrix)
+
+
+def _product(tensor: Any, activations: Activations) -> Any:
     """x, bias -> y by our kernels, as a function whose derivative MLX knows."""
 
     @mx.custom_function
@@ -96,7 +74,7 @@ def _product(tensor: QuantizedTensor, activations: Activations) -> Any:
         """d/dx is cotangent @ W, in float32 on the decoded weights. Integer activations pass it straight through."""
         x, bias = primals
         wide = cotangent.astype(mx.float32)
-        for_x = (wide @ mx.array(dequantize(tensor))).astype(x.dtype)
+        for_x = (wide @ mx.array(decoded(tensor))).astype(x.dtype)
         for_bias = None if bias is None else wide.reshape(-1, wide.shape[-1]).sum(0).astype(bias.dtype)
         return for_x, for_bias
 
@@ -107,13 +85,15 @@ def _product(tensor: QuantizedTensor, activations: Activations) -> Any:
 class MarlinLinear(layer_base.MarlinLinear, Module):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
-    Parameters are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
-    `permutation` int32 [K] where columns are stored in another order (act-order), `about`, which says the format, and
-    `bias`. All start frozen.
+    The layer holds the weights once: on the CPU in the form that products read. Its parameters are made when asked for:
+    the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit, `permutation`
+    int32 [K] where columns are stored in another order (act-order), and `about`, which says the format. A write to one
+    of them does not change the layer; `update`, `load_weights` and `set_storage` do. `bias` is an ordinary parameter.
+    All start frozen.
     """
 
     kind = "mlx"
-    _replaced: dict[str, mx.array]
+    _replaced: dict[str, Any]  # what the arrays of a load that is under way came after
 
     def __init__(
         self,
@@ -132,36 +112,190 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         """A layer of zeros, to load weights into. `act_order` makes room for a permutation."""
         layer_base.check_framework(framework, self.kind)
         known, group, specs = layer_base.empty_weights(format, out_features, in_features, group_size, options)
-        storage = {name: ARRAYS.from_numpy(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
-        permutation = mx.arange(in_features, dtype=mx.int32) if act_order else None
+        order = np.arange(in_features, dtype=np.int32) if act_order else None
         zeros = mx.zeros((out_features,), dtype) if bias else None
-        self._set_up(known, (out_features, in_features), group, storage, zeros, permutation, activations)
+        self._set_up(known, (out_features, in_features), group, None, zeros, order, activations)
+        self.__dict__["_specs"] = specs
 
     def _set_up(
         self,
         format: Format,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         group_size: int,
-        storage: dict[str, mx.array],
+        matrix: Matrix | None,
         bias: mx.array | None,
-        permutation: mx.array | None,
+        order: NDArray[np.int32] | None,
         activations: Activations,
     ) -> None:
+        """matrix: None for zeros, of arrays that `_specs` says."""
+        # Not as attributes, which would make parts of the layer's state of them.
+        self.__dict__.update({"_matrix": matrix, "_order": order, "_pending": {}, "_specs": {}, "_replaced": {}})
+        self.__dict__.update({"format": format.name, "group_size": group_size, "_shape": shape})
         Module.__init__(self)  # type: ignore[no-untyped-call]
-        self.format, self.group_size = format.name, group_size
-        self.out_features, self.in_features = shape
+        self.out_features, self.in_features = shape[-2:]
         self.activations = check_activations("MarlinLinear", activations, DIGITS)
-        self._made = Made()
-        # The arrays before those of a load that is under way: it is over when the layer computes, or has all arrays.
-        self.__dict__["_replaced"] = {}  # not as an attribute, which would make a part of the layer's state of it
-        for name in format.storage_names:
-            self[name] = storage[name]
-        self[ABOUT] = mx.array(About(format.name, group_size).array())
-        if permutation is not None:
-            self.permutation = permutation
         if bias is not None:
             self.bias = bias
-        self.freeze()
+        self._no_grad.update(self.keys())
+        self._bump()
+
+    # ---- parameters that are made when asked for ---------------------------------------------------------------------
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The parameters that are made."""
+        order = (ORDER,) if self._order is not None or ORDER in self._pending else ()
+        return (*get_format(self.format).storage_names, ABOUT, *order)
+
+    def storage(self) -> dict[str, mx.array]:
+        """A copy of the storage arrays, bit for bit."""
+        names, pending = get_format(self.format).storage_names, self._pending
+        if all(name in pending for name in names):
+            made: Any = {}
+        elif self._matrix is None:
+            made = {n: mx.zeros(spec.shape, mlx_type(spec.dtype)) for n, spec in self._specs.items()}
+        else:
+            made = {name: ARRAYS.from_numpy(array) for name, array in self._stored().items()}
+        return {name: copy.copy(pending[name]) if name in pending else made[name] for name in names}
+
+    def _stored(self) -> Storage:
+        matrix: Any = self._matrix
+        if isinstance(matrix, (QuantizedTensor, QuantizedExperts)):
+            return matrix.storage
+        return BACKENDS["cpu"].unpack(matrix, get_format(self.format), matrix.shape, self.group_size)
+
+    def set_storage(self, storage: Mapping[str, Any]) -> None:
+        """Take other weights of the same format and shape: all storage arrays by name."""
+        names = get_format(self.format).storage_names
+        if storage.keys() != set(names):
+            got, takes = ", ".join(storage) or "none", f"all arrays of {self.format}: {', '.join(names)}"
+            raise FormatError(complaint("set_storage", "storage", got, takes))
+        for name in names:
+            value = storage[name]
+            self[name] = value if isinstance(value, mx.array) else ARRAYS.from_numpy(np.asarray(value))
+        self._current()
+
+    def _made(self, name: str) -> mx.array:
+        if name == ABOUT:
+            return mx.array(About(self.format, self.group_size).array())
+        if name == ORDER:
+            return copy.copy(self._pending[ORDER]) if ORDER in self._pending else mx.array(self._order)
+        return self.storage()[name]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made(name) if name in self._names else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def keys(self) -> Any:
+        return dict.fromkeys([*self._names, *super().keys()]).keys()
+
+    def items(self) -> Any:
+        storage = self.storage()
+        made = {name: storage[name] if name in storage else self._made(name) for name in self._names}
+        return {**made, **dict(super().items())}.items()
+
+    def values(self) -> Any:
+        return dict(self.items()).values()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights.
+
+        MLX hands over array by array. If one of them is refused, those that came before it go back, unless the layer
+        has computed since, or had all arrays.
+        """
+        earlier = self._replaced
+        if name in self._names:
+            try:
+                value = self._checked(name, value)
+            except BillfishError:
+                if PENDING in earlier:
+                    self.__dict__["_pending"] = earlier.pop(PENDING)
+                for other, array in earlier.items():
+                    if array is not None:
+                        super().__setitem__(other, array)
+                earlier.clear()
+                raise
+            earlier.setdefault(PENDING, dict(self._pending))
+            earlier.setdefault(name, None)
+            if name != ABOUT:
+                self._pending[name] = copy.copy(value)
+                self._bump()
+        else:
+            held = super().get(name)
+            if held is not None:
+                earlier.setdefault(name, held)
+            super().__setitem__(name, value)
+        if earlier.keys() - {PENDING} == set(self.keys()) - {VERSION}:
+            earlier.clear()
+
+    def _bump(self) -> None:
+        count = super().__getitem__(VERSION).shape[1] if super().__contains__(VERSION) else 0
+        super().__setitem__(VERSION, mx.zeros((0, count + 1)))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """An array in the type that the layer has; raises if it would make other weights."""
+        if name == ABOUT:
+            _look(value, lambda about: About(self.format, self.group_size).check("MarlinLinear", about))
+        if name == ORDER:  # MLX would read what lies beside x
+            _look(value, lambda order: check_permutation("MarlinLinear", order, self.in_features))
+        if name in (ABOUT, ORDER):
+            return value
+        wanted = self._type_of(name)
+        if value.dtype == wanted:
+            return value
+        if {value.dtype, wanted} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
+            return value.view(mx.uint32)
+        takes = f"{wanted}, or a layer made for another type; set_dtype() comes before quantizing"
+        raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+
+    def _type_of(self, name: str) -> mx.Dtype:
+        return self.__dict__.setdefault("_types", {n: a.dtype for n, a in self.storage().items()})[name]
+
+    def _current(self) -> Any:
+        """The matrix for products, of the arrays that came last. Raises unless they fit the layer."""
+        if not self._pending and self._matrix is not None:
+            self._replaced.clear()
+            return self._matrix
+        format, pending = get_format(self.format), self._pending
+        storage = {name: view_of(array) for name, array in self.storage().items()}
+        order = view_of(pending[ORDER]) if ORDER in pending else self._order
+        if order is not None:
+            order = check_permutation("MarlinLinear", order, self.in_features)
+        kind = QuantizedExperts if len(self._shape) == 3 else QuantizedTensor
+        whole_row = format.whole_row_groups and self.group_size == self.in_features
+        matrix = kind.borrowing(format, storage, -1 if whole_row else self.group_size, call="MarlinLinear")
+        if matrix.shape != self._shape:
+            got, takes = f"weights {list(matrix.shape)}", f"{list(self._shape)}"
+            raise ShapeError(complaint("MarlinLinear", ", ".join(storage), got, takes))
+        self.__dict__.update({"_matrix": packed(matrix), "_order": order})
+        pending.clear()
+        self._replaced.clear()
+        return self._matrix
+
+    def __reduce__(self) -> Any:
+        """Pickles and copies have the storage."""
+        hidden = {name: value for name, value in self.__dict__.items() if name not in ("_matrix", "_pending", "_types")}
+        made = {name: view_of(array) for name, array in self.storage().items()}
+        order = np.array(self[ORDER]) if ORDER in self else None
+        parameters = {name: array for name, array in super().items() if name != VERSION}
+        return _restored, (type(self), hidden, made, order, parameters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        make, (kind, hidden, *rest) = self.__reduce__()
+        return make(kind, copy.deepcopy(hidden, memo), *rest)
 
     @classmethod
     def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
@@ -207,99 +341,45 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         """
         layer_base.check_weights("from_quantized", tensor, bias)
         taken = layer_base.order_of("from_quantized", tensor, permutation)
-        order = None if taken is None else mx.array(taken)
-        storage = {name: ARRAYS.from_numpy(array) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations)
+        layer._set_up(tensor.format, tensor.shape, tensor.group_size, packed(tensor), bias, taken, activations)
         return layer
 
     def with_bias(self, bias: mx.array | None) -> MarlinLinear:
-        """Another layer with the very same weight arrays: tied weights."""
-        format = get_format(self.format)
-        storage = dict(zip(format.storage_names, self.storage, strict=True))
-        shape = (self.out_features, self.in_features)
+        """Another layer with the very same weights: tied weights."""
         layer = type(self).__new__(type(self))
-        order = self.get("permutation")
-        layer._set_up(format, shape, self.group_size, storage, bias, order, self.activations)
-        layer._made = self._made
+        matrix, about = self._current(), (self._order, self.activations)
+        layer._set_up(get_format(self.format), self._shape, self.group_size, matrix, bias, *about)
         layer.train(self.training)
         return layer
 
-    @staticmethod
-    def walk(model: Module) -> layer_base.Walk:
-        """The Linear layers of a model, and who else holds a weight."""
-        from billfish.nn.mlx.expert_layers import is_switch  # which is made of this module
-
-        linears: list[layer_base.Place] = []
-        experts: list[layer_base.Place] = []
-        others: dict[int, str] = {}
-
-        def visit(container: Any, path: str) -> None:
-            for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
-                where = f"{path}.{key}" if path else str(key)
-                if isinstance(value, Linear):
-                    linears.append(layer_base.Place(where, value, partial(container.__setitem__, key)))
-                elif is_switch(value):
-                    experts.append(layer_base.Place(where, value, partial(container.__setitem__, key)))
-                elif isinstance(value, (dict, list)):  # a Module is a dict
-                    visit(value, where)
-                elif isinstance(value, mx.array):
-                    others[id(value)] = where
-
-        visit(model, "")
-        return layer_base.Walk(Linear, linears, others, experts)
-
-    @staticmethod
-    def parameter_arrays(model: Module) -> dict[str, mx.array]:
-        """All parameters by their paths."""
-        return dict(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def set_parameter(model: Module, name: str, value: mx.array) -> None:
-        """Put a value in the place of one of them."""
-        model.load_weights([(name, value)], strict=False)
-
-    @property
-    def storage(self) -> list[mx.array]:
-        """The storage arrays, in the order of the format's `storage_names`."""
-        return [self[name] for name in get_format(self.format).storage_names]
-
     @property
     def storage_bytes(self) -> int:
-        """Of storage."""
-        return sum(array.nbytes for array in self.storage)
+        """Of storage, without making it."""
+        *experts, n, k = self._shape
+        specs = get_format(self.format).storage_spec(n, k, self.group_size)
+        return math.prod(experts) * sum(spec.nbytes for spec in specs.values())
 
-    @staticmethod
-    def joints(model: Module) -> list[Any]:
-        """Raises: only torch models have joint layers."""
-        raise DTypeError(complaint("quantize_model", "merge", "True with an MLX model", "False, or a torch model"))
+    @property
+    def has_order(self) -> bool:
+        """Whether columns are stored in another order than that of x's features."""
+        return ORDER in self
 
-    @staticmethod
-    def note_layers(model: Module) -> None:
-        """MLX has no models that save their own configuration."""
+    @property
+    def weights_identity(self) -> int:
+        """The same for layers that share their weights, as long as one of them lives."""
+        return id(self._current())
 
-    @staticmethod
-    def place_of(linear: Module) -> dict[str, Any]:
-        """Where `from_quantized` is to put the layer that takes the place of `linear`: MLX has one memory."""
-        return {}
-
-    def _matrix(self) -> QuantizedTensor:
-        """The weights [N, K] in stored order, as the arrays are now."""
-        arrays, order = self.storage, self.get("permutation")
-        matrix = self._made.current(get_format(self.format), self.group_size, arrays, order)
-        self._replaced.clear()
-        return matrix
+    @property
+    def weight(self) -> mx.array:
+        """W [N, K] decoded, for code that asks a Linear for its weight."""
+        return self.to_linear().weight
 
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
-        matrix = self._matrix()
-        order = np.array(self.permutation) if "permutation" in self else None
-        storage = {name: np.array(array) for name, array in matrix.storage.items()}
-        return QuantizedTensor.owning(matrix.format, matrix.shape, matrix.group_size, storage, order)
-
-    def repack(self) -> None:
-        """Pack the weights anew at the next call, whatever they were: for writes that no layer can notice."""
-        self._made = Made()
+        self._current()
+        storage = {name: np.array(array) for name, array in self._stored().items()}
+        return QuantizedTensor.owning(get_format(self.format), self._shape, self.group_size, storage, self._order)
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A plain layer with the decoded weights, columns in their original order."""
@@ -311,22 +391,21 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         return linear
 
     def __call__(self, x: mx.array) -> mx.array:  # type: ignore[override]  # one kind is what this one takes
-        bias = self.get("bias")
+        bias = super().get("bias")
         try:
-            matrix = self._matrix()
+            matrix = self._current()
             ordered = self._ordered(x)
             if self._runs_on_metal(ordered):  # as part of MLX's graph, with a gradient of its own
                 return quantized_linear(ordered, matrix, bias=bias, activations=self.activations)
             return _product(matrix, self.activations)(ordered, bias)
         except (ValueError, RuntimeError) as error:
-            # mx.compile or mx.vmap is tracing: arrays are placeholders, and MLX refuses to show their values.
-            if not str(error).startswith("[eval]"):
+            if not is_traced(error):
                 raise
             return self._by_operations(self._ordered(x), bias)
 
     def _ordered(self, x: mx.array) -> mx.array:
         """x in the order of the stored columns."""
-        return mx.take(x, self.permutation, axis=-1) if "permutation" in self else x
+        return mx.take(x, self[ORDER], axis=-1) if ORDER in self else x
 
     def _runs_on_metal(self, x: mx.array) -> bool:
         rows, dtype = math.prod(x.shape[:-1]), FLOATS.get(str(x.dtype).rsplit(".", 1)[-1], np.dtype(np.float32))
@@ -340,50 +419,45 @@ class MarlinLinear(layer_base.MarlinLinear, Module):
         wide = x.astype(mx.float32)
         if self.activations != "exact":
             wide = round_activations(wide, self.activations, self.group_size)
-        y = wide @ decode(get_format(self.format), self.storage, self.group_size).T
+        y = wide @ decode(get_format(self.format), list(self.storage().values()), self.group_size).T
         return (y if bias is None else y + bias).astype(x.dtype)
 
     def _extra_repr(self) -> str:
-        return self.describe("bias" in self, "permutation" in self)
+        return self.describe("bias" in self, ORDER in self)
 
     def load_weights(self, file_or_weights: Any, strict: bool = True) -> Module:
         """As of any module; weights that do not say their format are taken to be in the layer's."""
         given: Any = mx.load(file_or_weights) if isinstance(file_or_weights, str) else file_or_weights
         return super().load_weights(list({ABOUT: self[ABOUT], **dict(given)}.items()), strict)
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        """What `update` and `load_weights` come down to: storage is bits, and another type would be other weights.
 
-        MLX hands over array by array. If one of them is refused, those that came before it go back.
-        """
-        held = self.get(name)
-        if held is not None and value is not held:
-            self._replaced.setdefault(name, held)
-            try:
-                value = self._checked(name, value, held)
-            except BillfishError:
-                for earlier, array in self._replaced.items():
-                    super().__setitem__(earlier, array)
-                self._made = Made()
-                raise
-            if name in get_format(self.format).storage_names:
-                self._made = Made()
-            if self._replaced.keys() == self.keys():
-                self._replaced.clear()
-        super().__setitem__(name, value)
+def packed(matrix: QuantizedTensor | QuantizedExperts) -> Matrix:
+    """As a layer holds it: packed for the CPU where products run there; else a copy of it, which Metal's packs keep."""
+    *experts, n, k = matrix.shape
+    count, float32 = (experts[0] if experts else 0), np.dtype(np.float32)
+    problem = Problem(
+        "matmul", matrix.format, matrix.group_size, 1, n, k, float32, "mlx", experts=count, chosen=min(count, 1)
+    )
+    backend = choose("MarlinLinear", problem)
+    if isinstance(matrix, QuantizedExperts) and backend.unpacks_experts:
+        return backend.pack_experts(matrix)  # type: ignore[no-any-return]
+    if isinstance(matrix, QuantizedTensor) and backend.unpacks:
+        return replace(backend.pack(matrix), permutation=None)  # type: ignore[no-any-return]  # x comes in stored order
+    storage = {name: np.array(array) for name, array in matrix.storage.items()}
+    return type(matrix).owning(matrix.format, matrix.shape, matrix.group_size, storage)  # type: ignore[arg-type]
 
-    def _checked(self, name: str, value: Any, held: mx.array) -> Any:
-        """An array in the type that the layer holds; raises if it would make other weights."""
-        if name == ABOUT:
-            _look(value, lambda about: About(self.format, self.group_size).check("MarlinLinear", about))
-        if name == "permutation":  # MLX would read what lies beside x
-            _look(value, lambda order: check_permutation("MarlinLinear", order, self.in_features))
-        if name not in get_format(self.format).storage_names or value.dtype == held.dtype:
-            return value
-        if {value.dtype, held.dtype} == {mx.int32, mx.uint32}:  # torch layers hold words as int32
-            return value.view(mx.uint32)
-        takes = f"{held.dtype}, or a layer made for another type; set_dtype() comes before quantizing"
-        raise DTypeError(complaint("MarlinLinear", name, f"dtype {value.dtype}", takes))
+
+def mlx_type(dtype: np.dtype[Any]) -> mx.Dtype:
+    """MLX's type of the same name."""
+    return ARRAYS.from_numpy(np.empty(0, dtype)).dtype  # type: ignore[no-any-return]
+
+
+def _restored(kind: Any, hidden: Any, storage: Any, order: Any, parameters: Any) -> Any:
+    layer = kind.__new__(kind)
+    dict.update(layer, parameters)
+    layer.__dict__.update({**hidden, "_matrix": None, "_order": order})
+    layer.__dict__["_pending"] = {name: ARRAYS.from_numpy(array) for name, array in storage.items()}
+    return layer
 
 
 def _look(value: mx.array, check: Callable[[NDArray[Any]], object]) -> None:
@@ -391,5 +465,5 @@ def _look(value: mx.array, check: Callable[[NDArray[Any]], object]) -> None:
     try:
         check(np.array(value))
     except (ValueError, RuntimeError) as error:
-        if not str(error).startswith("[eval]"):
+        if not is_traced(error):
             raise

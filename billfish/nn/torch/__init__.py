@@ -2,5 +2,8 @@
 
 from billfish.nn.torch.expert_layers import MarlinExperts
 from billfish.nn.torch.linear import MarlinLinear
+from billfish.nn.torch.peft_registration import register_with_peft
 
 __all__ = ["MarlinExperts", "MarlinLinear"]
+
+register_with_peft()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from billfish.backends.emulator.shader import compile_shader
+from billfish.nn.torch import operator
 
 MPS = torch.device("mps", 0)
 MARK = "_emulated_mps"  # of memory: torch keeps one object for it, whoever has a tensor there
@@ -126,8 +127,6 @@ class _Mps(TorchFunctionMode):
 @contextmanager
 def mps() -> Iterator[None]:
     """torch with a device "mps" inside the `with` block, whose kernels run in the emulator."""
-    from billfish.nn.torch import operator
-
     device = _Mps()
     kernels = {name: device.inside(kernel) for name, kernel in operator.KERNELS.items()}
     with (

@@ -1,6 +1,6 @@
 """MarlinExperts: the experts of a mixture for PyTorch, in the place of transformers' modules with stacked parameters.
 
-ExpertStack     W [E, N, K] in the buffers of a module, bit for bit, and its biases [E, N]
+ExpertStack     W [E, N, K], and its biases [E, N]
 MarlinExperts   three of them, gate_proj, up_proj and down_proj, and what is computed with them
 """
 
@@ -16,15 +16,16 @@ from torch import Tensor
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.activations import check_activations
 from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
-from billfish.core.format import Format, get_format
+from billfish.core.format import get_format
 from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.torch_modes import is_watched, wants_gradient
 from billfish.core.typing import Activations, FormatLike, Gate, Method
 from billfish.nn import layer_base
 from billfish.nn.torch.expert_operator import EXPERTS, run_block
-from billfish.nn.torch.stored import Stored
-from billfish.nn.torch.watch import to_torch
+from billfish.nn.torch.linear import autocast
+from billfish.nn.torch.module import QuantizedModule
+from billfish.nn.torch.weights import Weights, specs_of
 from billfish.ops.linear import dequantize
 from billfish.ops.quantization import quantize
 
@@ -32,8 +33,8 @@ CALL = "MarlinExperts"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-class ExpertStack(Stored):
-    """W [E, N, K]: storage in buffers as MarlinLinear's, each with a leading axis E. `bias` [E, N] is a parameter."""
+class ExpertStack(QuantizedModule):
+    """W [E, N, K]: as MarlinLinear's, storage arrays with a leading axis E. `bias` [E, N] is a parameter."""
 
     activations: Activations = "exact"
 
@@ -51,19 +52,18 @@ class ExpertStack(Stored):
         """A stack of zeros, to load a state dict into."""
         count, n, k = shape
         known, group, specs = layer_base.empty_weights(format, n, k, group_size, options)
-        storage = {
-            name: torch.zeros((count, *spec.shape), dtype=to_torch(np.empty(0, spec.dtype)).dtype, device=device)
-            for name, spec in specs.items()
-        }
-        zeros = torch.zeros(count, n, device=device, dtype=dtype) if bias else None
-        self._set_up(known, shape, group, storage, zeros)
+        there = torch.empty(0, device=device).device
+        stacked = {name: spec._replace(shape=(count, *spec.shape)) for name, spec in specs_of(specs).items()}
+        weights = Weights.on_meta(known, shape, group, stacked)
+        if there.type != "meta":
+            weights = weights.moved(there, self.activations)
+        self._set_up(weights, torch.zeros(count, n, device=there, dtype=dtype) if bias else None, self.activations)
 
-    def _set_up(
-        self, format: Format, shape: tuple[int, int, int], group: int, storage: dict[str, Tensor], bias: Tensor | None
-    ) -> None:
-        self._set_up_storage(format, shape, group, storage, bias)
-        self.shape = shape
-        self.set_about()
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        experts, n, k = self._weights.shape
+        return experts, n, k
 
     @classmethod
     def from_quantized(
@@ -73,16 +73,20 @@ class ExpertStack(Stored):
         if bias is not None and tuple(bias.shape) != stack.shape[:2]:
             raise ShapeError(complaint("from_quantized", "bias", f"shape {tuple(bias.shape)}", f"{stack.shape[:2]}"))
         there = torch.empty(0, device=device or "cpu").device
-        storage = {name: to_torch(array, there) for name, array in stack.storage.items()}
         module = cls.__new__(cls)
-        module._set_up(stack.format, stack.shape, stack.group_size, storage, None if bias is None else bias.to(there))
+        weights = Weights.pack(stack, there, cls.activations)
+        module._set_up(weights, None if bias is None else bias.to(there), cls.activations)
         return module
 
     def quantized(self) -> QuantizedExperts:
         """A copy of the stack."""
-        held = self._weights.stack()
-        storage = {name: np.array(array) for name, array in held.storage.items()}
-        return QuantizedExperts.owning(held.format, held.shape, held.group_size, storage)
+        stack = self._weights.quantized()
+        assert isinstance(stack, QuantizedExperts)
+        return stack
+
+    def decoded(self) -> Tensor:
+        """W [E, N, K] in float32, where the module is."""
+        return dequantize(self.quantized(), like="torch").to(self.device)
 
     def _check_rest(self, call: str, arrays: dict[str, Any]) -> None:
         bias = arrays.get("bias")
@@ -187,8 +191,6 @@ class MarlinExperts(torch.nn.Module):
         return sum(stack.storage_bytes for stack in self.stacks)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        from billfish.nn.torch.linear import autocast
-
         x = autocast(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return self._block(x, top_k_index, top_k_weights).reshape(hidden_states.shape)
 
@@ -196,11 +198,13 @@ class MarlinExperts(torch.nn.Module):
         biases = [stack.bias for stack in self.stacks]
         eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()
         if eager and not any(wants_gradient(x, other) for other in (weights, *biases)):
-            stacks = [stack._weights.stack() for stack in self.stacks]
+            stacks = [stack._weights.matrix for stack in self.stacks]
             return run_block(x, ids, weights, stacks, biases, self.activation, self.activations)
-        tensors = [tensor for stack in self.stacks for tensor in stack._weights.for_operator()[0]]
-        formats, groups = [s.format for s in self.stacks], [s.group_size for s in self.stacks]
-        y: Tensor = EXPERTS(x, ids, weights, tensors, *biases, formats, groups, self.activation, self.activations)
+        held = [stack._weights for stack in self.stacks]
+        tensors = [own.tensors for own in held]
+        forms, shapes = [own.form for own in held], [size for own in held for size in own.shape]
+        about = [s.format for s in self.stacks], [s.group_size for s in self.stacks], shapes, forms, self.activation
+        y: Tensor = EXPERTS(x, ids, weights, *tensors, *biases, *about, self.activations)
         return y
 
     def extra_repr(self) -> str:
@@ -269,7 +273,7 @@ def halves(gate_up: Tensor, module: Any) -> tuple[Tensor, Tensor]:
 def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None) -> Any:
     """Put the decoded weights of a layer into a module of transformers of the same sizes, and return that. They are
     where the layer is."""
-    gate, up, down = (dequantize(stack._weights.stack(), like="torch") for stack in layer.stacks)
+    gate, up, down = (stack.decoded() for stack in layer.stacks)
 
     def joined(gate: Tensor, up: Tensor) -> Tensor:
         return torch.cat([gate, up], 1) if module.is_concatenated else torch.stack([gate, up], 2).flatten(1, 2)
@@ -287,7 +291,7 @@ def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None
     return module.train(layer.training)
 
 
-# ---- as billfish.nn.layer_base.experts_of wants it -----
+# ---- for billfish.nn.torch.model -----
 
 
 quantize_experts, stacked = MarlinExperts.from_experts, by_stacks

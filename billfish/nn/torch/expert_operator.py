@@ -1,6 +1,7 @@
 """A block of experts as an operator of torch, as billfish.nn.torch.operator has it for products.
 
-`weights` are the storage tensors of gate, up and down, one after the other.
+`gate`, `up` and `down` are `Weights.tensors` of the stacks, `forms` their `Weights.form`, and `shapes` those of all
+three, one after the other.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from billfish.backends.cpu.experts import PackedExperts
 from billfish.core.activations import check_activations
-from billfish.core.format import get_format
 from billfish.core.mixture import CLAMP, STEEPNESS
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.typing import Gate
-from billfish.nn.torch.operator import operator_kernel, without_autocast
-from billfish.nn.torch.weights import made_of
+from billfish.nn.torch.operator import decode, operator_kernel, without_autocast
+from billfish.nn.torch.weights import matrix_of
 from billfish.ops.expert_linear import experts
-from billfish.ops.linear import dequantize
+
+Stack = QuantizedExperts | PackedExperts
 
 ARGUMENTS = (
-    "Tensor x, Tensor ids, Tensor routing, Tensor[] weights, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias,"
-    " str[] formats, int[] group_sizes, str activation"
+    "Tensor x, Tensor ids, Tensor routing, Tensor[] gate, Tensor[] up, Tensor[] down,"
+    " Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias,"
+    " str[] formats, int[] group_sizes, int[] shapes, str[] forms, str activation"
 )
 torch.library.define("billfish::experts", f"({ARGUMENTS}, str activations) -> Tensor")
 torch.library.define("billfish::experts_backward", f"(Tensor gradient, {ARGUMENTS}) -> Tensor[]")
@@ -32,23 +35,29 @@ EXPERTS = torch.ops.billfish.experts.default
 EXPERTS_BACKWARD = torch.ops.billfish.experts_backward.default
 
 
-def stacks_of(weights: Sequence[Tensor], formats: Sequence[str], group_sizes: Sequence[int]) -> list[QuantizedExperts]:
-    """The stacks whose storage tensors lie one after the other."""
-    stacks, rest = [], list(weights)
-    for name, group_size in zip(formats, group_sizes, strict=True):
-        format = get_format(name)
-        own, rest = rest[: len(format.storage_names)], rest[len(format.storage_names) :]
-        stack = made_of(own, format, group_size).tensor
-        assert isinstance(stack, QuantizedExperts)
-        stacks.append(stack)
-    return stacks
+def stacks_of(
+    weights: Sequence[Sequence[Tensor]],
+    formats: Sequence[str],
+    group_sizes: Sequence[int],
+    shapes: Sequence[int],
+    forms: Sequence[str],
+) -> list[Stack]:
+    """The three stacks of an operator's arguments."""
+    sizes = [tuple(shapes[i : i + 3]) for i in range(0, 9, 3)]
+    abouts = zip(weights, formats, sizes, group_sizes, forms, strict=True)
+    return [matrix_of(tensors, format, shape, group, form) for tensors, format, shape, group, form in abouts]
+
+
+def matrix_at(stack: Stack, expert: int) -> Any:
+    """The matrix of one expert."""
+    return stack.matrix(expert) if isinstance(stack, PackedExperts) else stack[expert]
 
 
 def run_block(
     x: Tensor,
     ids: Tensor,
     routing: Tensor,
-    stacks: Sequence[QuantizedExperts],
+    stacks: Sequence[Any],
     biases: Sequence[Tensor | None],
     activation: Gate,
     activations: str,
@@ -74,16 +83,20 @@ def _experts(
     x: Tensor,
     ids: Tensor,
     routing: Tensor,
-    weights: list[Tensor],
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     formats: list[str],
     group_sizes: list[int],
+    shapes: list[int],
+    forms: list[str],
     activation: Gate,
     activations: str,
 ) -> Tensor:
-    stacks = stacks_of(weights, formats, group_sizes)
+    stacks = stacks_of((gate, up, down), formats, group_sizes, shapes, forms)
     return run_block(x, ids, routing, stacks, (gate_bias, up_bias, down_bias), activation, activations)
 
 
@@ -119,23 +132,27 @@ def gradients(
     x: Tensor,
     ids: Tensor,
     routing: Tensor,
-    weights: list[Tensor],
+    gate: list[Tensor],
+    up: list[Tensor],
+    down: list[Tensor],
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     formats: list[str],
     group_sizes: list[int],
+    shapes: list[int],
+    forms: list[str],
     activation: str,
 ) -> list[Tensor]:
     """Of x, of the routing weights and of the biases that there are: in float32, on decoded weights, by expert."""
-    stacks = stacks_of(weights, formats, group_sizes)
+    stacks = stacks_of((gate, up, down), formats, group_sizes, shapes, forms)
     biases = gate_bias, up_bias, down_bias
     for_x, for_routing = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(routing, dtype=torch.float32)
     for_biases = [None if bias is None else torch.zeros_like(bias, dtype=torch.float32) for bias in biases]
     for e in torch.unique(ids).tolist():
         t, j = (ids == e).nonzero(as_tuple=True)
         w_gate, w_up, w_down = (
-            dequantize(stack[e], out=torch.empty(stack.shape[1:], device=x.device)) for stack in stacks
+            decode(matrix_at(stack, e), torch.empty(stack.shape[1:], device=x.device)) for stack in stacks
         )
         b_gate, b_up, b_down = (0 if bias is None else bias[e].float() for bias in biases)
         rows, wide = x[t].float(), gradient[t].float()
@@ -155,24 +172,24 @@ def gradients(
 
 @torch.library.register_fake("billfish::experts_backward")  # type: ignore[untyped-decorator]
 def _gradients_fake(
-    gradient: Tensor, x: Tensor, ids: Tensor, routing: Tensor, weights: Any, *rest: Any
+    gradient: Tensor, x: Tensor, ids: Tensor, routing: Tensor, gate: Any, up: Any, down: Any, *rest: Any
 ) -> list[Tensor]:
     return [torch.empty_like(x), torch.empty_like(routing), *(torch.empty_like(b) for b in rest[:3] if b is not None)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ids, routing, ctx.weights, *ctx.biases, ctx.formats, ctx.group_sizes, ctx.activation, _ = inputs
+    x, ids, routing, *ctx.weights = inputs[:6]
+    ctx.biases, ctx.about = inputs[6:9], inputs[9:-1]
     ctx.save_for_backward(x, ids, routing)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, ids, routing = ctx.saved_tensors
-    for_x, for_routing, *rest = EXPERTS_BACKWARD(
-        gradient, x, ids, routing, ctx.weights, *ctx.biases, ctx.formats, ctx.group_sizes, ctx.activation
-    )
+    for_x, for_routing, *rest = EXPERTS_BACKWARD(gradient, x, ids, routing, *ctx.weights, *ctx.biases, *ctx.about)
     left = iter(rest)
     for_biases = [None if bias is None else next(left) for bias in ctx.biases]
-    return for_x, None, for_routing, [None] * len(ctx.weights), *for_biases, None, None, None, None
+    for_weights = [[None] * len(tensors) for tensors in ctx.weights]
+    return for_x, None, for_routing, *for_weights, *for_biases, *[None] * (len(ctx.about) + 1)
 
 
 torch.library.register_autograd("billfish::experts", _backward, setup_context=_keep)

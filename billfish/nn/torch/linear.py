@@ -1,30 +1,30 @@
-"""MarlinLinear for PyTorch: storage in buffers, a custom operator for the product, gradients by decoded weights."""
+"""MarlinLinear for PyTorch: packed weights, a custom operator for the product, gradients by decoded weights."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from billfish.backends.base import Direct
 from billfish.core.activations import check_activations
 from billfish.core.errors import DTypeError, ShapeError, complaint
-from billfish.core.format import Format
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.torch_modes import is_watched, wants_gradient, wants_numbers_alone
 from billfish.core.typing import Activations, AnyArray, FormatLike, Method
 from billfish.nn import layer_base
-from billfish.nn.torch.operator import LINEAR
-from billfish.nn.torch.stored import Stored
-from billfish.nn.torch.watch import order_array, to_torch
-from billfish.nn.torch.weights import ORDER, Packed, packed_beside
-from billfish.ops.linear import dequantize, quantized_linear
+from billfish.nn.torch.decoded_weight import DecodedWeight
+from billfish.nn.torch.module import ORDER, QuantizedModule
+from billfish.nn.torch.operator import LINEAR, decode
+from billfish.nn.torch.weights import ARRAYS, Weights, specs_of, to_torch
+from billfish.ops.linear import quantized_linear
 from billfish.ops.quantization import quantize
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from typing_extensions import Self
 
 CASTS = (torch.float32, torch.float16, torch.bfloat16)  # what autocast takes for x
@@ -39,23 +39,35 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if wanted else x
 
 
+def in_order(direct: Direct, order: Tensor, features: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """As `direct`, for x [..., features] and columns that are stored in another order."""
+    if x.shape[-1:] != (features,) or x.get_device() != order.get_device():
+        return None
+    y: Tensor | None = direct(x.index_select(-1, order), bias)
+    return y
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device with its number; without one, the CPU."""
+    return torch.empty(0, device=device or "cpu").device
+
+
 # ---- the layer -------------------------------------------------------------------------------------------------------
 
 
 @layer_base.register_layer
-class MarlinLinear(layer_base.MarlinLinear, Stored):
+class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
     """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
 
-    Buffers are the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
-    `permutation` int32 [K] where columns are stored in another order (act-order), and `about`, which says the
-    format. The bias is an ordinary parameter.
-    `.to(dtype)`, `.half()` and the like convert the bias and leave storage alone: another type would be other weights.
+    The layer holds the weights packed for its device, once. A state dict has the format's storage arrays, bit for bit
+    (:class:`QuantizedModule`), and `permutation` int32 [K] where columns are stored in another order (act-order). The
+    bias is an ordinary parameter.
+    `.to(dtype)`, `.half()` and the like convert the bias and leave the weights: another type would be other weights.
     """
 
     kind = "torch"
     all_features: int | None = None  # how many x may have, where W is some columns of a larger matrix
-    bias: torch.nn.Parameter | None
-    permutation: Tensor | None
+    features: int | None = None  # how many x has then
 
     def __init__(
         self,
@@ -75,34 +87,53 @@ class MarlinLinear(layer_base.MarlinLinear, Stored):
         """A layer of zeros, to load a state dict into. `act_order` makes room for a permutation."""
         layer_base.check_framework(framework, self.kind)
         known, group, specs = layer_base.empty_weights(format, out_features, in_features, group_size, options)
-        storage = {
-            name: torch.zeros(spec.shape, dtype=to_torch(np.empty(0, spec.dtype)).dtype, device=device)
-            for name, spec in specs.items()
-        }
-        permutation = torch.arange(in_features, dtype=torch.int32, device=device) if act_order else None
-        zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
-        self._set_up(known, (out_features, in_features), group, storage, zeros, permutation, activations)
+        there = torch.empty(0, device=device).device
+        weights = Weights.on_meta(known, (out_features, in_features), group, specs_of(specs))
+        if there.type != "meta":
+            weights = weights.moved(there, activations)
+        permutation = torch.arange(in_features, dtype=torch.int32, device=there) if act_order else None
+        zeros = torch.zeros(out_features, device=there, dtype=dtype) if bias else None
+        self._begin(weights, zeros, permutation, activations)
+        self._number_type = dtype or self._number_type
 
-    def _set_up(
-        self,
-        format: Format,
-        shape: tuple[int, int],
-        group_size: int,
-        storage: dict[str, Tensor],
-        bias: Tensor | None,
-        permutation: Tensor | None,
-        activations: Activations,
-        packed: Packed | None = None,
+    def _begin(
+        self, weights: Weights, bias: Tensor | None, permutation: Tensor | None, activations: Activations
     ) -> None:
-        """`packed`: in the place of storage, which is then empty."""
-        self._set_up_storage(format, shape, group_size, storage, bias)
-        self.out_features, self.in_features = shape
-        self.activations = check_activations("MarlinLinear", activations)
-        self._weights.features = self.all_features
-        self.register_buffer(ORDER, permutation)
-        if packed is not None:
-            self._weights.hold(packed)
-        self.set_about()
+        self._set_up(weights, bias, check_activations("MarlinLinear", activations))
+        self.out_features, self.in_features = weights.shape
+        self._set_order(permutation)
+
+    def _set_order(self, order: Tensor | None) -> None:
+        self.register_buffer("order", order, persistent=False)
+        self._hold(self._held)
+
+    def set_features(self, features: int) -> None:
+        """How many features x has, where W is some columns of a larger matrix."""
+        order = self._buffers["order"]
+        if order is not None and not order.is_meta:
+            layer_base.check_order("MarlinLinear", order_array(order), self.in_features, features)
+        self.features = features
+        self._hold(self._held)
+
+    def _hold(self, weights: Weights) -> None:
+        super()._hold(weights)
+        order = self._buffers.get("order")
+        if weights.direct is not None and order is not None:
+            features = weights.shape[1] if self.features is None else self.features
+            self._direct = partial(in_order, weights.direct, order, features)
+        if weights.matrix is None and order is not None:
+            self._buffers[ORDER] = order
+
+    @property
+    def _awaited(self) -> tuple[str, ...]:
+        return (*super()._awaited, ORDER)
+
+    def _take_awaited(self) -> None:
+        order = self._buffers.get(ORDER)
+        super()._take_awaited()
+        if order is not None and self._held.matrix is not None:
+            self._check_rest("MarlinLinear", {ORDER: order})
+            self._set_order(order.to(self._held.device, torch.int32))
 
     @classmethod
     def from_linear(  # type: ignore[override]  # the front takes the layers of all frameworks
@@ -131,6 +162,7 @@ class MarlinLinear(layer_base.MarlinLinear, Stored):
             **options,
         )
         layer = cls.from_quantized(tensor, linear.bias, activations=activations, device=weight.device)
+        layer._number_type = weight.dtype
         return layer.train(linear.training)
 
     @classmethod
@@ -149,58 +181,19 @@ class MarlinLinear(layer_base.MarlinLinear, Stored):
         """
         layer_base.check_weights("from_quantized", tensor, bias)
         taken = layer_base.order_of("from_quantized", tensor, permutation, cls.all_features)
-        there = torch.empty(0, device=device or "cpu").device  # with its number
+        there = device_of(device)
         order = None if taken is None else to_torch(taken, there)
         bias = bias if bias is None or device is None else bias.to(there)
-        packed = packed_beside(tensor, there, activations)
-        storage = {} if packed else {name: to_torch(array, there) for name, array in tensor.storage.items()}
         layer = cls.__new__(cls)
-        layer._set_up(tensor.format, tensor.shape, tensor.group_size, storage, bias, order, activations, packed)
+        layer._begin(Weights.pack(tensor, there, activations), bias, order, activations)
         return layer
 
     def with_bias(self, bias: Tensor | None) -> MarlinLinear:
-        """Another layer with the very same weight tensors: tied weights."""
-        storage = dict(zip(self.storage_names, self.storage, strict=True))
-        shape = (self.out_features, self.in_features)
+        """Another layer with the very same weights: tied weights."""
         layer = type(self).__new__(type(self))
-        format = self._weights.format
-        layer._set_up(format, shape, self.group_size, storage, bias, self.permutation, self.activations)
+        layer._begin(self._weights, bias, self._buffers["order"], self.activations)
+        layer._number_type = self._number_type
         return layer.train(self.training)
-
-    @staticmethod
-    def walk(model: torch.nn.Module) -> layer_base.Walk:
-        """The Linear layers of a model, and who else holds a weight."""
-        from billfish.nn.torch.expert_layers import is_experts  # which is made of more than this module
-
-        linears: list[layer_base.Place] = []
-        experts: list[layer_base.Place] = []
-        others: dict[int, str] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name, child in module._modules.items():
-                if isinstance(child, torch.nn.Linear):
-                    linears.append(layer_base.Place(prefix + name, child, partial(setattr, module, name)))
-                elif is_experts(child):
-                    experts.append(layer_base.Place(prefix + name, child, partial(setattr, module, name)))
-            if not isinstance(module, torch.nn.Linear):
-                others |= {id(p): prefix + name for name, p in module.named_parameters(recurse=False)}
-        return layer_base.Walk(torch.nn.Linear, linears, others, experts)
-
-    @staticmethod
-    def joints(model: torch.nn.Module) -> list[Any]:
-        """The Linear layers of a model that may become joint ones: of :class:`billfish.nn.torch.merge.Joint`."""
-        from billfish.nn.torch.merge import find_joints  # which makes layers of this class
-
-        return list(find_joints(model))
-
-    @staticmethod
-    def note_layers(model: torch.nn.Module) -> None:
-        """A model of transformers saves layers that were put into it as ours."""
-        transformers = sys.modules.get("transformers")
-        if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-            from billfish.nn.transformers_saving import note_layers  # here: its models alone need transformers
-
-            note_layers(model)
 
     @staticmethod
     def parameter_arrays(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -222,61 +215,77 @@ class MarlinLinear(layer_base.MarlinLinear, Stored):
     @property
     def has_order(self) -> bool:
         """Whether columns are stored in another order than that of x's features."""
-        return self._weights.own(ORDER) is not None
+        return self._buffers["order"] is not None
+
+    @property
+    def weights_identity(self) -> int:
+        """The same for layers that share their weights, as long as one of them lives."""
+        return id(self._weights)
 
     @property
     def qweight(self) -> Tensor:
-        """The first storage array, by the name by which peft and others ask where a quantized layer is."""
-        return self.storage[0]
+        """A tensor where the weights are, by the name by which peft and others ask where a quantized layer is."""
+        return self._weights.tensors[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """W [N, K] for code that asks a Linear for its weight: its numbers are decoded when an operation wants them."""
+        return DecodedWeight(self, self._number_type)
 
     def quantized(self) -> QuantizedTensor:
         """A copy of the weights [N, K] with their permutation."""
-        matrix, order = self._weights.matrix(), self._weights.own(ORDER)
-        permutation = None if order is None or self._weights.features is not None else order_array(order)
-        return QuantizedTensor(matrix.format, matrix.shape, matrix.group_size, matrix.storage, permutation)
+        tensor, order = self._weights.quantized(), self._buffers["order"]
+        assert isinstance(tensor, QuantizedTensor)
+        if order is None or self.features is not None:
+            return tensor
+        about = tensor.format, tensor.shape, tensor.group_size, tensor.storage
+        return QuantizedTensor(*about, order_array(order))
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """W [N, K] as numbers, columns in their original order."""
+        weights, order = self._weights, self._buffers["order"]
+        weight = decode(weights.matrix, torch.empty(weights.shape, dtype=dtype, device=self.device))
+        if order is None or self.features is not None:
+            return weight
+        original = torch.empty_like(weight)
+        original[:, order] = weight
+        return original
 
     def to_linear(self, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
         """A plain layer with the decoded weights, columns in their original order."""
-        weights, order = self._weights, self._weights.own(ORDER)
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.device)
-        dequantize(weights.matrix_beside(weight), out=weight)
-        if order is not None:
-            original = torch.empty_like(weight)
-            original[:, order] = weight
-            weight = original
         linear = torch.nn.Linear(self.in_features, self.out_features, self.bias is not None, "meta", dtype)
-        linear.weight = torch.nn.Parameter(weight)
+        linear.weight = torch.nn.Parameter(self.decoded(dtype))
         if self.bias is not None:
             linear.bias = torch.nn.Parameter(self.bias.detach().to(dtype, copy=True))
         return linear.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
-            bias, direct = self._parameters["bias"], self.__dict__["_buffers"].direct
+            bias, direct = self._added(), self._direct
             if direct is not None and self.activations == "exact" and wants_numbers_alone(x, bias):
                 y: Tensor | None = direct(x, bias)
                 if y is not None:
                     return y
         return self._product(autocast(x))
 
+    def _added(self) -> Tensor | None:
+        """The bias. Data parallel wrappers take it out of the parameters while they run."""
+        if "bias" in self._parameters:
+            return self._parameters["bias"]
+        return self.bias
+
     def _product(self, x: Tensor) -> Tensor:
         """y of x's type, whatever autocast says."""
-        weights, bias = self.__dict__["_buffers"], self._parameters["bias"]
-        order = weights.own(ORDER)
-        eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()
-        if eager:
-            matrix = weights.matrix_beside(x)
+        weights, bias, order = self._weights, self._added(), self._buffers["order"]
         if order is not None:
             x = x.index_select(-1, order)
-        if eager and not wants_gradient(x, bias):
+        eager = not torch.compiler.is_compiling() and type(x) is Tensor and not x.is_meta and not is_watched()
+        if eager and weights.matrix is not None and not wants_gradient(x, bias):
             # The dispatch of an operator that is written in Python takes longer than a small product does.
-            y: Tensor = quantized_linear(x, matrix, bias=bias, activations=self.activations)
-            weights.settle()
+            y: Tensor = quantized_linear(x, weights.matrix, bias=bias, activations=self.activations)  # type: ignore[arg-type]
             return y
-        if eager and not x.is_cpu:
-            weights.pack(self.activations)
-        tensors, form = weights.for_operator()
-        return LINEAR(x, tensors, bias, self.format, self.group_size, self.out_features, self.activations, form)
+        about = self.format, self.group_size, self.out_features, self.activations, weights.form
+        return LINEAR(x, weights.tensors, bias, *about)
 
     def extra_repr(self) -> str:
         return self.describe(self.bias is not None, self.has_order)
@@ -287,4 +296,25 @@ class MarlinLinear(layer_base.MarlinLinear, Stored):
         if bias is not None and tuple(bias.shape) != (n,):
             raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
         if order is not None and not order.is_meta:
-            layer_base.check_order(call, order_array(order), k, self._weights.features)
+            layer_base.check_order(call, order_array(order), k, self.features or self.all_features)
+
+    def __getattr__(self, name: str) -> Any:
+        """`permutation` is a copy of the order in which columns are stored, int32 [K], or None."""
+        if name == ORDER and name not in self._buffers:
+            order = self._buffers["order"]
+            return None if order is None else order.clone()
+        return super().__getattr__(name)
+
+    def _rest_of_state(self) -> dict[str, Tensor]:
+        order = self._buffers["order"]
+        return {} if order is None else {ORDER: order.clone()}
+
+    def _take_rest(self, given: Mapping[str, Tensor], device: torch.device) -> None:
+        order = given.get(ORDER)
+        if order is not None and not order.is_meta and device.type != "meta":
+            self._set_order(order.to(device, torch.int32, copy=True))
+
+
+def order_array(order: Tensor) -> Any:
+    """A permutation as an array."""
+    return ARRAYS.to_numpy(order.detach().cpu())

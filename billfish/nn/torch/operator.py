@@ -1,6 +1,6 @@
 """The product as operators of torch: compilers see one opaque call, and autograd knows its derivative.
 
-The tensors are those of a layer (billfish.nn.torch.weights): its storage, or its packed form as `form` says.
+`weights` and `form` are `Weights.tensors` and `Weights.form` of a layer (billfish.nn.torch.weights).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import check_activations
 from billfish.core.errors import DTypeError, complaint
-from billfish.core.format import get_format
+from billfish.core.tensor import QuantizedTensor
 from billfish.nn.torch.weights import matrix_of
 from billfish.ops.linear import dequantize, quantized_linear
 
@@ -56,8 +57,8 @@ def _linear(
     activations: str,
     form: str,
 ) -> Tensor:
-    with matrix_of(weights, get_format(format), (n, x.shape[-1]), group_size, form) as matrix:
-        return quantized_linear(x, matrix, bias=bias, activations=check_activations("MarlinLinear", activations))
+    matrix = matrix_of(weights, format, (n, x.shape[-1]), group_size, form)
+    return quantized_linear(x, matrix, bias=bias, activations=check_activations("MarlinLinear", activations))
 
 
 @torch.library.register_fake("billfish::linear")  # type: ignore[untyped-decorator]
@@ -67,8 +68,16 @@ def _linear_fake(x: Tensor, weights: Any, bias: Any, format: str, group_size: in
 
 @operator_kernel("billfish::dequantize")
 def _dequantize(weights: list[Tensor], format: str, group_size: int, n: int, k: int, form: str) -> Tensor:
-    with matrix_of(weights, get_format(format), (n, k), group_size, form) as matrix:
-        return dequantize(matrix, out=torch.empty(n, k, device=weights[0].device))
+    matrix = matrix_of(weights, format, (n, k), group_size, form)
+    return decode(matrix, torch.empty(n, k, device=weights[0].device))
+
+
+def decode(matrix: Any, out: Tensor) -> Tensor:
+    """The numbers of a layer's matrix into `out`, columns in stored order."""
+    if isinstance(matrix, PackedWeights):
+        about = matrix.format, matrix.shape, matrix.group_size
+        matrix = QuantizedTensor.packed_only(*about, {("cpu", "cpu"): matrix})
+    return dequantize(matrix, out=out)
 
 
 @torch.library.register_fake("billfish::dequantize")  # type: ignore[untyped-decorator]

@@ -1,75 +1,254 @@
-"""The weights of a torch layer: its storage tensors, and what backends made of them, which is never out of date.
+"""The weights of a torch layer, in the one form that products on its device read. Storage is made when asked for.
 
-    Weights   the `_buffers` of one layer, which knows what was taken out of it
-    Made      the matrix of storage tensors, with its packed forms, as long as the contents are the same
-
-What was made lies on the first storage tensor. So layers that share tensors share it, and a compiled graph, which
-has nothing but the tensors, finds it.
+Nobody can write to them: `Weights.storage` gives copies, and other weights come as another `Weights`.
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from billfish.backends import BACKENDS, Backend, Problem, choose
 from billfish.backends.base import Direct
+from billfish.backends.cpu.experts import PackedExperts
+from billfish.backends.cpu.packed import PackedWeights
+from billfish.core.arrays import TorchArrays
 from billfish.core.errors import BackendUnavailable
-from billfish.core.format import Format
-from billfish.core.format_tag import ABOUT, About
+from billfish.core.format import Format, get_format
 from billfish.core.quantized_experts import QuantizedExperts, check_stack
 from billfish.core.storage import Storage
 from billfish.core.tensor import QuantizedTensor
-from billfish.nn.layer_base import check_order
-from billfish.nn.torch.watch import Watch, lent, order_array, own, to_numpy, to_torch
 
-ORDER = "permutation"
-Matrix = QuantizedTensor | QuantizedExperts
+ARRAYS = TorchArrays()
+Quantized = QuantizedTensor | QuantizedExperts
+Matrix = QuantizedTensor | QuantizedExperts | PackedWeights | PackedExperts  # what products take
+HELD = "_billfish"  # of the first tensor that an operator gets: `Held`
+META = torch.device("meta")
 
-
-class Made:
-    """The matrix that storage tensors hold, and in it what backends make of it, for these contents of the tensors."""
-
-    __slots__ = ("__weakref__", "copied", "settled", "states", "tensor")
-
-    def __init__(self, format: Format, group_size: int, watches: list[Watch]) -> None:
-        self.tensor = read(format, group_size, watches)
-        self.copied = not all(isinstance(watch.array, np.ndarray) for watch in watches)  # from a device
-        self.states = [watch.state for watch in watches]  # not the watches, of which one holds this
-        self.settled = False  # whether `Weights.settle` has seen what backends made
-        _all.add(self)
-
-    def fits(self, format: Format, group_size: int, watches: list[Watch]) -> bool:
-        """Whether it was made of these contents."""
-        about = self.tensor.format, self.tensor.group_size
-        return about == (format, group_size) and self.states == [watch.state for watch in watches]
-
-    def drop_copy(self) -> None:
-        """Storage that was copied from a device to be packed there goes: products read the packed weights alone."""
-        if (
-            self.copied
-            and isinstance(self.tensor, QuantizedTensor)
-            and any(key[0] in BACKENDS and BACKENDS[key[0]].packed_is_enough for key in self.tensor._made)
-        ):
-            about = self.tensor.format, self.tensor.shape, self.tensor.group_size
-            self.tensor = QuantizedTensor.packed_only(*about, self.tensor._made)
+# torch's own tools (pickle, DDP, gloo) do not take uint32, so the 32-bit words of storage are int32 in tensors.
 
 
-def read(format: Format, group_size: int, watches: list[Watch]) -> Matrix:
-    """The matrix, or the stack, in storage tensors: on the CPU their own memory, else a copy."""
-    arrays = [a if isinstance(a, np.ndarray) else to_numpy(a) for a in (watch.array for watch in watches)]
-    storage = dict(zip(format.storage_names, arrays, strict=True))
-    kind = QuantizedExperts if is_stack(storage) else QuantizedTensor
-    return kind.borrowing(format, storage, group_size, call="MarlinLinear")
+def to_numpy(tensor: Tensor) -> NDArray[Any]:
+    """A storage tensor as an array, of the same memory where that is the CPU's."""
+    array = ARRAYS.to_numpy(tensor.detach().cpu())
+    return array.view(np.uint32) if array.dtype == np.int32 else array
+
+
+def to_torch(array: NDArray[Any], device: torch.device | str | None = None) -> Tensor:
+    """A copy of a storage array as a tensor."""
+    held = np.array(array)
+    return ARRAYS.from_numpy(held.view(np.int32) if held.dtype == np.uint32 else held).to(device)
+
+
+class Spec(NamedTuple):
+    """Shape and type of a storage array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+class Held:
+    """What an operator multiplies with. It lies on a tensor, and stays behind when that is pickled or copied."""
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+
+class Weights:
+    """W [N, K], or a stack [E, N, K], on one device.
+
+    matrix: what products take: weights that a backend packed, where it can unpack them, else (on mps, and stacks on
+    cuda) a tensor whose storage is in CPU memory, and which keeps what was packed of it. None on "meta".
+    tensors, form: the same for an operator. Those of packed weights are all that there is of them; `form` says how to
+    read them (`Backend.from_tensors`). Else there is one tensor, which is empty and carries the matrix.
+    direct: the product in few steps, where the backend has such (`Backend.direct`).
+    specs: of the storage.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        shape: tuple[int, ...],
+        group_size: int,
+        specs: Mapping[str, Spec],
+        device: torch.device,
+        matrix: Matrix | None = None,
+        tensors: Sequence[Tensor] = (),
+        form: str = "",
+    ) -> None:
+        self.format, self.shape, self.group_size, self.specs = format, shape, group_size, dict(specs)
+        self.device, self.matrix, self.form, self.direct = device, matrix, form, None
+        self.tensors = list(tensors) or [torch.empty(0, dtype=torch.uint8, device=device)]
+        self._moved: Callable[[], Weights | None] = _nobody
+        if matrix is not None:
+            setattr(self.tensors[0], HELD, Held(matrix))
+            name = form.partition(":")[0]
+            if name and len(shape) == 2:
+                packed = matrix._made[name, place_name(device)] if isinstance(matrix, QuantizedTensor) else matrix
+                self.direct = BACKENDS[name].direct(packed)
+
+    direct: Direct | None
+
+    @classmethod
+    def on_meta(cls, format: Format, shape: tuple[int, ...], group_size: int, specs: Mapping[str, Spec]) -> Weights:
+        """Weights that are yet to come."""
+        return cls(format, shape, group_size, specs, META)
+
+    @classmethod
+    def pack(cls, matrix: Quantized, device: torch.device, activations: str) -> Weights:
+        """For products on a device."""
+        format, shape, group_size = matrix.format, matrix.shape, matrix.group_size
+        specs = specs_of(matrix.storage)
+        if device.type == "meta":
+            return cls.on_meta(format, shape, group_size, specs)
+        backend = unpacking_backend(format, shape, group_size, device, activations)
+        if backend is not None:
+            key = backend.name, place_name(device)
+            packed = matrix._made.get(key)
+            kept = None if packed is None else backend.to_tensors(packed)
+            if kept is None:
+                if isinstance(matrix, QuantizedExperts):
+                    packed = backend.pack_experts(matrix, key[1])
+                else:
+                    packed = backend.pack(matrix, key[1])
+                kept = backend.to_tensors(packed)
+            if kept is not None:
+                tensors, about = kept
+                held = _matrix(format, shape, group_size, key, packed)
+                return cls(format, shape, group_size, specs, device, held, tensors, f"{backend.name}:{about}")
+        return cls(format, shape, group_size, specs, device, _owned(matrix))
+
+    @classmethod
+    def from_storage(
+        cls, format: Format, storage: Storage, group_size: int, device: torch.device, activations: str
+    ) -> Weights:
+        """Of arrays that passed `shape_of`."""
+        kind = QuantizedExperts if is_stack(storage) else QuantizedTensor
+        return cls.pack(kind.borrowing(format, storage, group_size, call="MarlinLinear"), device, activations)
+
+    @property
+    def nbytes(self) -> int:
+        """Of storage."""
+        return sum(spec.nbytes for spec in self.specs.values())
+
+    def storage(self) -> Storage:
+        """The storage, made anew or read-only."""
+        if not self.form:
+            assert isinstance(self.matrix, (QuantizedTensor, QuantizedExperts))
+            return self.matrix.storage
+        name, _, about = self.form.partition(":")
+        weights = BACKENDS[name].from_tensors(self.tensors, about)
+        return BACKENDS[name].unpack(weights, self.format, self.shape, self.group_size)
+
+    def storage_tensors(self) -> dict[str, Tensor]:
+        """The storage as new tensors, on the device of the weights."""
+        if self.matrix is None:
+            kinds = {name: to_torch(np.empty(0, spec.dtype)).dtype for name, spec in self.specs.items()}
+            return {n: torch.empty(spec.shape, dtype=kinds[n], device=META) for n, spec in self.specs.items()}
+        storage = self.storage()
+        return {name: to_torch(storage[name], self.device) for name in self.specs}
+
+    def quantized(self) -> Quantized:
+        """The weights as a tensor or a stack, with storage of its own."""
+        storage = {name: np.array(array) for name, array in self.storage().items()}
+        if len(self.shape) == 3:
+            return QuantizedExperts.owning(self.format, self.shape, self.group_size, storage)  # type: ignore[arg-type]
+        return QuantizedTensor.owning(self.format, self.shape, self.group_size, storage)  # type: ignore[arg-type]
+
+    def moved(self, device: torch.device, activations: str) -> Weights:
+        """The same weights on another device. Layers that share them share the result."""
+        known = self._moved()
+        if known is not None and known.device == device:
+            return known
+        if device.type == "meta":
+            moved = Weights.on_meta(self.format, self.shape, self.group_size, self.specs)
+        elif self.matrix is None:
+            zeros = {name: np.zeros(spec.shape, spec.dtype) for name, spec in self.specs.items()}
+            moved = Weights.from_storage(self.format, zeros, self._group(), device, activations)
+        else:
+            moved = Weights.from_storage(self.format, self.storage(), self._group(), device, activations)
+        self._moved = weakref.ref(moved)
+        return moved
+
+    def applied(self, fn: Callable[[Tensor], Tensor]) -> Weights:
+        """The same weights, with `fn` applied to their memory: `share_memory_`, `pin_memory` and the like."""
+        if not self.form:
+            return self
+        return self._of_tensors([fn(tensor) for tensor in self.tensors])
+
+    def _of_tensors(self, tensors: list[Tensor]) -> Weights:
+        name, _, about = self.form.partition(":")
+        key = name, place_name(self.device)
+        held = _matrix(self.format, self.shape, self.group_size, key, BACKENDS[name].from_tensors(tensors, about))
+        return Weights(self.format, self.shape, self.group_size, self.specs, self.device, held, tensors, self.form)
+
+    def _group(self) -> int:
+        whole_row = self.format.whole_row_groups and self.group_size == self.shape[-1]
+        return -1 if whole_row else self.group_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
+        return self.applied(torch.clone)
+
+    def __reduce__(self) -> Any:
+        """Pickles have the storage: another machine packs it in another way."""
+        return _restored, (self.format.name, self.shape, self.group_size, self.storage_tensors())
+
+
+def _nobody() -> None:
+    return None
+
+
+def _restored(format: str, shape: tuple[int, ...], group_size: int, tensors: dict[str, Tensor]) -> Weights:
+    storage = {name: to_numpy(torch.empty(0, dtype=t.dtype) if t.is_meta else t) for name, t in tensors.items()}
+    device = next(iter(tensors.values())).device
+    known = get_format(format)
+    if device.type == "meta":
+        specs = {name: Spec(tuple(tensors[name].shape), array.dtype) for name, array in storage.items()}
+        return Weights.on_meta(known, shape, group_size, specs)
+    whole_row = known.whole_row_groups and group_size == shape[-1]
+    return Weights.from_storage(known, storage, -1 if whole_row else group_size, device, "exact")
+
+
+def _matrix(
+    format: Format, shape: tuple[int, ...], group_size: int, key: tuple[str, str], packed: Any
+) -> QuantizedTensor | PackedWeights | PackedExperts:
+    if isinstance(packed, PackedWeights):  # x comes in stored order: layers have orders that a tensor has not
+        return packed if packed.permutation is None else replace(packed, permutation=None)
+    if isinstance(packed, PackedExperts):
+        return packed
+    n, k = shape
+    return QuantizedTensor.packed_only(format, (n, k), group_size, {key: packed})
+
+
+def _owned(matrix: Quantized) -> Quantized:
+    """The matrix, with arrays that nobody writes to: the tensor may borrow those that it has."""
+    storage = {name: np.array(array) for name, array in matrix.storage.items()}
+    return type(matrix).owning(matrix.format, matrix.shape, matrix.group_size, storage)  # type: ignore[arg-type]
+
+
+def specs_of(storage: Mapping[str, Any]) -> dict[str, Spec]:
+    """Shapes and types of storage arrays, or of what says them."""
+    known = getattr(storage, "specs", storage)  # of storage that is not made yet
+    return {name: Spec(tuple(array.shape), np.dtype(array.dtype)) for name, array in known.items()}
 
 
 def is_stack(storage: Mapping[str, Any]) -> bool:
@@ -85,320 +264,39 @@ def shape_of(call: str, format: Format, storage: Storage, group_size: int | None
     return (n, k), group_size
 
 
-_all: weakref.WeakSet[Made] = weakref.WeakSet()
+def matrix_of(tensors: Sequence[Tensor], format: str, shape: tuple[int, ...], group_size: int, form: str) -> Any:
+    """The matrix for an operator, which gets `Weights.tensors` and `Weights.form`."""
+    held = getattr(tensors[0], HELD, None)
+    if isinstance(held, Held):
+        return held.matrix
+    name, _, about = form.partition(":")
+    if not name:
+        raise BackendUnavailable(
+            "[MarlinLinear] a saved graph has no weights of this layer: save it on the CPU or cuda"
+        )
+    key = name, place_name(tensors[0].device)
+    matrix = _matrix(get_format(format), shape, group_size, key, BACKENDS[name].from_tensors(tensors, about))
+    setattr(tensors[0], HELD, Held(matrix))
+    return matrix
 
 
-@atexit.register
-def _drop_all() -> None:
-    """torch.jit keeps tensors beyond the end of Python, and what was made of them needs our native core."""
-    for made in _all:
-        made.tensor._made.clear()
-
-
-def made_of(tensors: Sequence[Tensor], format: Format, group_size: int) -> Made:
-    """What was made of storage tensors, or is made of them now."""
-    watches = [Watch.on(tensor) for tensor in tensors]
-    for tensor, watch in zip(tensors, watches, strict=True):
-        watch.look(tensor)
-    made = watches[0].made
-    if not isinstance(made, Made) or not made.fits(format, group_size, watches):
-        made = watches[0].made = Made(format, group_size, watches)
-    return made
-
-
-@contextmanager
-def matrix_of(
-    tensors: Sequence[Tensor], format: Format, shape: tuple[int, int], group_size: int, form: str
-) -> Iterator[Any]:
-    """The matrix for an operator, which gets a layer's tensors: its storage, or its packed form as `form` says."""
-    if not form:
-        found = made_of(tensors, format, group_size)
-        yield found.tensor
-        found.drop_copy()
-        return
-    backend, _, about = form.partition(":")
-    made = {(backend, place_name(tensors[0].device)): BACKENDS[backend].from_tensors(tensors, about)}
-    yield QuantizedTensor.packed_only(format, shape, group_size, made)
-
-
-class Packed(NamedTuple):
-    """Weights that a layer holds in the place of storage."""
-
-    form: str  # the backend's name, ":", and what it says about them
-    tensors: list[Tensor]
-    matrix: QuantizedTensor
-    nbytes: int  # of the storage
-    direct: Direct | None  # the product in few steps, where the backend has such
-
-
-def packed_of(key: tuple[str, str], weights: Any, like: QuantizedTensor, nbytes: int) -> Packed | None:
-    """What a layer holds of packed weights; None where their backend cannot give the storage back.
-
-    key: the backend's name, and where the weights are. like: a matrix of their format and shape.
-    """
-    backend = BACKENDS[key[0]]
-    kept = backend.to_tensors(weights)
-    if kept is None:
-        return None
-    tensors, about = kept
-    matrix = QuantizedTensor.packed_only(like.format, like.shape, like.group_size, {key: weights})
-    return Packed(f"{key[0]}:{about}", tensors, matrix, nbytes, backend.direct(weights))
-
-
-def packed_beside(tensor: QuantizedTensor, device: torch.device, activations: str) -> Packed | None:
-    """A matrix packed for products on a device; None where no backend there keeps packed weights in storage's place."""
-    backend = keeper(tensor.format, tensor.shape, tensor.group_size, device, activations)
-    if backend is None:
-        return None
-    key = backend.name, place_name(device)
-    weights = tensor._made.get(key)
-    return packed_of(key, backend.pack(tensor, key[1]) if weights is None else weights, tensor, tensor.nbytes)
-
-
-def keeper(
+def unpacking_backend(
     format: Format, shape: tuple[int, ...], group_size: int, device: torch.device, activations: str
 ) -> Backend | None:
-    """The backend that computes on a device, if it keeps packed weights in the place of storage."""
-    if device.type == "meta" or len(shape) != 2:  # no backend does so for stacks
-        return None
+    """The backend that computes on a device, if storage can be made of what it packs."""
     float16 = np.dtype(np.float16)  # of x; weights are packed the same way for other types
-    n, k = shape
-    problem = Problem("matmul", format, group_size, 1, n, k, float16, "torch", device.type, activations)
+    *experts, n, k = shape
+    count = experts[0] if experts else 0
+    problem = Problem(
+        "matmul", format, group_size, 1, n, k, float16, "torch", device.type, activations, count, min(count, 1)
+    )
     try:
         backend = choose("MarlinLinear", problem)
     except BackendUnavailable:
         return None
-    return backend if backend.unpacks else None
+    return backend if (backend.unpacks_experts if experts else backend.unpacks) else None
 
 
 def place_name(device: torch.device) -> str:
     """As billfish.core.arrays calls it: "cpu", "cuda:0"."""
     return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-
-
-def in_order(direct: Direct, order: Tensor, features: int, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """As `direct`, for x [..., features] and columns that are stored in another order."""
-    if x.shape[-1:] != (features,) or x.get_device() != order.get_device():
-        return None
-    y: Tensor | None = direct(x.index_select(-1, order), bias)
-    return y
-
-
-class Weights(dict[str, Any]):
-    """The buffers of a layer: storage tensors by name, `permutation`, and `about`, which cannot be that of others.
-
-    Where a backend's packed form can be unpacked (`Backend.to_tensors`), the layer holds only that once it has
-    computed. Storage comes back when somebody asks for it.
-    """
-
-    def __init__(self, format: Format, shape: tuple[int, ...], group_size: int) -> None:
-        self.format, self.shape, self.group_size = format, shape, group_size
-        self.names = format.storage_names
-        self.watched = (*self.names, ORDER)
-        self.features: int | None = None  # of x, where W is some columns of a larger matrix
-        self.made: Made | None = None  # of storage
-        self.watches: list[Watch] = []  # of storage, and of `permutation` where there is one,
-        self.states: list[object] = []  # which was checked in this state
-        self.packed: Packed | None = None  # in the place of storage, whose names then stand for None
-        self.direct: Direct | None = None  # the packed form's, for x in the order of its features
-        self._lock = threading.RLock()  # for changing from one to the other
-
-    # ---- a mapping that knows what was taken out of it. Compilers look at all of it, and write to nothing. -----------
-
-    if not TYPE_CHECKING:  # the other methods of a mapping, in terms of these
-        get, items, values = MutableMapping.get, MutableMapping.items, MutableMapping.values
-        pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
-        update, setdefault = MutableMapping.update, MutableMapping.setdefault
-
-    def __getitem__(self, name: str) -> Any:
-        if torch.compiler.is_compiling():
-            return dict.__getitem__(self, name)
-        with self._lock:
-            self.made = None
-            if name in self.names or (name == ORDER and self.own(ORDER) is not None):
-                self.restore()  # `permutation` may be written to, and is checked before weights are packed
-            held = dict.__getitem__(self, name)
-            return lent(held) if name in self.watched and isinstance(held, Tensor) else held
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        with self._lock:  # a product of another thread must not remember the former tensor after this forgets it
-            self.made = None
-            if name in self.watched and not torch.compiler.is_compiling():
-                self.restore()
-                held = self.own(name)
-                if isinstance(held, Tensor) and Watch.on(held).out_ref() is value:
-                    return
-                if isinstance(value, Tensor):
-                    value = own(value)
-            if name == ABOUT and isinstance(value, Tensor):
-                self.check_about("MarlinLinear", value)
-            dict.__setitem__(self, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        with self._lock:
-            self.made = None
-            self.restore()
-            dict.__delitem__(self, name)
-
-    def __iter__(self) -> Iterator[str]:
-        """As a dict's own; but dict(weights) copies a dict without asking it, unless it has an `__iter__`."""
-        return dict.__iter__(self)
-
-    def copy(self) -> Weights:
-        other = Weights(self.format, self.shape, self.group_size)
-        other.features = self.features
-        other.update(self)
-        return other
-
-    def __reduce__(self) -> Any:
-        about = self.format, self.shape, self.group_size
-        return Weights, about, {"features": self.features}, None, iter(list(self.items()))
-
-    # ---- for the layer -----------------------------------------------------------------------------------------------
-
-    def own(self, name: str) -> Any:
-        """The layer's own tensor, which nobody else gets."""
-        return dict.get(self, name)
-
-    def check_about(self, call: str, about: Tensor) -> None:
-        """Raises if these bytes say that weights are in another format. Those of a placeholder say nothing."""
-        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-        if type(about) in (Tensor, torch.nn.Parameter) and not about.is_meta and not traced:
-            About(self.format.name, self.group_size).check(call, to_numpy(about))
-
-    def set_about(self) -> None:
-        """`about` anew, beside the storage."""
-        about = About(self.format.name, self.group_size).array()
-        dict.__setitem__(self, ABOUT, to_torch(about, self.for_operator()[0][0].device))
-
-    def for_operator(self) -> tuple[list[Tensor], str]:
-        """(The storage tensors, ""), or (the packed ones, their form). Nobody may write to them."""
-        packed = self.packed
-        if packed is not None:
-            return packed.tensors, packed.form
-        storage = [self.own(name) for name in self.names]
-        # Another thread may have packed them just now.
-        return self.for_operator() if any(tensor is None for tensor in storage) else (storage, "")
-
-    def matrix_beside(self, x: Tensor) -> QuantizedTensor:
-        """The matrix for a product with x."""
-        packed = self.packed
-        if packed is not None and x.device == packed.tensors[0].device:
-            return packed.matrix
-        tensor = self.current().tensor
-        assert isinstance(tensor, QuantizedTensor)
-        known = tensor.storage or any(key[1] == place_name(x.device) for key in tensor._made)
-        return tensor if known else self.matrix()
-
-    def matrix(self) -> QuantizedTensor:
-        """The matrix with its storage."""
-        tensor = self.current().tensor
-        matrix = tensor if tensor.storage else read(self.format, self.group_size, self.watches[: len(self.names)])
-        assert isinstance(matrix, QuantizedTensor)
-        return matrix
-
-    def stack(self) -> QuantizedExperts:
-        """The stack of matrices."""
-        stack = self.current().tensor
-        assert isinstance(stack, QuantizedExperts)
-        return stack
-
-    @property
-    def nbytes(self) -> int:
-        """Of storage, whether it is here or packed."""
-        packed = self.packed
-        return packed.nbytes if packed is not None else sum(tensor.nbytes for tensor in self.for_operator()[0])
-
-    def current(self) -> Made:
-        """What was made of the storage as it is now."""
-        made = self.made
-        if made is not None:
-            # There are none to ask if another thread has just packed these very contents.
-            for name, watch, state in zip(self.watched, self.watches, self.states, strict=False):
-                tensor = self.own(name)
-                if tensor is None or watch.lent or watch.state is not state:
-                    break
-                if watch.version is not None and tensor._version != watch.version:
-                    break
-            else:
-                return made
-        with self._lock:
-            self.restore()
-            tensors, _ = self.for_operator()
-            made = made_of(tensors, self.format, self.group_size)
-            watches, order = [Watch.on(tensor) for tensor in tensors], self.own(ORDER)
-            if order is not None:
-                watches.append(Watch.on(order))
-                watches[-1].look(order)
-                check_order("MarlinLinear", order_array(order), self.shape[1], self.features)
-            self.watches, self.states, self.made = watches, [watch.state for watch in watches], made
-            return made
-
-    def settle(self) -> None:
-        """After a product: hold a packed form alone if it can be unpacked, and nobody else has the storage."""
-        made = self.made
-        if made is None or made.settled or not isinstance(made.tensor, QuantizedTensor):
-            return
-        if any(watch.lent or watch.shared for watch in self.watches):
-            made.drop_copy()
-            return
-        made.settled = True
-        for key, weights in list(made.tensor._made.items()):
-            packed = packed_of(key, weights, made.tensor, self.nbytes) if key[0] in BACKENDS else None
-            if packed is not None:
-                self._hold(made, packed)
-                return
-        made.drop_copy()
-
-    def pack(self, activations: str) -> None:
-        """Hold a packed form alone before any product, where a backend does so on the storage's device."""
-        storage = [self.own(name) for name in self.names]
-        if any(tensor is None for tensor in storage):
-            return
-        device = storage[0].device
-        if keeper(self.format, self.shape, self.group_size, device, activations) is None:
-            return
-        made = self.current()
-        assert isinstance(made.tensor, QuantizedTensor)
-        if not any(watch.lent or watch.shared for watch in self.watches):
-            packed = packed_beside(made.tensor, device, activations)
-            if packed is not None:
-                self._hold(made, packed)
-
-    def _hold(self, made: Made, packed: Packed) -> None:
-        """These packed weights in the place of storage, unless somebody has changed or taken it meanwhile."""
-        with self._lock:
-            if self.made is made and not any(watch.lent for watch in self.watches):
-                self.hold(packed)
-
-    def hold(self, packed: Packed) -> None:
-        """These packed weights in the place of storage, whatever it is."""
-        self.packed, self.made, self.watches = packed, None, []
-        order, direct = self.own(ORDER), packed.direct
-        features = self.shape[1] if self.features is None else self.features
-        self.direct = direct if order is None or direct is None else partial(in_order, direct, order, features)
-        for name in self.names:
-            dict.__setitem__(self, name, None)
-
-    def restore(self) -> None:
-        """Storage in the place of the packed form."""
-        if self.packed is None:
-            return
-        with self._lock:
-            if self.packed is not None:
-                form, tensors = self.packed.form, self.packed.tensors
-                name, _, about = form.partition(":")
-                weights = BACKENDS[name].from_tensors(tensors, about)
-                n, k = self.shape
-                storage = BACKENDS[name].unpack(weights, self.format, (n, k), self.group_size)
-                for part in self.names:
-                    dict.__setitem__(self, part, own(to_torch(storage[part], tensors[0].device)))
-                self.packed = self.direct = None
-
-    def repack(self) -> None:
-        """Forget what was made, and take it that nobody writes to the memory of storage but through tensors."""
-        with self._lock:
-            self.restore()
-            self.made = None
-            for tensor in self.for_operator()[0]:
-                Watch.on(tensor).forget(tensor)

@@ -65,6 +65,43 @@ def test_goes_on_with_the_threads_that_start(megabytes):
     run_python(WITHOUT_THREADS, str(megabytes))
 
 
+# Its arguments: `activations`, and the rows of x. A kernel allocates 128 KiB or more for each piece of a loop.
+WITHOUT_MEMORY = """
+import resource, sys
+import numpy as np
+import billfish as bf
+
+q = bf.quantize(np.random.default_rng(1).standard_normal((131072, 32), np.float32), "q4_0")
+x = np.ones((int(sys.argv[2]), 32), np.float32)
+out = np.empty((len(x), 131072), np.float32)
+bf.set_threads(4)
+
+def multiply():
+    return bf.quantized_linear(x, q, activations=sys.argv[1], out=out)
+
+expected = multiply().copy()
+_, hard = resource.getrlimit(resource.RLIMIT_AS)
+failed = 0
+for _ in range(20):
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
+    try:
+        multiply()
+    except MemoryError:
+        failed += 1
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert failed > 10, failed
+assert np.array_equal(multiply(), expected)
+"""
+
+
+@LINUX
+@pytest.mark.parametrize(("activations", "rows"), [("exact", 64), ("q8", 16)])
+def test_no_memory_in_a_helper_is_an_error_of_the_call(activations, rows):
+    # malloc asks the system each time, and has no reserve for a thread.
+    malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TOP_PAD_": "0"}
+    run_python(WITHOUT_MEMORY, activations, str(rows), **malloc)
+
+
 DAEMONS = """
 import threading
 import numpy as np

@@ -7,12 +7,14 @@
 #include <random>
 #include <vector>
 
-#include "layout/prepack.h"
 #include "activations/prepared.h"
+#include "layout/prepack.h"
+
+struct billfish::DecoderKernels {};  // nobody decodes here
 
 using namespace billfish;
 
-// dequantize.cpp and level_gates.cpp are not needed here.
+// dequantize.cpp, level_gates.cpp and level_decoder.cpp are not needed here.
 #define WITHOUT_THE_REST(level_name)                                                     \
   namespace level_name {                                                                 \
   extern const Level level;                                                              \
@@ -20,6 +22,8 @@ using namespace billfish;
   void dequantize_words(const Storage&, void*, int, int64_t, int64_t) {}                 \
   void read_codes(const Storage&, int64_t, int64_t, int64_t, uint8_t*) {}                \
   void open_gate(const float*, const float*, Gate, int64_t, float*) {}                   \
+  extern const DecoderKernels decoder_kernels;                                           \
+  const DecoderKernels decoder_kernels{};                                                \
   }
 WITHOUT_THE_REST(portable)
 WITHOUT_THE_REST(avx512_vnni)

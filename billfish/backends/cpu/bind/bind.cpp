@@ -17,9 +17,9 @@
 
 #include "activations/rows.h"
 #include "bind/bind.h"
-#include "layout/digest.h"
 #include "layout/prepack.h"
 #include "layout/problem.h"
+#include "layout/unpack.h"
 #include "levels.h"  // written by CMake: BILLFISH_LEVELS(X) is X(name) for each level, best first
 #include "threads/cores.h"
 #include "threads/threads.h"
@@ -205,6 +205,25 @@ void prepack_plain(const std::string& name, const Description& d, Contiguous<con
   });
 }
 
+// The inverse of prepack: codes [N, K] with `flip` inverted bits, and fields [N, count, size] for chunks and for groups.
+void unpack(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, int flip, Contiguous<uint8_t> codes,
+            const std::vector<Contiguous<uint8_t>>& chunk_fields, const std::vector<Contiguous<uint8_t>>& group_fields) {
+  const Level& level = find_level(name);
+  const Weights w = d.weights(level, nullptr);
+  const TileShape shape(w, level.tile_rows);
+  auto fields = [](const std::vector<Contiguous<uint8_t>>& arrays) {
+    std::vector<OutField> out;
+    for (const auto& a : arrays) out.push_back({a.data(), int64_t(a.shape(1)), int(a.shape(2))});
+    return out;
+  };
+  const std::vector<OutField> per_chunk = fields(chunk_fields), per_group = fields(group_fields);
+  const Computing computing;
+  parallel_for((d.n + shape.rows - 1) / shape.rows, [&](int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++)
+      unpack_tile(w, level, stream.data() + tile * shape.tile_bytes, uint8_t(flip), per_chunk, per_group, tile, codes.data());
+  });
+}
+
 // x quantized already: codes [m, k], k a multiple of 32, with a scale for each 32.
 void multiply_codes(const std::string& name, const Description& d, Contiguous<const uint8_t> stream, Contiguous<const int8_t> codes,
                     Contiguous<const float> scale, Contiguous<float> y) {
@@ -308,11 +327,6 @@ void dequantize(const std::string& name, Contiguous<const uint8_t> bytes, bool w
   });
 }
 
-uint64_t digest_of(Contiguous<const uint8_t> bytes) {
-  const Computing computing;
-  return digest(bytes.data(), int64_t(bytes.size()));
-}
-
 // Strings in a file lie one after the other, each behind its length, 8 bytes. `ends` gets where each ends, from the first's beginning. How many there
 // are before one is longer than what is left of the bytes: the file is not believed.
 int64_t string_ends(Contiguous<const uint8_t> bytes, Contiguous<uint64_t> ends) {
@@ -375,13 +389,13 @@ NB_MODULE(_cpu, module) {
   module.def("prepack", &prepack);
   module.def("prepack_blocks", &prepack_blocks);
   module.def("prepack_plain", &prepack_plain);
+  module.def("unpack", &unpack);
   module.def("multiply", &multiply, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   module.def("multiply_all", &multiply_all);
   module.def("multiply_codes", &multiply_codes);
   module.def("kept_bytes", [] { return kept_rows().bytes() + kept_by_experts(); }, "What this thread keeps of the room for x that calls took.");
   module.def("dequantize", &dequantize, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(),
              nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg());
-  module.def("digest", &digest_of, nb::arg().noconvert(), "64 bits that stand for the bytes of an array.");
   module.def("string_ends", &string_ends, nb::arg().noconvert(), nb::arg().noconvert(), "Where the strings of a list end, and how many are whole.");
   module.def("strings", &strings, nb::arg().noconvert(), nb::arg().noconvert(), "The strings of a list, given where they end.");
   module.def("quota_cores", &quota_cores, "The cores that CPU quotas of cgroups leave, 0 without; `root` stands before /proc and /sys.");

@@ -12,14 +12,10 @@
 
 #include "bind/bind.h"
 #include "decoder/decoder.h"
-#include "levels.h"
 #include "threads/threads.h"
 
 namespace nb = nanobind;
 using namespace billfish;
-
-#define DECLARE_KERNELS(name) namespace name { extern const billfish::DecoderKernels decoder_kernels; }
-BILLFISH_LEVELS(DECLARE_KERNELS)
 
 namespace {
 
@@ -42,12 +38,6 @@ std::vector<Passage> passages_of(const std::vector<PythonPassage>& rows) {
   return passages;
 }
 
-const DecoderKernels& find_kernels(const std::string& name) {
-#define KERNELS_OF(level) if (name == #level) return level::decoder_kernels;
-  BILLFISH_LEVELS(KERNELS_OF)
-  throw nb::value_error("no such level");
-}
-
 // A Decoder and the arrays that it points into.
 class PythonDecoder {
  public:
@@ -55,7 +45,7 @@ class PythonDecoder {
                 float epsilon, float query_scale, float residual_scale, float attention_cap, float logit_cap, bool adjacent, int gate,
                 bool joint_norms,
                 const std::vector<std::tuple<std::vector<double>, double>>& rotations)
-      : level_(find_level(level)), decoder_(level_, find_kernels(level),
+      : level_(find_level(level)), decoder_(level_, *level_.decoder,
                  {hidden, heads, kv_heads, head_size, feed_forward, epsilon, query_scale, residual_scale, attention_cap, logit_cap, adjacent,
                   Gate(gate), joint_norms},
                  rotations_of(rotations)) {}
@@ -170,7 +160,7 @@ class PythonDecoder {
 
 // sums [k, k] += x^T x for x [rows, k], on and above the diagonal. Each sum has one order, whoever computes it.
 void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
-  const DecoderKernels& kernels = find_kernels(level);
+  const DecoderKernels& kernels = *find_level(level).decoder;
   const int64_t rows = int64_t(x.shape(0)), k = int64_t(x.shape(1)), padded = (rows + 3) / 4 * 4, sixteens = (k + 15) / 16;
   const float* data = x.data();
   float* out = sums.data();

@@ -1,6 +1,6 @@
 // y = x W^T in integers: q8 and q16 for any number of rows of x, exact for few.
 //
-// sums8.h has the integer sums of a block, few8.h and many8.h what is done with them: four algorithms, each a kernel of its own.
+// sums8.h has the integer sums of a block, stream8.h and many8.h what is done with them: four algorithms, each a kernel of its own.
 // One row of x, one row where scales have two levels, several rows straight from the stream, and many rows from a buffer.
 #pragma once
 #include "gemm/many8.h"
@@ -55,8 +55,9 @@ inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, 
 }
 
 inline void multiply8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
-  if (!buffered(w, x.m, x.digits, x.span)) return multiply_few8(w, x, bias, y, first, last);
-  with_decoder(w.codes, [&](auto decoder) { multiply_many8<decltype(decoder)>(w, x, bias, y, first, last); });
+  if constexpr (FEW_FROM_STREAM)
+    if (!buffered(w, x.m, x.digits, x.span)) return multiply_few8(w, x, bias, y, first, last);
+  with_decoder(w.codes, [&](auto decoder) { multiply_many8<BufferOf<decltype(decoder)>>(w, x, bias, y, first, last, decode_for<decltype(decoder)>(w)); });
 }
 
 }  // namespace BILLFISH_ISA

@@ -1,9 +1,9 @@
 // y = x W^T in float32 with codes that stand for numbers which int8 does not hold: E4M3, and indices into 16 float32.
 //
 // A code becomes a number, and times its scale the very float32 that dequantize gives. With few rows of x this happens just before it is
-// multiplied, with more once for all rows, in a buffer as in gemm_exact.h.
+// multiplied, with more once for all rows, in a buffer as in values.h.
 #pragma once
-#include "gemm/gemm_exact.h"
+#include "gemm/values.h"
 
 namespace BILLFISH_ISA {
 
@@ -19,7 +19,7 @@ struct WholeE4M3 {
   template <int R> static Bytes load(const uint8_t* quad) { return load_bytes(quad + R * VECTOR_BYTES); }
   FourFloats numbers(Bytes codes) const {
     FourFloats four = e4m3_to_floats(codes);
-    unroll<4>([&](auto k) INLINED { four.k[k] = multiply(four.k[k], splat(0x1p120f)); });
+    repeat<4>([&](int k) INLINED { four.k[k] = multiply(four.k[k], splat(0x1p120f)); });
     return four;
   }
 };
@@ -64,7 +64,7 @@ template <class Element, class F> inline void each_quad(const Blocks& run, int h
     if (begins) p += run.span_header;
     for (int half = 0; half < halves; half++) {
       if (begins) {
-        unroll<ROW_VECTORS>([&](auto r) INLINED { scale[r] = load_floats(group->scale + r * LANES); });
+        repeat<ROW_VECTORS>([&](int r) INLINED { scale[r] = load_floats(group->scale + r * LANES); });
         group++;
       }
       for (int quad = 0; quad < quads; quad++, p += QUAD_BYTES<Element>) f(b * 8 + half * quads + quad, p, scale);
@@ -77,21 +77,21 @@ template <class Element, int ROWS>
 __attribute__((flatten, noinline)) void add_float_codes(const Element& of, const Blocks& run, int halves, const GroupScales* groups, const float* x, int64_t x_stride, float* sums) {
   const Element element = of;  // in registers, where stores cannot change it
   Floats total[ROWS][ROW_VECTORS];
-  unroll<ROWS>([&](auto t) INLINED { unroll<ROW_VECTORS>([&](auto r) INLINED { total[t][r] = splat(0); }); });
+  repeat<ROWS>([&](int t) INLINED { repeat<ROW_VECTORS>([&](int r) INLINED { total[t][r] = splat(0); }); });
   each_quad<Element>(run, halves, groups, [&](int64_t quad, const uint8_t* p, const Floats* scale) INLINED {
-    if constexpr (ONE_ROW_AHEAD > 0) unroll<(QUAD_BYTES<Element> + 63) / 64>([&](auto line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
+    if constexpr (ONE_ROW_AHEAD > 0) repeat<(QUAD_BYTES<Element> + 63) / 64>([&](int line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
     FloatActivations x_now[ROWS];
-    unroll<ROWS>([&](auto t) INLINED { x_now[t] = load_x(x + t * x_stride + quad * 4); });
-    unroll<ROW_VECTORS>([&](auto r) INLINED {
-      const FourFloats numbers = element.numbers(Element::template load<decltype(r)::value>(p));
+    repeat<ROWS>([&](int t) INLINED { x_now[t] = load_x(x + t * x_stride + quad * 4); });
+    const auto add_vector = [&](const FourFloats& numbers, int r) INLINED {
       unroll<4>([&](auto k) INLINED {
         const Floats value = multiply(numbers.k[k], scale[r]);
-        unroll<ROWS>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(k)::value>(total[t][r], value, x_now[t]); });
+        repeat<ROWS>([&](int t) INLINED { total[t][r] = multiply_add_x<decltype(k)::value>(total[t][r], value, x_now[t]); });
       });
-    });
+    };
+    unroll<ROW_VECTORS>([&](auto r) INLINED { add_vector(element.numbers(Element::template load<decltype(r)::value>(p)), r); });
   });
-  unroll<ROWS>([&](auto t) INLINED {
-    unroll<ROW_VECTORS>([&](auto r) INLINED {
+  repeat<ROWS>([&](int t) INLINED {
+    repeat<ROW_VECTORS>([&](int r) INLINED {
       float* to = sums + t * TILE_ROWS + r * LANES;
       store_floats(to, add(load_floats(to), total[t][r]));
     });
@@ -136,7 +136,7 @@ template <class Element> __attribute__((flatten, noinline)) void decode_float_co
   each_quad<Element>(run, halves, groups, [&](int64_t quad, const uint8_t* p, const Floats* scale) INLINED {
     unroll<ROW_VECTORS>([&](auto r) INLINED {
       const FourFloats numbers = element.numbers(Element::template load<decltype(r)::value>(p));
-      unroll<4>([&](auto k) INLINED { store_floats(values + (quad * 4 + k) * TILE_ROWS + r * LANES, multiply(numbers.k[k], scale[r])); });
+      repeat<4>([&](int k) INLINED { store_floats(values + (quad * 4 + k) * TILE_ROWS + r * LANES, multiply(numbers.k[k], scale[r])); });
     });
   });
 }

@@ -71,7 +71,10 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) void decode_pair
 using DecodePairs = void (*)(const Weights&, Blocks, uint8_t*);
 inline DecodePairs pair_decoder(const Weights& w) {
   DecodePairs chosen = nullptr;
-  with_decoder(w.codes, [&](auto decoder) { chosen = w.bias == 8 ? decode_pairs<decltype(decoder), true> : decode_pairs<decltype(decoder), false>; });
+  with_decoder(w.codes, [&](auto decoder) {
+    constexpr bool nibbles = std::is_same_v<decltype(decoder), Nibbles>;  // which alone gain from a constant bias
+    chosen = nibbles && w.bias == 8 ? decode_pairs<decltype(decoder), nibbles> : decode_pairs<decltype(decoder), false>;
+  });
   return chosen;
 }
 

@@ -1,10 +1,10 @@
 // y = x W^T in float32 with plain weights: float32, float16 or bfloat16, as they lie in the stream.
 //
 // A block of a tile is [32 k][TILE_ROWS] numbers, without scales. With few rows of x they become float32 just before they are multiplied,
-// with more once for all rows, in a buffer as in gemm_exact.h. Every sum has the same order for any number of rows, so that a row of x
+// with more once for all rows, in a buffer as in values.h. Every sum has the same order for any number of rows, so that a row of x
 // gets the same bits alone and beside others.
 #pragma once
-#include "gemm/gemm_exact.h"
+#include "gemm/values.h"
 
 namespace BILLFISH_ISA {
 
@@ -30,21 +30,21 @@ struct Bfloat16 {
 template <class Number, int ROWS> __attribute__((flatten, noinline)) void add_numbers(const Blocks& run, const float* x, int64_t x_stride, float* sums) {
   constexpr int vector_bytes = LANES * Number::bytes, quad_bytes = 4 * ROW_VECTORS * vector_bytes;
   Floats total[ROWS][ROW_VECTORS];
-  unroll<ROWS>([&](auto t) INLINED { unroll<ROW_VECTORS>([&](auto r) INLINED { total[t][r] = splat(0); }); });
+  repeat<ROWS>([&](int t) INLINED { repeat<ROW_VECTORS>([&](int r) INLINED { total[t][r] = splat(0); }); });
   const uint8_t* p = run.stream;
   for (int64_t quad = 0; quad < run.count * 8; quad++, p += quad_bytes, x += 4) {
-    if constexpr (ONE_ROW_AHEAD > 0) unroll<quad_bytes / 64>([&](auto line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
+    if constexpr (ONE_ROW_AHEAD > 0) repeat<quad_bytes / 64>([&](int line) INLINED { __builtin_prefetch(p + ONE_ROW_AHEAD + line * 64); });
     FloatActivations x_now[ROWS];
-    unroll<ROWS>([&](auto t) INLINED { x_now[t] = load_x(x + t * x_stride); });
+    repeat<ROWS>([&](int t) INLINED { x_now[t] = load_x(x + t * x_stride); });
     unroll<4>([&](auto k) INLINED {
-      unroll<ROW_VECTORS>([&](auto r) INLINED {
+      repeat<ROW_VECTORS>([&](int r) INLINED {
         const Floats value = Number::read(p + (k * ROW_VECTORS + r) * vector_bytes);
-        unroll<ROWS>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(k)::value>(total[t][r], value, x_now[t]); });
+        repeat<ROWS>([&](int t) INLINED { total[t][r] = multiply_add_x<decltype(k)::value>(total[t][r], value, x_now[t]); });
       });
     });
   }
-  unroll<ROWS>([&](auto t) INLINED {
-    unroll<ROW_VECTORS>([&](auto r) INLINED {
+  repeat<ROWS>([&](int t) INLINED {
+    repeat<ROW_VECTORS>([&](int r) INLINED {
       float* to = sums + t * TILE_ROWS + r * LANES;
       store_floats(to, add(load_floats(to), total[t][r]));
     });

@@ -23,7 +23,7 @@ KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums
   constexpr int TOGETHER = ROWS == 16 ? 8 : ROWS;
   Source source;
   Floats total[ROWS];
-  unroll<ROWS>([&](auto t) INLINED { total[t] = load_floats(sums + t * TILE_ROWS + VECTOR * LANES); });
+  repeat<ROWS>([&](int t) INLINED { total[t] = load_floats(sums + t * TILE_ROWS + VECTOR * LANES); });
   const int64_t at = row / ROWS * x.blocks + run.first;
   const int8_t* x_codes = x.codes + at * ROWS * 32;
   const float *x_scale = x.scale + (at * 2 + VECTOR % 2) * ROWS, *x_totals = x.totals + (at * 3 + 2) * ROWS;
@@ -40,28 +40,30 @@ KERNEL void add_held(Blocks run, const Activations8& x, int64_t row, float* sums
     }
     __builtin_prefetch(ahead), ahead += 64;  // with four passes, 256 of 288 bytes
     Bytes codes[8];
-    unroll<8>([&](auto quad) INLINED { codes[quad] = bit_and(load_bytes(p + (quad * ROW_VECTORS + VECTOR) / 2 * VECTOR_BYTES), splat_byte(VECTOR % 2 ? 0xf0 : 0x0f)); });
-    unroll<ROWS / TOGETHER>([&](auto part) INLINED {
-      constexpr int first = decltype(part)::value * TOGETHER;
+    repeat<8>([&](int quad) INLINED { codes[quad] = bit_and(load_bytes(p + (quad * ROW_VECTORS + VECTOR) / 2 * VECTOR_BYTES), splat_byte(VECTOR % 2 ? 0xf0 : 0x0f)); });
+    repeat<ROWS / TOGETHER>([&](int part) INLINED {
+      const int first = part * TOGETHER;
       Ints sum[TOGETHER];
-      unroll<2>([&](auto half) INLINED {
-        unroll<TOGETHER>([&](auto t) INLINED {
-          if constexpr (half == 0) sum[t] = load_start(starts + (first + t) * START_INTS);
+      repeat<2>([&](int half) INLINED {
+        repeat<TOGETHER>([&](int t) INLINED {
+          if (half == 0) sum[t] = load_start(starts + (first + t) * START_INTS);
           const Activations now = load_activations(x_codes + (first + t) * 32 + half * 16);
           unroll<4>([&](auto quad) INLINED { sum[t] = dot<decltype(quad)::value, Operand::bytes>(sum[t], codes[half * 4 + quad], now); });
         });
       });
-      FloatActivations x_scales, totals;  // of four rows
-      unroll<TOGETHER>([&](auto t) INLINED {
-        constexpr int lane = (first + decltype(t)::value) % 4;
-        if constexpr (lane == 0) x_scales = load_x(x_scale + first + t), totals = load_x(x_totals + first + t);
-        total[first + t] = multiply_add_x<lane>(total[first + t], scale_sum<true>(sum[t], scale, offset), x_scales);
-        if constexpr (Source::minimums) total[first + t] = multiply_add_x<lane>(total[first + t], minimum, totals);
+      repeat<TOGETHER / 4>([&](int four) INLINED {
+        const int row = first + four * 4;
+        const FloatActivations x_scales = load_x(x_scale + row), totals = load_x(x_totals + row);
+        unroll<4>([&](auto lane) INLINED {
+          constexpr int L = decltype(lane)::value;
+          total[row + L] = multiply_add_x<L>(total[row + L], scale_sum<true>(sum[four * 4 + L], scale, offset), x_scales);
+          if constexpr (Source::minimums) total[row + L] = multiply_add_x<L>(total[row + L], minimum, totals);
+        });
       });
     });
     p += Nibbles::block_bytes, x_codes += ROWS * 32, x_scale += 2 * ROWS, x_totals += 3 * ROWS, starts += x.start_stride;
   }
-  unroll<ROWS>([&](auto t) INLINED { store_floats(sums + t * TILE_ROWS + VECTOR * LANES, total[t]); });
+  repeat<ROWS>([&](int t) INLINED { store_floats(sums + t * TILE_ROWS + VECTOR * LANES, total[t]); });
 }
 
 // All row vectors of a tile, and x.lanes rows of x.

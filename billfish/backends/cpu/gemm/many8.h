@@ -25,13 +25,13 @@ KERNEL void add_buffered(const Weights& w, const Blocks& run, const uint8_t* ahe
       typename P::Sums sum;
       sum_codes<P, decltype(half)::value>(p, x_block, run.count - b, w.table, sum, ask);
       const FloatActivations x_scales = x_block.scales(false), x_total = x_block.total(half);
-      unroll<P::COUNT>([&](auto r) INLINED {
+      repeat<P::COUNT>([&](int r) INLINED {
         const Floats scale = load_floats(group[half].scale + P::row_at(r));
         if constexpr (P::DIGITS > 1 || !P::MAGIC) {
-          unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P>(total[t][r], sum, t, r, x_scales, scale); });
+          unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P, decltype(t)::value>(total[t][r], sum, r, x_scales, scale); });
         } else {
           Floats scaled[P::T];
-          unroll<P::T>([&](auto t) INLINED { scaled[t] = scale_sum<true>(sum[t][0][r], scale, group[half].offset + P::row_at(r)); });
+          repeat<P::T>([&](int t) INLINED { scaled[t] = scale_sum<true>(sum[t][0][r], scale, group[half].offset + P::row_at(r)); });
           unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], scaled[t], x_scales); });
         }
         if constexpr (MINIMUMS) {
@@ -61,17 +61,17 @@ KERNEL void add_buffered_16(const Weights& w, const Blocks& run, const uint8_t* 
     unroll<P::HALVES>([&](auto half) INLINED {
       constexpr int HALF = decltype(half)::value;
       typename P::Sums sum;
-      P::each([&](auto t, auto r) INLINED { sum[t][0][r] = splat_int(0); });
+      P::each([&](int t, int r) INLINED { sum[t][0][r] = splat_int(0); });
       sum_block<P, HALF, true>(p, w.table, high, sum);
-      P::each([&](auto t, auto r) INLINED {
+      P::each([&](int t, int r) INLINED {
         sum[t][0][r] = shift_left<8>(sum[t][0][r]);
-        if constexpr (SIGNED_BIAS != 0) sum[t][0][r] = add(sum[t][0][r], high.template start<HALF, decltype(r)::value, decltype(t)::value, 0>());
+        if constexpr (SIGNED_BIAS != 0) sum[t][0][r] = add(sum[t][0][r], high.start(HALF, r, t, 0));
       });
       sum_block<P, HALF, true>(p, w.table, low, sum);
       const FloatActivations x_scales = high.scales(false), x_total = high.total(half);
-      unroll<P::COUNT>([&](auto r) INLINED {
+      repeat<P::COUNT>([&](int r) INLINED {
         const Floats scale = load_floats(group[half].scale + P::row_at(r));
-        unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P>(total[t][r], sum, t, r, x_scales, scale); });
+        unroll<P::T>([&](auto t) INLINED { total[t][r] = add_scaled<P, decltype(t)::value>(total[t][r], sum, r, x_scales, scale); });
         if constexpr (MINIMUMS) {
           const Floats minimum = load_floats(group[half].minimum + P::row_at(r));
           unroll<P::T>([&](auto t) INLINED { total[t][r] = multiply_add_x<decltype(t)::value>(total[t][r], minimum, x_total); });
@@ -83,14 +83,14 @@ KERNEL void add_buffered_16(const Weights& w, const Blocks& run, const uint8_t* 
   P::store(total, sums);
 }
 
-// Adds blocks times the rows of x [row, row + MANY_TOGETHER) to sums [MANY_TOGETHER][TILE_ROWS]; there is room for so many, however many there are.
+// Adds blocks times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS]; there is room for so many, however many there are.
 template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w, Blocks& run, const GroupScales* scales, const Activations8& x, int64_t row, float* sums) {
   const auto call = [&](auto rows, auto digits, auto reach, auto magic) {
     constexpr int T = decltype(rows)::value;
-    for (int part = 0; part < X_ROWS; part += T)
+    for (int part = 0; part < (T == 1 ? 1 : X_ROWS); part += T)
       unroll<ROW_VECTORS / 2>([&](auto pair) {
         const uint8_t* ahead = run.ahead;  // the weights' next blocks are asked for in the first pass, those of x in the others
-        if (pair > 0) ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + MANY_TOGETHER).codes(run.first, 0));
+        if (pair > 0) ahead = reinterpret_cast<const uint8_t*>(RowOfX(x, row + x.lanes).codes(run.first, 0));
         else run.ahead += run.count * BUFFER_LINES<T> * 64;
         constexpr bool in_one_sum = decltype(digits)::value == 2 && DIGITS_IN_ONE_SUM;
         using P = Piece<Buffer, T, in_one_sum ? 1 : decltype(digits)::value, decltype(reach)::value, decltype(magic)::value, decltype(pair)::value * 2, 2, MANY_TOGETHER>;
@@ -110,11 +110,13 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   const auto call_for = [&](auto rows) {
     if (x.digits == 2) {
       if constexpr (DIGITS_IN_ONE_SUM) call_with(rows, two, std::false_type{});
-      else call_with(two, two, std::true_type{});
+      else call_with(std::integral_constant<int, std::min(decltype(rows)::value, 2)>{}, two, std::true_type{});
     }
-    else if (magic_sums(w, 1)) call_with(rows, one, std::true_type{});
+    else if (SUM_START != 0 && magic_sums(w, 1)) call_with(rows, one, std::bool_constant<SUM_START != 0>{});
     else call_with(rows, one, std::false_type{});
   };
+  if constexpr (BUFFERED_ONE_BY_ONE > 0)
+    if (x.lanes == 1) return call_for(one);
   if (MANY_TOGETHER > X_ROWS && x.m - row <= X_ROWS) call_for(std::integral_constant<int, X_ROWS>{});  // the last ones
   else call_for(std::integral_constant<int, MANY_TOGETHER>{});
 }
@@ -136,18 +138,25 @@ template <class Decoder, bool CENTRED> __attribute__((flatten)) inline void deco
   }
 }
 
-template <class Decoder>
-void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last) {
+using DecodeBlocks = void (*)(const Weights&, Blocks, uint8_t*);
+// Null where bytes are multiplied where they lie. Only nibbles gain from a constant bias.
+template <class Decoder> DecodeBlocks decode_for(const Weights& w) {
+  if constexpr (std::is_same_v<Decoder, Whole>) return nullptr;
+  else if constexpr (std::is_same_v<Decoder, Nibbles>) return w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>;
+  else return decode_blocks<Decoder, false>;
+}
+
+template <class Buffer>
+void multiply_many8(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, DecodeBlocks decode_into) {
   alignas(64) uint8_t bytes[SLICE * 8 * Whole::block_bytes];
   GroupScales scales[SLICE * 16];
   auto decode = [&](const TileShape& shape, Blocks& run) {
     read_scales<SUM_OFFSET != 0>(w, shape, run.stream, run.count, scales, -SUM_OFFSET, 1);
-    if (std::is_same_v<Decoder, Whole>) return;  // bytes are multiplied where they lie
-    (w.bias == 8 ? decode_blocks<Decoder, true> : decode_blocks<Decoder, false>)(w, run, bytes);
+    if (!decode_into) return;
+    decode_into(w, run, bytes);
     run.stream = bytes, run.span_header = run.chunk_header = 0;
   };
   multiply_panels(w, x, bias, y, first, last, decode, [&](Blocks& run, int64_t row, float* sums) {
-    using Buffer = BufferOf<Decoder>;
     (has_minimum(w.scales) ? add_blocks_to_rows<Buffer, true> : add_blocks_to_rows<Buffer, false>)(w, run, scales, x, row, sums);
   });
 }

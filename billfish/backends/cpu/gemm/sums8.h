@@ -6,6 +6,10 @@ namespace BILLFISH_ISA {
 
 #define KERNEL __attribute__((flatten, noinline))
 
+template <int LINES> INLINED inline void ask_for(const uint8_t* at) {
+  repeat<LINES>([&](int line) INLINED { __builtin_prefetch(at + line * 64); });
+}
+
 // Whether a block is the first of its span.
 inline bool begins_span(const Blocks& run, int64_t b) { return (b & (run.span - 1)) == 0; }
 
@@ -24,23 +28,23 @@ template <class DECODER, int ROWS, int X_DIGITS, Reach REACH, bool FROM_START, i
 
   // f(t, r) for each row of x and each row vector.
   template <class F> static INLINED void each(F&& f) {
-    unroll<T>([&](auto t) INLINED { unroll<COUNT>([&](auto r) INLINED { f(t, r); }); });
+    repeat<T>([&](int t) INLINED { repeat<COUNT>([&](int r) INLINED { f(t, r); }); });
   }
   // The same in the order in which dot products leave most registers for sums.
   template <class F> static INLINED void each_dot(F&& f) {
     if constexpr (ROW_OF_X_FIRST) each(f);
-    else unroll<COUNT>([&](auto r) INLINED { unroll<T>([&](auto t) INLINED { f(t, r); }); });
+    else repeat<COUNT>([&](int r) INLINED { repeat<T>([&](int t) INLINED { f(t, r); }); });
   }
   static INLINED void load(Totals& total, const float* sums) {
-    each([&](auto t, auto r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); });
+    each([&](int t, int r) INLINED { total[t][r] = load_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES); });
   }
   static INLINED void store(const Totals& total, float* sums) {
-    each([&](auto t, auto r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); });
+    each([&](int t, int r) INLINED { store_floats(sums + t * TILE_ROWS + (FIRST + r) * LANES, total[t][r]); });
   }
   // The first of the tile's rows that a row vector has.
-  template <class R> static constexpr int row_at(R) { return (FIRST + R::value) * LANES; }
+  static constexpr int row_at(int r) { return (FIRST + r) * LANES; }
   // Whether a row vector's sums are 16 times too large, and have those of the one before in them: see Nibbles.
-  template <class R> static constexpr bool in_place(R) { return Decoder::in_place && (FIRST + R::value) % 2; }
+  static constexpr bool in_place(int r) { return Decoder::in_place && (FIRST + r) % 2; }
 };
 
 // Where the next block of x is, for the rows of a piece, and what belongs to its span.
@@ -63,10 +67,10 @@ template <class P> struct BlockOfX {
   INLINED void next() { next_codes(), scale += step * 2 * P::lanes, totals += step * 3 * P::lanes, starts += step * start_stride; }
 
   // What the sums of a digit begin with: the sums of a part begin with its last digit's.
-  template <int HALF, int ROW_VECTOR, int T, int DIGIT> INLINED Ints start() const {
-    constexpr int parts = P::DIGITS == 1 ? 1 : 2, each = P::DIGITS / parts, part = DIGIT / each;
-    if constexpr (DIGIT % each == each - 1) return load_start(starts + (((HALF * 2 + ROW_VECTOR % 2) * parts + part) * P::lanes + T) * START_INTS);
-    else return splat_int(0);
+  INLINED Ints start(int half, int row_vector, int t, int digit) const {
+    constexpr int parts = P::DIGITS == 1 ? 1 : 2, each = P::DIGITS / parts;
+    if (digit % each != each - 1) return splat_int(0);
+    return load_start(starts + (((half * 2 + row_vector % 2) * parts + digit / each) * P::lanes + t) * START_INTS);
   }
   // Of all rows: scales, or a sixteenth of each, and totals.
   INLINED FloatActivations scales(bool sixteenth) const { return load_x(scale + sixteenth * P::lanes); }
@@ -75,15 +79,15 @@ template <class P> struct BlockOfX {
 
 // Adds the dot products of a half of a block, or of all of it, with the codes of x to sum, which begins here unless it GOES_ON.
 // Of four digits, each pair makes one sum, in digits 1 and 3. The order of statements is that of the instructions, and was chosen by measurement.
-template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_unrolled(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
   constexpr int quads = 8 / P::HALVES;
   Activations x_now[P::T][P::DIGITS];
   [[maybe_unused]] typename P::Sums narrow;  // where a level has them: of 16 bits, from 0 on, and then added to sums that have a start
   unroll<quads / P::TOGETHER>([&](auto step) INLINED {
     constexpr int nth = decltype(step)::value, quad = HALF * quads + nth * P::TOGETHER;
     if constexpr (quad % 4 == 0)
-      unroll<P::T>([&](auto t) INLINED {
-        unroll<P::DIGITS>([&](auto p) INLINED { x_now[t][p] = load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4); });
+      repeat<P::T>([&](int t) INLINED {
+        repeat<P::DIGITS>([&](int p) INLINED { x_now[t][p] = load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4); });
       });
     typename P::Codes bytes;
     unroll<P::TOGETHER>([&](auto i) INLINED {
@@ -91,24 +95,46 @@ template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const u
         bytes[i][r] = P::Decoder::template dotted<(quad + decltype(i)::value) * ROW_VECTORS + P::FIRST + decltype(r)::value>(codes, table);
       });
     });
-    P::each_dot([&](auto t, auto r) INLINED {
-      unroll<P::DIGITS>([&](auto p) INLINED {
-        const auto start = [&]() INLINED { return x.template start<HALF, P::FIRST + decltype(r)::value, decltype(t)::value, decltype(p)::value>(); };
+    P::each_dot([&](int t, int r) INLINED {
+      repeat<P::DIGITS>([&](int p) INLINED {
         if constexpr (narrow_quads(P::Decoder::operand) == 0) {
-          if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = start();
-          unroll<P::TOGETHER>([&](auto i) INLINED { sum[t][p][r] = dot<quad % 4 + decltype(i)::value, P::Decoder::operand>(sum[t][p][r], bytes[i][r], x_now[t][p]); });
+          if constexpr (nth == 0 && !GOES_ON) sum[t][p][r] = x.start(HALF, P::FIRST + r, t, p);
+          sum[t][p][r] = dot<quad % 4, P::Decoder::operand>(sum[t][p][r], bytes[0][r], x_now[t][p]);
+          static_assert(P::TOGETHER <= 2);
+          if constexpr (P::TOGETHER == 2) sum[t][p][r] = dot<quad % 4 + 1, P::Decoder::operand>(sum[t][p][r], bytes[1][r], x_now[t][p]);
         } else {
           constexpr int round = std::min(narrow_quads(P::Decoder::operand), quads);
           narrow[t][p][r] = dot<quad % 4, P::Decoder::operand>(nth % round == 0 ? splat_int(0) : narrow[t][p][r], bytes[0][r], x_now[t][p]);
-          if constexpr (nth % round == round - 1) sum[t][p][r] = add(nth < round && !GOES_ON ? start() : sum[t][p][r], widen(narrow[t][p][r]));
+          if constexpr (nth % round == round - 1)
+            sum[t][p][r] = add(nth < round && !GOES_ON ? x.start(HALF, P::FIRST + r, t, p) : sum[t][p][r], widen(narrow[t][p][r]));
         }
       });
     });
   });
   if constexpr (P::DIGITS == 4)
-    P::each([&](auto t, auto r) INLINED {
-      unroll<2>([&](auto pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
+    P::each([&](int t, int r) INLINED {
+      repeat<2>([&](int pair) INLINED { sum[t][pair * 2 + 1][r] = add(sum[t][pair * 2 + 1][r], shift_left<8>(sum[t][pair * 2][r])); });
     });
+}
+
+// The same in a loop over quads, for levels that have all codes as bytes in a buffer: an eighth to compile.
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_in_loop(const uint8_t* codes, const BlockOfX<P>& x, typename P::Sums& sum) {
+  static_assert(P::Decoder::block_bytes == VECTORS * VECTOR_BYTES && narrow_quads(P::Decoder::operand) == 0 && P::DIGITS <= 2);
+  constexpr int quads = 8 / P::HALVES;
+  if constexpr (!GOES_ON)
+    P::each([&](int t, int r) INLINED { repeat<P::DIGITS>([&](int p) INLINED { sum[t][p][r] = x.start(HALF, P::FIRST + r, t, p); }); });
+  for (int quad = HALF * quads; quad < (HALF + 1) * quads; quad++)
+    P::each_dot([&](int t, int r) INLINED {
+      const Bytes bytes = load_operand(codes + (quad * ROW_VECTORS + P::FIRST + r) * VECTOR_BYTES);
+      repeat<P::DIGITS>([&](int p) INLINED {
+        sum[t][p][r] = dot<0, P::Decoder::operand>(sum[t][p][r], bytes, load_activations(x.codes + (p * P::lanes + t) * 32 + quad * 4));
+      });
+    });
+}
+
+template <class P, int HALF, bool GOES_ON> INLINED inline void sum_block(const uint8_t* codes, const uint8_t* table, const BlockOfX<P>& x, typename P::Sums& sum) {
+  if constexpr (FEW_FROM_STREAM) sum_unrolled<P, HALF, GOES_ON>(codes, table, x, sum);
+  else sum_in_loop<P, HALF, GOES_ON>(codes, x, sum);
 }
 
 // sum = all that it goes over, which are `blocks` blocks at most. p and x come to the last of them; ask() is called before each further one.
@@ -124,20 +150,17 @@ INLINED inline void sum_codes(const uint8_t*& p, BlockOfX<P>& x, int64_t blocks,
 }
 
 // The sums of a row of x and a row vector as floats, all digits together.
-template <class P, class T, class R> INLINED inline Floats sum_as_floats(const typename P::Sums& sum, T t, R r) {
-  const auto digit = [&](auto p) INLINED {
-    if constexpr (P::in_place(R{})) return difference_to_floats<P::MAGIC>(sum[t][p][r], sum[t][p][r - 1]);
-    else return sum_to_floats<P::MAGIC>(sum[t][p][r]);
-  };
-  const Floats last = digit(std::integral_constant<int, P::DIGITS - 1>{});
+template <class P> INLINED inline Floats sum_as_floats(const typename P::Sums& sum, int t, int r) {
+  const auto digit = [&](int p) INLINED { return P::in_place(r) ? difference_to_floats<P::MAGIC>(sum[t][p][r], sum[t][p][r - (r > 0)]) : sum_to_floats<P::MAGIC>(sum[t][p][r]); };
+  const Floats last = digit(P::DIGITS - 1);
   if constexpr (P::DIGITS == 1) return last;
-  else return multiply_add(last, digit(std::integral_constant<int, P::DIGITS / 2 - 1>{}), splat(P::DIGITS == 2 ? 256 : 65536));
+  else return multiply_add(last, digit(P::DIGITS / 2 - 1), splat(P::DIGITS == 2 ? 256 : 65536));
 }
 
 // total + sum * (scale of x) * scale. The scale of x comes first: a product of two scales might be too small for a float, and one with
 // any float32 scale too large.
-template <class P, class T, class R> INLINED inline Floats add_scaled(Floats total, const typename P::Sums& sum, T t, R r, FloatActivations x_scales, Floats scale) {
-  return multiply_add(total, multiply_x<T::value>(sum_as_floats<P>(sum, t, r), x_scales), scale);
+template <class P, int T> INLINED inline Floats add_scaled(Floats total, const typename P::Sums& sum, int r, FloatActivations x_scales, Floats scale) {
+  return multiply_add(total, multiply_x<T>(sum_as_floats<P>(sum, T, r), x_scales), scale);
 }
 
 }  // namespace BILLFISH_ISA

@@ -62,7 +62,7 @@ inline Blocks blocks_in_stream(const Weights& w, const TileShape& shape, int64_t
 }
 
 // Many rows of x. For every slice of a tile, decode(shape, run) may put its blocks into a buffer and run to it; then add(run, row,
-// sums) adds them times the rows of x [row, row + MANY_TOGETHER) to sums [MANY_TOGETHER][TILE_ROWS], for which there is always room.
+// sums) adds them times the rows of x [row, row + x.lanes) to sums [x.lanes][TILE_ROWS], for which there is always room.
 template <class Decode, class Add>
 void multiply_panels(const Weights& w, const Activations8& x, const float* bias, float* y, int64_t first, int64_t last, Decode decode, Add add) {
   // Rows of x go in panels that stay in the second-level cache while all tiles pass over them: 512 KiB of codes are half of the
@@ -80,7 +80,7 @@ void multiply_panels(const Weights& w, const Activations8& x, const float* bias,
         Blocks run = blocks_in_stream(w, shape, tile, chunk, blocks);
         decode(shape, run);
         run.ahead = blocks_in_stream(w, shape, tile, chunk + SLICE, 0).stream;
-        for (int64_t row = first_row; row < last_row; row += MANY_TOGETHER) add(run, row, sums + (row - first_row) * TILE_ROWS);
+        for (int64_t row = first_row; row < last_row; row += x.lanes) add(run, row, sums + (row - first_row) * TILE_ROWS);
       });
       write_tile(sums, w.factor, x.power, bias, w.n, tile, first_row, last_row, y);
     }

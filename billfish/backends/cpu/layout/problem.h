@@ -164,6 +164,8 @@ struct Storage {
   int32_t per_byte;  // 1, or 2 where a byte holds two codes
 };
 
+struct DecoderKernels;  // decoder/decoder.h
+
 // The kernels of one ISA level. Each multiplies rows [first, last) of tiles and writes those columns of y [m, n].
 struct Level {
   const char* name;
@@ -193,6 +195,7 @@ struct Level {
   float (*dot_rounds)(int64_t rounds);
   float (*fma_rounds)(int64_t rounds);
   double dot_operations, fma_operations;
+  const DecoderKernels* decoder;
 };
 
 // The values of a small table and so much more are unsigned, and below 32.

@@ -1,12 +1,10 @@
 // The level neon_i8mm: that of neon_dotprod, with matrix products of int8 for many rows of x. Nothing else is compiled again.
 #include "layout/problem.h"
 #include BILLFISH_SIMD
-#include "decoder/decoder.h"
 #include "gemm/gemm_i8mm.h"
 
 namespace neon_dotprod {
 extern const billfish::Level level;
-extern const billfish::DecoderKernels decoder_kernels;
 }  // namespace neon_dotprod
 
 namespace BILLFISH_ISA {
@@ -33,8 +31,5 @@ const billfish::Level level = [] {
   own.dot_rounds = matrix_rounds, own.dot_operations = MATRIX_OPERATIONS;
   return own;
 }();
-
-extern const billfish::DecoderKernels decoder_kernels;
-const billfish::DecoderKernels decoder_kernels = neon_dotprod::decoder_kernels;
 
 }  // namespace BILLFISH_ISA

@@ -59,6 +59,8 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
   return {_mm512_dpbusd_epi32(sum.v, w, _mm512_set1_epi32(four))};
 }
 constexpr int BUFFER_ROWS = 8, PACKED_BUFFER_ROWS = 13, GROUP_BUFFER_ROWS = 13;  // see simd/neon.h
+constexpr bool FEW_FROM_STREAM = true;
+constexpr int BUFFERED_ONE_BY_ONE = 0;
 constexpr bool TAILS = false;
 constexpr int HELD_ROWS = 0;
 constexpr int SLICES_OF_FEW = 1, LINES_OF_SCALES = 1;

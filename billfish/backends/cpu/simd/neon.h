@@ -63,6 +63,10 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
 }
 // From so many rows of x on, it pays to decode weights into a buffer first: bytes and tables, other codes, and where sums go over whole groups.
 constexpr int BUFFER_ROWS = 9, PACKED_BUFFER_ROWS = 9, GROUP_BUFFER_ROWS = 25;
+// Whether few rows of x have kernels that decode codes as they are read, and up to how many rows are multiplied one by one from the buffer: these
+// kernels are most of what a level takes to compile, which simd/portable.h does without.
+constexpr bool FEW_FROM_STREAM = true;
+constexpr int BUFFERED_ONE_BY_ONE = 0;
 // Whether two and three rows of x have kernels of their own. T = 2 takes 60 cycles a block and T = 3 86, where T = 4 takes 107 and one row 37.
 constexpr bool TAILS = true;
 // From MANY_ROWS up to so many rows, nibbles are decoded once for all of them, in registers: see gemm/held8.h.

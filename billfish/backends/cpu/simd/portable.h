@@ -63,6 +63,8 @@ template <int L, billfish::Operand> Ints dot(Ints sum, Bytes w, Activations x) {
          signed_bytes<3>(w) * x.p[4 * L + 3];
 }
 constexpr int BUFFER_ROWS = 8, PACKED_BUFFER_ROWS = 8, GROUP_BUFFER_ROWS = 8;  // see simd/neon.h
+constexpr bool FEW_FROM_STREAM = false;
+constexpr int BUFFERED_ONE_BY_ONE = 2;
 constexpr bool TAILS = false;
 constexpr int HELD_ROWS = 0;
 constexpr int SLICES_OF_FEW = 1, LINES_OF_SCALES = 1;

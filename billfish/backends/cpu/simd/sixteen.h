@@ -98,11 +98,10 @@ template <int PAIR> INLINED inline Floats pick(const Parts& from, uint8x16_t ind
   }
   return four;
 }
-// For floats 4 part to 4 part + 3, where byte j of float i is byte from(i, j).
-template <class F> INLINED inline uint8x16_t index_of(int part, F from) {
-  uint8x16_t index{};
-  unroll<4>([&](auto i) INLINED { unroll<4>([&](auto j) INLINED { index[4 * i + j] = from(4 * part + i, j); }); });
-  return index;
+// For floats 4 PART to 4 PART + 3, where byte j of float i is byte Element::from(i, j).
+template <class Element, int PART> INLINED inline uint8x16_t index_of() {
+  constexpr auto at = [](int byte) constexpr { return Element::from(4 * PART + byte / 4, byte % 4); };
+  return uint8x16_t{at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12), at(13), at(14), at(15)};
 }
 INLINED inline uint8x16_t lookup_alone(uint8x16_t table, Sixteen codes) {
   uint8x16_t found;
@@ -186,8 +185,8 @@ class Counted {
   INLINED Values operator()(Sixteen codes) const {
     const Parts parts = look(*this, codes);
     Values v;
-    unroll<4>([&](auto i) INLINED { v.part[i] = pick<0>(parts, index_of(i, from)); });
-    unroll<4>([&](auto i) INLINED { v.part[i] = centred(v.part[i]); });
+    unroll<4>([&](auto i) INLINED { v.part[i] = pick<0>(parts, index_of<Counted, decltype(i)::value>()); });
+    repeat<4>([&](int i) INLINED { v.part[i] = centred(v.part[i]); });
     return v;
   }
 
@@ -235,7 +234,7 @@ INLINED inline void decode_pair(const Element& element, Parts (&parts)[2], Next 
   unroll<8 + STORE>([&](auto step) INLINED {
     if constexpr (step < 8) {
       if constexpr (REST == Rest::fused_minimum) sum[step] = load_alone<Floats>(group[step / 4].offset);
-      const uint8x16_t index = index_of(step % 4, Element::from);
+      const uint8x16_t index = index_of<Element, step % 4>();
       if constexpr (std::is_same_v<Element, Subnormal>) x[step] = vreinterpretq_f32_u8(lookup_alone(parts[step / 4].first, index));
       else x[step] = pick<step / 4>(parts[step / 4], index);
     }
@@ -276,7 +275,7 @@ struct Lookup {
   explicit Lookup(const float* t) : table(load_floats(t)) {}
   INLINED Values operator()(Sixteen codes) const { return {{_mm512_permutexvar_ps(widened(codes), table)}}; }
 };
-#elif defined(BILLFISH_simd_avx2) || defined(BILLFISH_simd_avx_vnni)
+#elif defined(BILLFISH_simd_avx2)
 template <int HALF> __m256i widened(Sixteen codes) {
   const __m128i v = reinterpret_cast<__m128i>(codes);
   return _mm256_cvtepu8_epi32(HALF ? _mm_unpackhi_epi64(v, v) : v);

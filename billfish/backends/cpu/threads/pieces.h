@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace billfish {
@@ -26,7 +28,8 @@ class Pieces {
       queues_[size_t(i)].ticket.store(uint64_t(pieces * i / all) << 32 | uint64_t(pieces * (i + 1) / all), std::memory_order_release);
   }
 
-  // By thread `own`, until none is left to draw. Others may still have one in hand.
+  // By thread `own`, until none is left to draw. Others may still have one in hand. After an exception the other pieces are drawn and left out:
+  // nothing may end the loop, and with it `body`, while a thread is in it.
   void work(size_t own) {
     for (size_t i = 0; i < queues_.size(); i++) {
       Queue& queue = queues_[(own + i) % queues_.size()];
@@ -34,13 +37,22 @@ class Pieces {
         const uint64_t ticket = queue.ticket.fetch_add(uint64_t(1) << 32, std::memory_order_acq_rel);
         const int64_t piece = int64_t(ticket >> 32), end = int64_t(ticket & 0xffffffff);
         if (piece >= end) break;
-        (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
+        try {
+          if (!failed_.load(std::memory_order_relaxed)) (*body_)(count_ * piece / pieces_, count_ * (piece + 1) / pieces_);
+        } catch (...) {
+          if (!failed_.exchange(true)) failure_ = std::current_exception();
+        }
         done_.fetch_add(1, std::memory_order_acq_rel);
       }
     }
   }
 
   bool all_done() const { return done_.load(std::memory_order_acquire) == pieces_; }
+
+  // When all are done, by the caller of the loop: throws what a piece threw first.
+  void rethrow() {
+    if (failed_.exchange(false)) std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
 
  private:
   static constexpr int64_t PIECES = 16;  // for each thread at most: more than one, so that a slow one takes fewer
@@ -54,6 +66,8 @@ class Pieces {
 
   std::vector<Queue> queues_;
   std::atomic<int64_t> done_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;  // of whoever has set failed_
   int64_t count_ = 0, pieces_ = 0;
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
 };

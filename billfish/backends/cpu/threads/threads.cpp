@@ -200,9 +200,13 @@ void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& bo
     s.pieces = new Pieces(size);
   }
   s.pieces->begin(count, body, least);
-  if (s.openmp) return s.openmp.run(*s.pieces);
-  if (!s.pool) s.pool = new Pool(*s.pieces, size - 1);
-  s.pool->run();
+  if (s.openmp) {
+    s.openmp.run(*s.pieces);
+  } else {
+    if (!s.pool) s.pool = new Pool(*s.pieces, size - 1);
+    s.pool->run();
+  }
+  s.pieces->rethrow();
 }
 
 bool share_threads_of(const std::string& library) {

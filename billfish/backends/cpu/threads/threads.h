@@ -19,8 +19,8 @@ void set_threads(int count);
 
 // Calls body(first, last) on pieces that cover [0, count), on several threads; returns when all are done. `least` is how many make a piece that
 // takes longer than drawing it, unless there are more threads than pieces. A second
-// caller at the same time runs its whole loop alone instead of waiting. Exceptions must not leave the body. The threads of the
-// pool have a known floating-point mode; the caller, who works too, sees to its own (see float_mode.h).
+// caller at the same time runs its whole loop alone instead of waiting. Of exceptions that leave the body, the first is thrown again here, when no
+// thread is in the body any more. The threads of the pool have a known floating-point mode; the caller, who works too, sees to its own (see float_mode.h).
 void parallel_for(int64_t count, const std::function<void(int64_t, int64_t)>& body, int64_t least = 4);
 
 // From now on loops run on the threads of the OpenMP that a loaded shared library uses, and the pool ends: see openmp.h. False where there is none.

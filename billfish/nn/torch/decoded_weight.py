@@ -1,0 +1,44 @@
+"""The `weight` of a quantized layer, for code that asks any linear layer for its type, device, shape or numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from billfish.core.errors import DTypeError, complaint
+
+if TYPE_CHECKING:
+    from billfish.nn.torch.linear import MarlinLinear
+
+
+class DecodedWeight(torch.Tensor):
+    """W [N, K] of a layer. It has a type, a device and a shape; an operation that wants its numbers decodes them."""
+
+    layer: MarlinLinear
+    _is_hf_initialized = True  # transformers then leaves it as it is
+
+    @staticmethod
+    def __new__(cls, layer: MarlinLinear, dtype: torch.dtype) -> DecodedWeight:
+        shape = layer.out_features, layer.in_features
+        made: DecodedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=layer.device
+        )
+        made.layer = layer
+        return made
+
+    def decode(self) -> torch.Tensor:
+        """The numbers."""
+        return self.layer.decoded(self.dtype)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"DecodedWeight({self.layer!r}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], cls):
+            takes = "load_state_dict, set_storage, or a plain layer of to_linear()"
+            raise DTypeError(complaint("MarlinLinear", "weight", f"a write by {func}", takes))
+        args, kwargs = tree_map_only(cls, cls.decode, (args, kwargs or {}))
+        return func(*args, **kwargs)
