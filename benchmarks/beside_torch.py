@@ -15,7 +15,7 @@ import torch
 import billfish as bf
 from benchmarks import command, machine, records
 from benchmarks.timing import medians
-from billfish.backends import cpu
+from billfish.backends.cpu import backend
 from billfish.backends.cpu.torch_threads import share_torch_threads
 from billfish.llm import default_model
 from billfish.nn.transformers import load_model
@@ -53,13 +53,13 @@ def main() -> None:
         folder = Path(place) / "model"
         bf.quantize_checkpoint(default_model(), folder, "fp4", group_size=32, requantize=True, progress=False)
         model = load_model(folder, dtype=torch.float32, activations="q8")
-        cpu.share_torch_threads = lambda: False  # first without; afterwards there is no way back
+        backend.share_torch_threads = lambda: False  # first without; afterwards there is no way back
         for whose in ("own", "torch"):
             report[whose] = {"microseconds": products(flags.rounds), "tokens_per_second": tokens_per_second(model)}
             for record in report[whose]["microseconds"]:
                 print(f"{whose:6}", *(f"{name} {value:.0f}" for name, value in record.items()), sep="  ", flush=True)
             print(f"{whose:6}  {report[whose]['tokens_per_second']:.1f} tokens per second", flush=True)
-            cpu.share_torch_threads = share_torch_threads
+            backend.share_torch_threads = share_torch_threads
     records.write(flags.json, report)
 
 

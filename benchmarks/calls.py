@@ -21,7 +21,7 @@ import billfish as bf
 from benchmarks import command, machine, records
 from benchmarks.random_model import SHAPES
 from benchmarks.timing import best, captured, medians
-from billfish.backends.cpu import set_threads
+from billfish.backends.cpu.backend import set_threads
 
 FORMATS = ("q4_0", "q8_0", "q4_k", "iq4_nl", "u4b8", "u4", "fp4", "u8b128", "affine4", "mxfp4", "nvfp4")
 FORMATS += ("mxfp4_gguf", "nvfp4_gguf")

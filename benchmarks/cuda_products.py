@@ -25,9 +25,8 @@ from benchmarks import command, machine, records
 from benchmarks.random_model import SHAPES as MODELS
 from benchmarks.random_model import write_random_model
 from benchmarks.timing import captured, graph_medians
-from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.axes import Kind
-from billfish.backends.cuda.device_weights import BrickInfo
+from billfish.backends.cuda.device_weights import BrickInfo, DeviceWeights
 from billfish.backends.cuda.driver import KernelLaunch, device, tensor_map
 from billfish.backends.cuda.layout import brick_shape, interleave_e5m3
 from billfish.backends.cuda.memory import address

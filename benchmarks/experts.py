@@ -25,7 +25,8 @@ from benchmarks.peers.base import DISTINCT_ROWS, Floats, Prepared, copies_for
 from benchmarks.peers.ggml import F32, I32, TYPES, Ggml, Library, OnGgml
 from benchmarks.products.engines import CpuEngine
 from benchmarks.timing import take_turns
-from billfish.backends.cpu import _cpu, set_threads
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import set_threads
 from billfish.core.activations import DIGITS
 from billfish.core.mixture import GATES, open_gate
 

@@ -16,8 +16,9 @@ import torch
 from benchmarks import command, machine, records
 from benchmarks.cuda_products import U4B8, random_weights, stream
 from benchmarks.timing import captured, graph_medians
-from billfish.backends.cuda import DeviceExperts, DeviceWeights, experts
-from billfish.backends.cuda.experts import NOTHING, Numbers, Visits
+from billfish.backends.cuda import experts
+from billfish.backends.cuda.device_weights import DeviceWeights
+from billfish.backends.cuda.experts import NOTHING, DeviceExperts, Numbers, Visits
 from billfish.backends.cuda.memory import TorchRoom
 from billfish.backends.cuda.plans import ExpertRouting, Gemm
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import billfish.core.formats  # noqa: F401  (registers the formats)
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import set_threads
+from billfish.backends.cpu.backend import set_threads
 from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.errors import (

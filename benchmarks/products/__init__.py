@@ -25,7 +25,8 @@ from benchmarks.machine import Limits
 from benchmarks.peers import Case, Peer, Prepared, select
 from benchmarks.products.engines import OUTLIER, CpuEngine, MetalEngine, errors
 from benchmarks.timing import take_turns
-from billfish.backends.cpu import _cpu, check_threads
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import check_threads
 from billfish.core.activations import ACTIVATIONS
 from billfish.core.errors import BillfishError
 from billfish.core.format import parse_format

@@ -15,7 +15,7 @@ from benchmarks.peers.mlx import Mlx, Together
 from benchmarks.timing import best
 from billfish.backends import BACKENDS, Problem
 from billfish.backends.base import Product
-from billfish.backends.cpu import CpuBackend
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, has_kernels, lay_out
 from billfish.core.arrays import Input

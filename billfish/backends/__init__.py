@@ -68,8 +68,8 @@ class Backends(MutableMapping[str, Backend]):
 BACKENDS = Backends(
     BackendEntry("metal", "billfish.backends.metal.MetalBackend", 30, lambda problem: problem.kind == "mlx"),
     BackendEntry("mps", "billfish.backends.metal.mps.MpsBackend", 25, lambda problem: problem.device == "mps"),
-    BackendEntry("cuda", "billfish.backends.cuda.CudaBackend", 20, lambda problem: problem.device == "cuda"),
-    BackendEntry("cpu", "billfish.backends.cpu.CpuBackend", 10, _anything),
+    BackendEntry("cuda", "billfish.backends.cuda.backend.CudaBackend", 20, lambda problem: problem.device == "cuda"),
+    BackendEntry("cpu", "billfish.backends.cpu.backend.CpuBackend", 10, _anything),
     BackendEntry("reference", "billfish.backends.reference.ReferenceBackend", 0, _anything),
     BackendEntry("metal-emulator", "billfish.backends.metal.EmulatorBackend", -1, _anything),
 )

@@ -6,7 +6,8 @@ import argparse
 import gc
 import sys
 
-from billfish.backends.cpu import _cpu, check_threads
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import check_threads
 from billfish.core.machine import allowed_cores
 from billfish.core.terminal import warn
 from billfish.llm.decoder import Decoder

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import why_never, why_not
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights, PlainWeights
 from billfish.backends.cpu.source import codes_of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import CudaBackend
+from billfish.backends.cuda.backend import CudaBackend
 from billfish.backends.cuda.compile import check_compiler
 from billfish.backends.cuda.decoder import CHOICE, PAGE, DeviceDecoder, StepMemory, captured, sent
 from billfish.backends.cuda.driver import (

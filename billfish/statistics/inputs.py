@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.checkpoints.safetensors_files import MappedFile
 from billfish.core.errors import DataError, complaint
 

@@ -14,7 +14,8 @@ from common import ALL_BYTES, assert_same_bits, gaussian, multiply
 from safetensors.torch import save_file as save_torch
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.core.elements import FP8, NF4
 
 LEVELS = pytest.mark.parametrize("level", _cpu.levels())

@@ -17,7 +17,8 @@ import torch
 from common import assert_same_bits
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.experts import pack_experts
 from billfish.backends.cpu.packed import PLAIN_TYPES
 from billfish.core.arrays import FLOATS

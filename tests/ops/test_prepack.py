@@ -7,8 +7,9 @@ import pytest
 from common import gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.axes import layout_of
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.source import as_bytes, codes_of
 from billfish.core.formats.structure import structure_of
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 
 LEVELS = pytest.mark.parametrize("level", _cpu.levels())
 

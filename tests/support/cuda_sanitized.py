@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 import billfish as bf
-from billfish.backends.cuda import DeviceWeights
-from billfish.backends.cuda.device_weights import native_parts
+from billfish.backends.cuda.device_weights import DeviceWeights, native_parts
 from billfish.backends.cuda.driver import Buffer, copy_in, copy_out, current, device, native
 from billfish.backends.cuda.plans import ByteShape, Gemm, Parts, launch_bytes
 from billfish.core.activations import quantize_rows

@@ -4,7 +4,7 @@ import numpy as np
 from common import assert_same_bits, gaussian, multiply, options_of, random_storage
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend
+from billfish.backends.cpu.backend import CpuBackend
 
 N, K = 37, 1024 + 256  # parts of a tile and of a slice
 

@@ -13,7 +13,8 @@ from common import assert_same_bits, gaussian, multiply
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.core.machine import with_known_floats
 from billfish.core.mixture import GATES
 

@@ -12,7 +12,8 @@ from common import ALL_HALVES, assert_same_bits, gaussian, multiply
 
 import billfish as bf
 from billfish.backends.base import Product
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.core.activations import DIGITS
 from billfish.core.arrays import Input
 

@@ -22,7 +22,8 @@ from cpu_levels import FORMATS, LEVELS, backend_at, magnitude
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.backends.cpu.packed import FLOAT_CODES
 from billfish.core.activations import DIGITS, block_size, quantize_activations
 

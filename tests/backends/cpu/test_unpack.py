@@ -7,7 +7,8 @@ import pytest
 from common import assert_same_bits, gaussian
 
 import billfish as bf
-from billfish.backends.cpu import CpuBackend, _cpu
+from billfish.backends.cpu import _cpu
+from billfish.backends.cpu.backend import CpuBackend
 from billfish.core.tensor import QuantizedTensor
 
 SHAPES = [(37, 256), (5, 768), (64, 1024)]

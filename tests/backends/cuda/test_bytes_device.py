@@ -13,8 +13,10 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("no Hopper GPU", allow_module_level=True)
 
-from billfish.backends.cuda import DeviceWeights  # noqa: E402
-from billfish.backends.cuda.device_weights import native_parts  # noqa: E402
+from billfish.backends.cuda.device_weights import (  # noqa: E402
+    DeviceWeights,
+    native_parts,
+)
 from billfish.backends.cuda.driver import device, native  # noqa: E402
 from billfish.backends.cuda.plans import (  # noqa: E402
     ByteShape,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import billfish as bf
-from billfish.backends.cuda import DeviceWeights
 from billfish.backends.cuda.decoder import CHOICE, DeviceDecoder, DeviceMatrix, Layer, Shape, captured, sent
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import Buffer, check, copy_in, copy_out, current, device, driver
 from billfish.core.errors import BackendUnavailable
 from billfish.llm.sampler import Sampling, choose_token

@@ -18,7 +18,9 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS
-from billfish.backends.cuda import CudaBackend, DeviceWeights, device_weights
+from billfish.backends.cuda import device_weights
+from billfish.backends.cuda.backend import CudaBackend
+from billfish.backends.cuda.device_weights import DeviceWeights
 from billfish.backends.cuda.driver import device, tensor_map
 from billfish.backends.cuda.memory import OurRoom, address
 from billfish.backends.cuda.plans import Gemm, LargeShape, Small, fitting, launch_large, launch_small, plan

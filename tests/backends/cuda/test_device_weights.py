@@ -16,8 +16,8 @@ from foreign_formats import FOREIGN
 
 import billfish as bf
 from billfish.backends import BACKENDS, Problem
-from billfish.backends.cuda import CudaBackend
 from billfish.backends.cuda.axes import Kind, describe, read_kind, why_not
+from billfish.backends.cuda.backend import CudaBackend
 from billfish.backends.cuda.device_weights import ROWS_AT_ONCE, BrickInfo, DeviceWeights, brick_kernel, read_brick_info
 from billfish.backends.cuda.driver import Buffer, Device, current
 from billfish.backends.cuda.plans import Gemm, plan

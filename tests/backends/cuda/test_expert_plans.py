@@ -12,12 +12,12 @@ from cuda_fake import FakeDriver
 
 import billfish as bf
 from billfish.backends.base import ExpertBlock
-from billfish.backends.cuda import DeviceExperts
 from billfish.backends.cuda.axes import Kind
 from billfish.backends.cuda.driver import signature
 from billfish.backends.cuda.experts import (
     ENTRY_BYTES,
     WEIGHT_TYPES,
+    DeviceExperts,
     Numbers,
     Visits,
     _gate_up_biases,
