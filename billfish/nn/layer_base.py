@@ -50,8 +50,10 @@ class MarlinLinear:
         def quantized(self) -> QuantizedTensor: ...
         def set_storage(self, storage: Any) -> None: ...
 
-        has_order: bool  # whether columns are stored in another order
-        weights_identity: int  # the same for layers that share their weights
+        @property
+        def has_order(self) -> bool: ...  # whether columns are stored in another order
+        @property
+        def weights_identity(self) -> int: ...  # the same for layers that share their weights
 
     @overload
     def __new__(cls, *arguments: Any, framework: Literal["torch"], **settings: Any) -> TorchLayer: ...
@@ -170,7 +172,7 @@ def layer_class(call: str, module: object) -> Any:
 def kit_of(call: str, model: object) -> Kit:
     """What is to be known of models of the framework that a model belongs to."""
     layer_class(call, model)
-    kit: Kit = importlib.import_module(FRAMEWORKS[framework_of(call, model)].kit)  # type: ignore[assignment]
+    kit: Kit = importlib.import_module(FRAMEWORKS[framework_of(call, model)].kit)
     return kit
 
 

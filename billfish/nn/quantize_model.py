@@ -189,11 +189,13 @@ class _Inputs:
         call = "quantize_model"
         if statistics is not None and batches is not None:
             raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
+        self._statistics: Statistics | None
         if batches is not None:
-            statistics = kit.calibrate(model, batches, hessian=outer, progress=progress)
-        elif isinstance(statistics, (str, os.PathLike)):
-            statistics = Statistics.load(statistics)
-        self._statistics = statistics
+            self._statistics = kit.calibrate(model, batches, hessian=outer, progress=progress)
+        elif statistics is None or isinstance(statistics, Statistics):
+            self._statistics = statistics
+        else:
+            self._statistics = Statistics.load(statistics)
 
     def check(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> None:
         """Raises if they are of another model, or not enough for the method, before anything is changed."""

@@ -175,6 +175,7 @@ class BillfishQuantizer(HfQuantizer):
             block = make_experts(model.get_submodule(path), path, source, places, config.activations)
             model.set_submodule(path, block)
             for part, stack in block.named_children():
+                assert isinstance(stack, QuantizedModule)
                 self._await(f"{path}.{part}", stack, source, places)
         for path, name in places.names.items():
             if path.rpartition(".")[0] in places.experts:

@@ -118,6 +118,7 @@ def pack_experts(level: str, stack: QuantizedExperts | Array) -> PackedExperts:
         packed = _room_for(level, stack, [layout_of_blocks(stack.format)])
         sources = [codes_of(matrix) for matrix in stack]
         blocks = [(packed.description, s.data, s.about, packed.part(e)) for e, s in enumerate(sources)]
+        assert packed.axes is not None
         if all(_cpu.prepack_blocks(level, blocks)):
             rests = [rest_of_blocks(stack.format, matrix.storage, packed.axes.scales) for matrix in stack]
             return replace(packed, rest=_rest_of_all(stack, rests))
@@ -134,10 +135,13 @@ def pack_experts(level: str, stack: QuantizedExperts | Array) -> PackedExperts:
     return replace(packed, rest=_rest_of_all(stack, rests))
 
 
-def _rest_of_all(stack: QuantizedExperts, rests: Sequence[Rest]) -> Rest:
+def _rest_of_all(stack: QuantizedExperts, rests: Sequence[Rest | None]) -> Rest | None:
     """A plane that the stream of one expert does not tell is kept for all, [E, ...]."""
-    types = {name: part if isinstance(part, np.dtype) else part.dtype for name, part in rests[0].items()}
-    kept = [name for name in types if not all(isinstance(rest[name], np.dtype) for rest in rests)]
+    known = [rest for rest in rests if rest is not None]
+    if len(known) < len(rests):
+        return None
+    types = {name: part if isinstance(part, np.dtype) else part.dtype for name, part in known[0].items()}
+    kept = [name for name in types if not all(isinstance(rest[name], np.dtype) for rest in known)]
     planes = [matrix.scale_planes for matrix in stack] if kept else []
     return {**types, **{name: np.stack([own[name] for own in planes]) for name in kept}}
 

@@ -136,7 +136,7 @@ def planes_of(weights: PackedWeights) -> Planes:
     chunk_fields, group_fields = ([f.view(np.uint8).reshape(*f.shape, f.itemsize) for f in some] for some in fields)
     _cpu.unpack(weights.level, weights.description, weights.data, flip, codes, chunk_fields, group_fields)
     types = {name: part if isinstance(part, np.dtype) else part.dtype for name, part in rest.items()}
-    told = scales_told(format, axes.scales, *fields, types, weights.group_size, k)
+    told = scales_told(format, axes.scales, fields[0], fields[1], types, weights.group_size, k)
     kept = {name: told[name] if isinstance(part, np.dtype) else part for name, part in rest.items()}
     return {"codes": codes, **kept}
 
@@ -158,6 +158,6 @@ def decode_planes(format: Format, planes: Planes, group_size: int, level: str, o
         numbers = np.ascontiguousarray(values, np.float32)
     about = source_about(format, codes.shape, group_size, CODE_BYTES, codes.shape[1])
     parts = (scale, minimum, zero)
-    fields = [None if part is None else field_of(np.ascontiguousarray(part, np.float32)) for part in parts]
+    fields: list[Any] = [None if part is None else field_of(np.ascontiguousarray(part, np.float32)) for part in parts]
     raw = out.view(np.uint32 if out.dtype.itemsize == 4 else np.uint16)
-    _cpu.dequantize(level, codes, False, about, *fields, None, None, numbers, raw, kind)
+    _cpu.dequantize(level, codes, False, about, fields[0], fields[1], fields[2], None, None, numbers, raw, kind)

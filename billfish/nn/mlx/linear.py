@@ -440,16 +440,16 @@ def packed(matrix: QuantizedTensor | QuantizedExperts) -> Matrix:
     )
     backend = choose("MarlinLinear", problem)
     if isinstance(matrix, QuantizedExperts) and backend.unpacks_experts:
-        return backend.pack_experts(matrix)  # type: ignore[no-any-return]
+        return backend.pack_experts(matrix)
     if isinstance(matrix, QuantizedTensor) and backend.unpacks:
-        return replace(backend.pack(matrix), permutation=None)  # type: ignore[no-any-return]  # x comes in stored order
+        return replace(backend.pack(matrix), permutation=None)  # x comes in stored order
     storage = {name: np.array(array) for name, array in matrix.storage.items()}
     return type(matrix).owning(matrix.format, matrix.shape, matrix.group_size, storage)  # type: ignore[arg-type]
 
 
 def mlx_type(dtype: np.dtype[Any]) -> mx.Dtype:
     """MLX's type of the same name."""
-    return ARRAYS.from_numpy(np.empty(0, dtype)).dtype  # type: ignore[no-any-return]
+    return ARRAYS.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _restored(kind: Any, hidden: Any, storage: Any, order: Any, parameters: Any) -> Any:

@@ -65,7 +65,7 @@ def note_layers(model: Module) -> None:
 def parameter_arrays(model: Module) -> dict[str, mx.array]:
     """All parameters by their paths, but for the weights of quantized layers."""
     found = dict(tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
-    layers = {path for path, module in model.named_modules() if isinstance(module, MarlinLinear)}
+    layers = {path for path, module in model.named_modules() if isinstance(module, MarlinLinear)}  # type: ignore[no-untyped-call]
     return {n: a for n, a in found.items() if n.rpartition(".")[0] not in layers or n.endswith("bias")}
 
 

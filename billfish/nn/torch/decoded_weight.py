@@ -22,9 +22,7 @@ class DecodedWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, layer: MarlinLinear, dtype: torch.dtype) -> DecodedWeight:
         shape = layer.out_features, layer.in_features
-        made: DecodedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=layer.device
-        )
+        made: DecodedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.device)
         made.layer = layer
         return made
 
@@ -32,11 +30,13 @@ class DecodedWeight(torch.Tensor):
         """The numbers."""
         return self.layer.decoded(self.dtype)
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DecodedWeight({self.layer!r}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it without the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], cls):
             takes = "load_state_dict, set_storage, or a plain layer of to_linear()"
             raise DTypeError(complaint("MarlinLinear", "weight", f"a write by {func}", takes))

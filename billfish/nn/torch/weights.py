@@ -171,7 +171,7 @@ class Weights:
         """The weights as a tensor or a stack, with storage of its own."""
         storage = {name: np.array(array) for name, array in self.storage().items()}
         if len(self.shape) == 3:
-            return QuantizedExperts.owning(self.format, self.shape, self.group_size, storage)  # type: ignore[arg-type]
+            return QuantizedExperts.owning(self.format, self.shape, self.group_size, storage)
         return QuantizedTensor.owning(self.format, self.shape, self.group_size, storage)  # type: ignore[arg-type]
 
     def moved(self, device: torch.device, activations: str) -> Weights:
