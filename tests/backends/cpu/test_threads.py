@@ -81,15 +81,13 @@ def multiply():
 
 expected = multiply().copy()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
-failed = 0
-for _ in range(20):
+for _ in range(20):  # without the mend the process ends here; a level whose kernels allocate nothing goes on
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
     try:
         multiply()
     except MemoryError:
-        failed += 1
+        pass
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
-assert failed > 10, failed
 assert np.array_equal(multiply(), expected)
 """
 

@@ -70,6 +70,6 @@ def test_stacks_come_back(name):
 
 def test_a_stream_without_the_rest_says_so(tmp_path):
     bf.prepack(bf.quantize(gaussian((8, 64)), "fp4")).save(tmp_path / "w.npz")
-    loaded = bf.backends.cpu.PackedWeights.load(tmp_path / "w.npz")
+    loaded = bf.PackedWeights.load(tmp_path / "w.npz")
     with pytest.raises(bf.DataError, match="weights"):
         bf.BACKENDS["cpu"].unpack(loaded, loaded.format, loaded.shape, loaded.group_size)

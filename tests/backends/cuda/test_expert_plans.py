@@ -254,7 +254,7 @@ def test_more_numbers_than_an_int_counts_pass_their_gates(fake, tokens, ctas):
 def test_a_block_is_five_launches(monkeypatch, hopper, tokens):
     sizes = HOPPER | {"MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448} if hopper else {}
     monkeypatch.setattr(FakeDriver, "ATTRIBUTES", FakeDriver.ATTRIBUTES | sizes)
-    monkeypatch.setattr("billfish.backends.cuda.check_compiler", lambda: None)
+    monkeypatch.setattr("billfish.backends.cuda.backend.check_compiler", lambda: None)
     fake, rng = FakeDriver(monkeypatch), np.random.default_rng(0)
     try:
         gate_up, down = oracle.random_stack(rng, 4, 64, 256), oracle.random_stack(rng, 4, 256, 32)
@@ -287,7 +287,7 @@ def test_a_block_is_five_launches(monkeypatch, hopper, tokens):
 
 
 def test_float32_is_refused_by_name(fake, monkeypatch):
-    monkeypatch.setattr("billfish.backends.cuda.check_compiler", lambda: None)
+    monkeypatch.setattr("billfish.backends.cuda.backend.check_compiler", lambda: None)
     w = oracle.random_stack(np.random.default_rng(0), 2, 16, 256)
     with pytest.raises(bf.BackendUnavailable, match="float16 and bfloat16"):
         bf.expert_linear(np.ones((1, 256), np.float32), w, np.zeros((1, 1), np.int32), backend="cuda")

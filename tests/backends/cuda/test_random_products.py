@@ -20,7 +20,7 @@ PER_WEIGHT = 20  # products with the same weights
 
 def random_weights(rng: np.random.Generator) -> bf.QuantizedTensor:
     """Any format, group size and option; sizes that are a multiple of nothing but the format's block."""
-    format = FORMATS[rng.choice(sorted(FORMATS))]
+    format = FORMATS[rng.choice(sorted(FORMATS.keys() - {"nf4"}))]  # which no CUDA kernel decodes
     sizes = [*format.group_sizes, *([-1] if format.whole_row_groups else [])]
     options = {name: str(rng.choice(allowed)) for name, allowed in format.options.items()}
     n = int(rng.integers(1, 400))
