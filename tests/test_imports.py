@@ -11,7 +11,7 @@ import pytest
 import billfish
 
 ROOMS = sorted(path.parent.name for path in Path(billfish.__file__).parent.glob("*/__init__.py"))
-CIRCULAR = ("nn", "vllm")  # not taken apart yet
+CIRCULAR = ("nn",)  # its base class names both frameworks' layers for type checkers
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from checkpoint_folders import write_folder
 import billfish as bf
 from billfish.core.errors import BackendUnavailable, CheckpointError, FormatError, ShapeError
 from billfish.core.tensor import why_not_joined
-from billfish.vllm import check_version, is_old
 from billfish.vllm.checkpoint_folder import Matrix, matrices_of, open_folder, patterns, patterns_of_arrays
 from billfish.vllm.shares import Part, names_of_parts, parts_of, read_shares, shares_of
 from billfish.vllm.thread_count import cores_of_worker
+from billfish.vllm.versions import check_version, is_old
 
 ROOT = Path(__file__).parents[2]
 MERGED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

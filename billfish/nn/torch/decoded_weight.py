@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from billfish.core.errors import DTypeError, complaint
 
-if TYPE_CHECKING:
-    from billfish.nn.torch.linear import MarlinLinear
+
+class Layer(Protocol):
+    """What a weight asks of its layer."""
+
+    out_features: int
+    in_features: int
+
+    @property
+    def device(self) -> torch.device: ...
+    def decoded(self, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class DecodedWeight(torch.Tensor):
     """W [N, K] of a layer. It has a type, a device and a shape; an operation that wants its numbers decodes them."""
 
-    layer: MarlinLinear
+    layer: Layer
     _is_hf_initialized = True  # transformers then leaves it as it is
 
     @staticmethod
-    def __new__(cls, layer: MarlinLinear, dtype: torch.dtype) -> DecodedWeight:
+    def __new__(cls, layer: Layer, dtype: torch.dtype) -> DecodedWeight:
         shape = layer.out_features, layer.in_features
         made: DecodedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.device)
         made.layer = layer
