@@ -13,7 +13,49 @@ import billfish as bf
 
 os.environ["BILLFISH_DEVICE"] = "cpu"  # where models run, beside a GPU too, unless a test says otherwise
 
+# What whole files or folders wait for. `make check` leaves these out; single tests may have marks of their own.
+MARKS = {
+    "attack": "process",
+    "backends/cpu/test_levels.py": "compile",
+    "backends/cpu/test_threads.py": "process",
+    "backends/cuda": "compile",
+    "backends/emulator": "compile",
+    "backends/metal": "compile",
+    "benchmarks": "process",
+    "checkpoints/test_containers.py": "model",
+    "checkpoints/test_fuzz.py": "process",
+    "checkpoints/test_gguf.py": "model",
+    "checkpoints/test_names.py": "model",
+    "checkpoints/test_processes.py": "process",
+    "cli/test_checkpoint_commands.py": "process",
+    "cli/test_run.py": "model",
+    "cli/test_streams.py": "process",
+    "core/test_device_array.py": "torch",
+    "core/test_gptq.py": "model",
+    "core/test_importance.py": "torch",
+    "core/test_search.py": "model",
+    "core/test_typing.py": "process",
+    "docs": "process",
+    "docs/test_site_bits.py": "browser",
+    "llm": "model",
+    "nn": "torch",
+    "quantizing": "model",
+    "serving": "process",
+    "serving/test_page.py": "browser",
+    "vllm": "torch",
+}
+HERE = Path(__file__).parent
+
 REAL_TENSORS = ("token_embd.weight", "blk.0.attn_q.weight", "blk.7.ffn_down.weight", "blk.29.ffn_up.weight")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(HERE) if item.path.is_relative_to(HERE) else item.path
+        for place in (path, *path.parents):
+            if str(place) in MARKS:
+                item.add_marker(MARKS[str(place)])
 
 
 @pytest.fixture(scope="session")

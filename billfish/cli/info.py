@@ -35,7 +35,6 @@ PACKAGES = {
     "mlx": "metal" if sys.platform == "darwin" else "",
     "transformers": "transformers",
     "safetensors": "checkpoints",
-    "gguf": "checkpoints",
     "tokenizers": "llm",
     "jinja2": "llm",
     "cuda-core": "cuda",

@@ -74,7 +74,7 @@ def files(tmp_path, monkeypatch) -> dict[str, str]:
 def test_every_flag_is_read(name, files, monkeypatch, capsys):
     if name == "serve":
         pytest.importorskip("starlette", reason="needs billfish[serve]")
-        monkeypatch.setattr("billfish.serving.server.Server.run", lambda self, sockets: self._announce())
+        monkeypatch.setattr("billfish.serving.http.server.Server.run", lambda self, sockets: self._announce())
     lines = [[files.get(word, word) for word in line.split()] for line in LINES[name]]
     assert unread(parser_of(name), module_of(name).run, lines) == set()
 

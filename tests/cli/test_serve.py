@@ -8,7 +8,7 @@ from llm_models import Small, write_model
 from billfish.cli import serve
 from billfish.cli.main import main
 from billfish.llm.cpu import CpuDecoder
-from billfish.serving.engine import Engine
+from billfish.serving.engine.engine import Engine
 
 pytest.importorskip("starlette", reason="needs billfish[serve]")
 
@@ -21,7 +21,7 @@ def path(tmp_path):
 
 def test_the_cache_type_is_that_of_the_caches(path, monkeypatch, capsys):
     """It was dropped: caches had twice the bytes that were asked for."""
-    monkeypatch.setattr("billfish.serving.server.Server.run", lambda self, sockets: self._announce())
+    monkeypatch.setattr("billfish.serving.http.server.Server.run", lambda self, sockets: self._announce())
     bounds = []
     monkeypatch.setattr(serve, "_who", lambda *_: "")
     close = Engine.close

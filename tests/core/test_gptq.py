@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from cases import diagonal
 from common import assert_same_planes, gaussian, options_of, student_t
 from device_array_support import on_device
 
@@ -78,7 +79,7 @@ def textbook(format: Format, w: np.ndarray, searched: bf.QuantizedTensor, hessia
     return values
 
 
-@FORMATS
+@pytest.mark.parametrize("format", diagonal(4, bf.FORMATS.values()))
 def test_the_values_of_the_textbook(format):
     k = 512
     w, hessian = student_t((20, k), 1), hessian_of(k)
@@ -97,7 +98,7 @@ def test_the_values_of_the_textbook(format):
         )
 
 
-@FORMATS
+@pytest.mark.parametrize("format", diagonal(4, bf.FORMATS.values()))
 def test_no_row_is_worse_and_all_together_are_better(format):
     w, hessian = student_t((70, 768), 2), hessian_of(768, seed=3)
     for options in options_of(format):

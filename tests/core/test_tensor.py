@@ -176,16 +176,19 @@ def packs(monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_the_line_of_the_readme_packs_once(monkeypatch, kind):
+def test_loose_arrays_are_packed_at_each_call_and_a_tensor_once(monkeypatch, kind):
     done = packs(monkeypatch)
     packed, scales = (kind(array) for array in bf.pack_fp4_weights(gaussian((256, 24))))
     x = gaussian((1, 256))
     first = bf.quantized_linear(x, packed, scales, group_size=32)
     for _ in range(3):
         assert_same_bits(bf.quantized_linear(x, packed, scales, group_size=32), first)
-    assert len(done) == 1
-    bf.quantized_linear(x, packed, scales[::2] if kind is np.asarray else scales[::2].contiguous(), group_size=64)
-    assert len(done) == 2
+    assert len(done) == 4
+    storage = {"packed": np.asarray(packed), "scales": np.asarray(scales)}
+    tensor = bf.QuantizedTensor.from_storage("fp4", storage, 32)
+    for _ in range(3):
+        assert_same_bits(bf.quantized_linear(x, tensor), first)
+    assert len(done) == 5
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
@@ -199,18 +202,6 @@ def test_loose_arrays_that_were_written_to_are_packed_again(kind, which):
     {"packed": packed, "scales": scales}[which].flat[3] = other[which == "scales"].flat[3]
     expected = bf.quantized_linear(x, packed.copy(), scales.copy(), group_size=32)
     assert_same_bits(bf.quantized_linear(x, *arrays.values(), group_size=32), expected)
-
-
-def test_what_was_packed_of_loose_arrays_goes_with_them():
-    from billfish.ops.loose import _kept
-
-    packed, scales = bf.pack_fp4_weights(gaussian((256, 24)))
-    before = len(_kept)
-    bf.quantized_linear(gaussian((1, 256)), packed, scales)
-    assert len(_kept) == before + 1
-    del packed
-    gc.collect()
-    assert len(_kept) == before
 
 
 # ---- out= -----------------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ def test_caches_without_room_are_told_of_streams_by_an_engine(gpu, model, monkey
     with pytest.raises(bf.ModelError, match=r"64 more positions of KV cache: .* GB") as caught:
         model.decoder.cache(64)
     assert "llm.generate" not in str(caught.value)
-    with pytest.raises(bf.DataError, match=r"streams: got 3 with 200 positions each") as caught:
+    with pytest.raises(bf.DataError, match=r"streams: got 3 of 200 tokens each") as caught:
         Engine(model, streams=3, context=200)
     assert "llm.generate" not in str(caught.value)
 

@@ -134,6 +134,7 @@ def test_layouts_that_we_write(tmp_path, to, format):
     assert close(load(tmp_path / "out").logits(TOKENS), load(tmp_path / "in").logits(TOKENS), 2e-5)
 
 
+@pytest.mark.full  # make docs-commands asks models of these layouts, too
 @pytest.mark.parametrize("to", ["billfish", "mlx", "compressed-tensors"])
 def test_the_capital_of_france_from_a_folder(tmp_path, to):
     assert main(["convert", str(default_model()), str(tmp_path / "out"), "--to", to, "--requantize"]) == 0

@@ -34,6 +34,7 @@ def test_exact_logits_are_those_of_a_float32_forward_pass(model):
     assert divergence(expected, logits) < 1e-9
 
 
+@pytest.mark.full
 def test_rounded_activations_diverge_no_more_than_those_of_llama_cpp(model):
     """The exact logits, which the last test has checked, are the truth.
 

@@ -344,8 +344,8 @@ def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"cache_type": "int8"}, "cache_type: got 'int8'; takes 'float32' or 'float16'"),
-    ({"method": "rtn"}, "quantize: got None beside method='rtn'"),
-    ({"statistics": "stats.safetensors"}, "quantize: got None beside statistics"),
+    ({"method": "rtn"}, "method='rtn' has no effect without quantize"),
+    ({"statistics": "stats.safetensors"}, "statistics has no effect without quantize"),
     ({"quantize": "q4_0", "convert": lambda name, tensor: tensor}, "quantize= or convert=, not both"),
 ])  # fmt: skip
 def test_options_of_load_are_checked_before_weights_are_packed(path, options, message, monkeypatch):
@@ -354,9 +354,9 @@ def test_options_of_load_are_checked_before_weights_are_packed(path, options, me
         load(path, device="cpu", **options)
 
 
-def test_a_model_without_anything_to_quantize_says_so(path, capsys):
-    load(path, device="cpu", quantize="q4_0")  # all of it is in q8_0
-    assert "quantize='q4_0' finds no unquantized matrix" in capsys.readouterr().err
+def test_a_model_without_anything_to_quantize_says_so(path):
+    with pytest.raises(bf.DataError, match="quantized already, to q8_0, so quantize='q4_0' has no effect"):
+        load(path, device="cpu", quantize="q4_0")
 
 
 WRONG = {

@@ -39,7 +39,7 @@ def test_calling_makes_the_layer_of_the_framework_that_is_named(framework):
 def test_the_only_framework_that_is_imported_is_meant(name):
     imported = {"torch": "import torch", "mlx": "import mlx.core"}[name]
     program = f"{imported}; import billfish as bf; print(type(bf.MarlinLinear(256, 128, format='fp4')).__module__)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"billfish.nn.{name}"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"billfish.nn.{name}.linear"
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])
@@ -49,7 +49,7 @@ def test_the_only_framework_that_is_installed_is_meant(name):
         f"import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n == {other!r} else find(n)"
     )
     program = f"{hide}\nimport billfish as bf; print(type(bf.MarlinLinear(256, 128)).__module__)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"billfish.nn.{name}"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == f"billfish.nn.{name}.linear"
 
 
 def test_complaints_about_frameworks():

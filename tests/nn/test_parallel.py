@@ -11,6 +11,7 @@ import parallel_worker
 import pytest
 import torch
 import torch.multiprocessing
+from cases import first
 from checkpoint_folders import matrices, write_folder
 from common import gaussian
 
@@ -18,7 +19,7 @@ import billfish as bf
 from billfish.nn.parallel import RowParallelLinear, Share, bias_share, cut, llama_plan, place, read_share
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", first(1, [2, 4]))
 def test_processes_compute_what_one_does(ranks, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Processes are forked from one that has imported everything; it looks for this folder in the environment.

@@ -229,7 +229,7 @@ def test_complaints(settings, message):
 def test_without_peft_the_message_names_the_extra():
     program = "import sys; sys.modules['peft'] = None; import billfish.nn.peft"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "BackendUnavailable: [billfish.nn.peft]" in run.stderr
+    assert "MissingPackage: peft is not installed" in run.stderr
     assert "pip install '.[peft]'" in run.stderr
 
 

@@ -376,5 +376,5 @@ def test_without_transformers_the_message_names_the_extra():
     program = "import sys; sys.modules['transformers'] = None; import billfish.nn.transformers"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 1
-    assert "BackendUnavailable: [billfish.nn.transformers]" in run.stderr
+    assert "MissingPackage: transformers is not installed" in run.stderr
     assert "pip install '.[transformers]'" in run.stderr

@@ -111,6 +111,7 @@ def test_bits_are_the_average_and_the_plan_can_be_edited(model, tmp_path, capsys
     assert not list(tmp_path.glob("*.partial*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
@@ -135,6 +136,7 @@ def test_the_plan_is_printed_without_a_file(model, tmp_path, capsys):
     assert "\n=q8_0\n" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_measurement_goes_on_where_it_was_stopped(model, tmp_path, monkeypatch):
     passes = []
 

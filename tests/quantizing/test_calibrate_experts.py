@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from cases import first
 from llm_architectures import MODELS, write_model
 from transformers import AutoModelForCausalLM
 
@@ -168,7 +169,7 @@ def test_a_gguf_file_is_quantized_by_a_text(folder_of, tmp_path, method):
     bf.llm.load(out, device="cpu").logits([3, 4, 5])
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", first(2, [*MIXTURES]))
 def test_a_folder_is_quantized_as_its_gguf_file(folder_of, tmp_path, name):
     """Whatever the folder calls its experts, one by one or in stacks: statistics find them."""
     folder = folder_of(name)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import expert_oracle as oracle
 import numpy as np
 import pytest
-from cuda_compiled import ADA, H200, SAMPLES, name_of, resources
+from cases import diagonal
+from cuda_compiled import ADA, H200, SAMPLES, case, name_of, resources
 from cuda_fake import FakeDriver
 
 import billfish as bf
@@ -120,7 +121,7 @@ def test_the_kernels_around_products_compile(arch):
         resources("mix.cu", {"TYPE": "BF16" if weight == "Float" else "F16", "ID": "int", "WEIGHT": weight}, arch)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 16, 30, 64, 128, 1024])
+@pytest.mark.parametrize("tokens", diagonal(3, [1, 4, 16, 30, 64, 128, 1024]))
 def test_what_the_h200_runs_compiles_without_spills(tokens):
     routing = ExpertRouting(tokens, 2, 8)
     for asked in (gemm(routing, 28672, 4096, gate="silu"), gemm(routing, 4096, 14336)):
@@ -128,7 +129,7 @@ def test_what_the_h200_runs_compiles_without_spills(tokens):
         resources(launch.source, dict(launch.macros), "sm_90a")
 
 
-@pytest.mark.parametrize("kind", SAMPLES, ids=name_of)
+@pytest.mark.parametrize("kind", [case(kind, often=i % 5 == 0) for i, kind in enumerate(SAMPLES)])
 def test_every_kind_compiles_without_spills(kind):
     for i, tokens in enumerate((2, 40, 600)):
         routing = ExpertRouting(tokens, 2, 8)
