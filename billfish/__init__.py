@@ -37,7 +37,7 @@ from billfish.ops.ggml_blocks import (
     quantize_q8_0,
     quantize_q8_1,
 )
-from billfish.ops.linear import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
+from billfish.ops.matmul import dequantize, gemm_w4a8, prepack, quantized_linear, quantized_linears
 from billfish.ops.quantization import quantize
 from billfish.ops.weight_packing import (
     pack_fp4_weights,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from billfish.core.errors import BackendUnavailable
 from billfish.core.format import Format, Planes, get_format
 from billfish.core.tensor import QuantizedTensor
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 
 Floats = NDArray[np.float32]

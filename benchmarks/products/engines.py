@@ -20,7 +20,7 @@ from billfish.backends.cpu.packed import PackedWeights
 from billfish.backends.metal import MLX, MetalBackend, MetalProduct, has_kernels, lay_out
 from billfish.core.arrays import Input
 from billfish.core.errors import BackendUnavailable
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 PEAK_SIZE = 4096  # of the dense product that measures a GPU's arithmetic
 

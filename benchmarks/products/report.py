@@ -30,7 +30,7 @@ from billfish.backends.metal import MLX, Kernels, lay_out
 from billfish.core.errors import BackendUnavailable
 from billfish.core.tables import print_table
 from billfish.core.tensor import QuantizedTensor
-from billfish.ops.linear import dequantize, quantized_linear
+from billfish.ops.matmul import dequantize, quantized_linear
 
 FORM = 1  # of the file: another number if its fields change
 CHECKED_ROWS = (1, 4, 20)  # one row, a few, tiles

@@ -88,7 +88,7 @@ class ExpertBlock(NamedTuple):
 
 
 class Backend(ABC):
-    """Computes on one kind of hardware. Inputs have been checked by billfish.ops.linear."""
+    """Computes on one kind of hardware. Inputs have been checked by billfish.ops.matmul."""
 
     name: str
     # Whether a row of a batch gives the same bits as that row alone.

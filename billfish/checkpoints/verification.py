@@ -19,7 +19,7 @@ from billfish.core.progress import OnProgress, follow
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
 

@@ -10,7 +10,7 @@ from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
 from billfish.core.machine import allowed_cores
 from billfish.core.terminal import warn
-from billfish.llm.decoder import Decoder
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.model import CheckDecoder, Model, load_checked
 
 

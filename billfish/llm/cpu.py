@@ -22,7 +22,7 @@ from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations, CacheType
 from billfish.llm.config import Config
-from billfish.llm.decoder import Decoder, Passage
+from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Cache, Floats
 from billfish.llm.model_weights import (
     ATTENTION,
@@ -36,7 +36,7 @@ from billfish.llm.model_weights import (
     Tensor,
 )
 from billfish.llm.sampler import Sampler
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 # Gets a layer, one of its inputs, the expert that multiplies it or -1, and the rows.
 Observe = Callable[[int, int, int, Floats], object]

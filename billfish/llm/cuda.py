@@ -31,7 +31,7 @@ from billfish.core.errors import BackendUnavailable, DataError, ModelError, comp
 from billfish.core.typing import Activations
 from billfish.llm.cuda_kv_cache import CudaCache, PagePool
 from billfish.llm.cuda_weights import GpuWeights
-from billfish.llm.decoder import Decoder, Passage
+from billfish.llm.decoder_base import Decoder, Passage
 from billfish.llm.kv_cache import Floats
 from billfish.llm.model_weights import CALL, ModelTensors
 from billfish.llm.sampler import Sampler

@@ -13,7 +13,7 @@ from billfish.backends.cuda.driver import Buffer
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
 from billfish.llm.model_weights import ModelTensors, Tensor
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 EIGHT = 8  # rows of gate, then of up, that alternate
 

@@ -9,7 +9,7 @@ import sys
 
 from billfish.backends import BACKENDS
 from billfish.core.errors import BackendUnavailable, DataError, complaint
-from billfish.llm.decoder import Decoder
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.model_weights import CALL, ModelTensors
 
 GPU_FEATURES: frozenset[str] = frozenset()  # of `Config.features`, what the decoder on a GPU knows

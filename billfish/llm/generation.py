@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
 from billfish.core.typing import Activations
-from billfish.llm.decoder import Decoder
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.kv_cache import Cache
 from billfish.llm.sampler import Sampling
 

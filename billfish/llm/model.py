@@ -31,7 +31,7 @@ from billfish.core.progress import OnProgress, follow
 from billfish.core.typing import Activations, CacheType, Method
 from billfish.llm.chat_template import ChatTemplate, Message
 from billfish.llm.config import read_config
-from billfish.llm.decoder import Decoder
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.devices import check_device, make_decoder
 from billfish.llm.generation import Generation, generate_batch
 from billfish.llm.kv_cache import Cache

@@ -113,8 +113,8 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = {  # by the name of the package
-    "torch": Framework("torch.nn", "billfish.nn.torch.linear", "billfish.nn.torch.model"),
-    "mlx": Framework("mlx.nn", "billfish.nn.mlx.linear", "billfish.nn.mlx.model"),
+    "torch": Framework("torch.nn", "billfish.nn.torch.linear", "billfish.nn.torch.modules"),
+    "mlx": Framework("mlx.nn", "billfish.nn.mlx.linear", "billfish.nn.mlx.modules"),
 }
 _layers: dict[str, Any] = {}
 

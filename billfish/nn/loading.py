@@ -17,7 +17,7 @@ from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
 from billfish.nn.layer_base import Place, Walk, kit_of
 from billfish.nn.quantize_model import ModelReport, Replaced
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 
 def load_into(

@@ -34,7 +34,7 @@ from billfish.nn.torch.expert_layers import (
 )
 from billfish.nn.torch.linear import MarlinLinear
 from billfish.nn.torch.weights import to_torch
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 
 
 class Places(NamedTuple):

@@ -15,7 +15,7 @@ from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, com
 from billfish.core.mixture import check_gate, checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.typing import Activations, AnyArray, ArrayT, Gate
-from billfish.ops.linear import rows_input
+from billfish.ops.matmul import rows_input
 
 Stack = QuantizedExperts | PackedExperts  # what a product with experts takes
 

@@ -18,7 +18,7 @@ from billfish.core.format import get_format
 from billfish.core.storage import check_array
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import ArrayT, Method
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import check_method, quantize_matrix
 
 

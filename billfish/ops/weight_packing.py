@@ -15,7 +15,7 @@ from billfish.core.arrays import Input, float_dtype, float_input
 from billfish.core.errors import ShapeError, complaint
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import ArrayT, FloatType, Method
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import check_method, quantize_matrix
 
 Words = NDArray[np.uint32]

@@ -30,7 +30,7 @@ from billfish.llm.config import read_config
 from billfish.llm.evaluation import Truth, evaluate
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 from billfish.quantizing.bit_plan import BitPlan, Choice, Matrix, choose_formats, plan_of
 from billfish.quantizing.calibrate_checkpoint import named_text, windows_of

@@ -33,7 +33,7 @@ GROUPS = {
     "layers": ("Layers", r"billfish\.nn\b"),
     "products": (
         "Products",
-        r"billfish\.(ops\.linear\.(quantized_linears?|gemm_\w+)$|ops\.expert_linear|backends(?!\.cpu\.(packed|experts)))",
+        r"billfish\.(ops\.matmul\.(quantized_linears?|gemm_\w+)$|ops\.expert_linear|backends(?!\.cpu\.(packed|experts)))",
     ),
     "formats": ("Formats", r"billfish\.core\.(format|formats|elements|scales|storage)\."),
     "weights": ("Weights", r"billfish\.(ops|core|backends\.cpu\.(packed|experts))\."),

@@ -25,7 +25,7 @@ from billfish.core.format import Format, Planes, get_format
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
 from billfish.core.tensor import QuantizedTensor
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize_matrix
 
 AGAIN = "--requantize (requantize=True)"

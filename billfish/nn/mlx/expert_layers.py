@@ -18,7 +18,7 @@ from billfish.core.typing import Activations, FormatLike, Method
 from billfish.nn.mlx.decode import decode, round_activations
 from billfish.nn.mlx.linear import MarlinLinear, decoded, is_traced, packed
 from billfish.ops.expert_linear import expert_linear
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 
 CALL = "MarlinSwitchLinear"
@@ -151,7 +151,7 @@ def _product(stack: Any, activations: Activations) -> Any:
     return linear
 
 
-# ---- for billfish.nn.mlx.model -----
+# ---- for billfish.nn.mlx.modules -----
 
 
 quantize_experts, stacked = MarlinSwitchLinear.from_switch, by_mlx_stacks

@@ -28,7 +28,7 @@ from billfish.core.tensor import QuantizedTensor, check_permutation
 from billfish.core.typing import Activations, AnyArray, FormatLike, Method
 from billfish.nn import layer_base
 from billfish.nn.mlx.decode import decode, round_activations
-from billfish.ops.linear import dequantize, quantized_linear
+from billfish.ops.matmul import dequantize, quantized_linear
 from billfish.ops.quantization import quantize
 
 ARRAYS = MlxArrays()

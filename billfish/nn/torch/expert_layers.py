@@ -26,7 +26,7 @@ from billfish.nn.torch.expert_operator import EXPERTS, run_block
 from billfish.nn.torch.linear import autocast
 from billfish.nn.torch.module import QuantizedModule
 from billfish.nn.torch.weights import Weights, specs_of
-from billfish.ops.linear import dequantize
+from billfish.ops.matmul import dequantize
 from billfish.ops.quantization import quantize
 
 CALL = "MarlinExperts"
@@ -291,7 +291,7 @@ def to_plain(layer: MarlinExperts, module: Any, dtype: torch.dtype | None = None
     return module.train(layer.training)
 
 
-# ---- for billfish.nn.torch.model -----
+# ---- for billfish.nn.torch.modules -----
 
 
 quantize_experts, stacked = MarlinExperts.from_experts, by_stacks

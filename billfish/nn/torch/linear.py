@@ -19,7 +19,7 @@ from billfish.nn.torch.decoded_weight import DecodedWeight
 from billfish.nn.torch.module import ORDER, QuantizedModule
 from billfish.nn.torch.operator import LINEAR, decode
 from billfish.nn.torch.weights import ARRAYS, Weights, specs_of, to_torch
-from billfish.ops.linear import quantized_linear
+from billfish.ops.matmul import quantized_linear
 from billfish.ops.quantization import quantize
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from billfish.core.activations import check_activations
 from billfish.core.errors import DTypeError, complaint
 from billfish.core.tensor import QuantizedTensor
 from billfish.nn.torch.weights import matrix_of
-from billfish.ops.linear import dequantize, quantized_linear
+from billfish.ops.matmul import dequantize, quantized_linear
 
 torch.library.define(
     "billfish::linear",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from billfish.core.typing import Activations
-from billfish.llm.decoder import Decoder
+from billfish.llm.decoder_base import Decoder
 from billfish.llm.kv_cache import Cache, shared_length
 
 SMALLEST = 16
