@@ -94,26 +94,25 @@ def cuda_calls() -> dict[str, float]:
     return found | {"MarlinLinear / torch.nn.Linear": found["MarlinLinear"] / found["torch.nn.Linear, float16"]}
 
 
-def model_with(merge: bool | None) -> Any:
-    """The model in float16; merge: quantized, with joint products or without; None: not quantized."""
+def model_with(quantized: bool) -> Any:
+    """The model in float16, or quantized."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**MODEL.transformers())).half().eval()
-    if merge is not None:
-        bf.quantize_model(model, **CUDA_FORMAT, merge=merge, progress=False)
+    if quantized:
+        bf.quantize_model(model, **CUDA_FORMAT, progress=False)
     return model
 
 
 @torch.no_grad()
 def cuda_tokens() -> dict[str, dict[str, float]]:
-    """Milliseconds of a token until the GPU is done, for the model in float16, quantized, and quantized with joint
-    products."""
-    models = {"float16": None, "quantized": False, "quantized, merged": True}
+    """Milliseconds of a token until the GPU is done, for the model in float16 and quantized."""
+    models = {"float16": False, "quantized": True}
     token, runs = torch.tensor([[1]], device="cuda"), {}
-    for name, merge in models.items():
-        model = model_with(merge)
+    for name, quantized in models.items():
+        model = model_with(quantized)
         runs[name, "eager"] = lambda model=model: model(token, use_cache=False).logits
         runs[name, "graph"] = captured(1, lambda _, model=model: model(token, use_cache=False).logits).replay
     seconds = medians(runs, CUDA_TURNS, CUDA_TOKENS, torch.cuda.synchronize)

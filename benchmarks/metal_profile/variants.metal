@@ -1,4 +1,4 @@
-// Ways to decode a word of eight codes, for `billfish profile` to count what each costs. `scale` multiplies in float.
+// Ways to decode a word of eight codes, for `python -m benchmarks.metal_profile` to count what each costs. `scale` multiplies in float.
 namespace variants {
 
 // One part of a run.
