@@ -16,7 +16,7 @@ site: $(VENV)/test.stamp
 	$(BIN)/python docs/site/build.py build/site
 
 # Each test has a core of its own, without BLAS threads beside it.
-PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations=50 --durations-min=1
 
 test: lint
 	$(PYTEST)
