@@ -22,5 +22,5 @@ def test_damaged_files_are_refused_or_load(tmp_path, container):
     counts = json.loads(done.stdout.splitlines()[-1])
     assert sum(counts.values()) == CASES
     # Damage that never shows, or always, would be no test.
-    assert counts["loaded"] >= 100
-    assert counts["refused"] >= 300
+    assert counts["loaded"] >= CASES / 10
+    assert counts["refused"] >= CASES * 3 / 10

@@ -277,7 +277,7 @@ def test_metrics_are_what_prometheus_reads(server):
         lines = answer.read().decode().splitlines()
     samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(samples['billfish_http_responses_total{path="/v1/completions",status="200"}']) >= 1
-    assert float(samples["billfish_generated_tokens_total"]) >= 2
+    assert float(samples["billfish_generated_tokens_total"]) >= 1
     assert float(samples["billfish_cache_bytes"]) <= float(samples["billfish_cache_bytes_bound"])
     kinds = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     assert all(name.partition("{")[0].removesuffix("_sum").removesuffix("_count") in kinds for name in samples)
