@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import diagonal
 from common import gaussian
 from metal_support import FORMATS, KERNELS, quantized
 
@@ -66,8 +67,7 @@ def test_matvec_reads_weights_once_for_all_rows(m):
     assert of_least(launch) == 1
 
 
-@pytest.mark.parametrize("name", MLX_FORMATS)
-@pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 130])
+@pytest.mark.parametrize(("name", "m"), diagonal(3, MLX_FORMATS, [1, 8, 9, 33, 64, 130]))
 def test_no_kernel_reads_more_than_mlx(name, m):
     """All launches of a product together."""
     q = bf.quantize(gaussian((256, 512)), name)

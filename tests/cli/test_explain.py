@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+from cases import diagonal
 
 import billfish as bf
 from billfish.cli.explain import explain, planes_of, record, walks
@@ -20,8 +21,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@FORMATS
-@pytest.mark.parametrize(("scale", "offset"), [(1.0, None), (0.3, 2.5), (-0.01, -4.0)])
+@pytest.mark.parametrize(
+    ("format", "scale", "offset"), diagonal(3, bf.FORMATS.values(), [(1.0, None), (0.3, 2.5), (-0.01, -4.0)])
+)
 def test_explain_ends_with_the_value_of_the_format(format, scale, offset):
     if scale < 0 and "f16" not in format.scale:
         scale = -scale  # E8M0 and unsigned E4M3 have no sign

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cases import first
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import billfish as bf
@@ -93,7 +94,7 @@ print(type(model.base_model.model[0]).__name__)
 """
 
 
-@pytest.mark.parametrize("order", [("import billfish as bf", ""), ("import peft", "import billfish as bf")])
+@pytest.mark.parametrize("order", first(1, [("import peft", "import billfish as bf"), ("import billfish as bf", "")]))
 def test_peft_knows_the_layer_without_another_import(order):
     script = LORA.format(first=order[0], second=order[1])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
