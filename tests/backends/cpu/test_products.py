@@ -57,7 +57,7 @@ def check_products(backend: CpuBackend, q: bf.QuantizedTensor, m: int, dtype: ty
         assert_close(y, values, magnitude(q), expected if bias is None else expected + bias.astype(np.float64))
 
 
-@pytest.mark.parametrize(("level", "format", "m"), diagonal(3, _cpu.levels(), bf.FORMATS.values(), M_SIZES))
+@pytest.mark.parametrize(("level", "format", "m"), diagonal(5, _cpu.levels(), bf.FORMATS.values(), M_SIZES))
 def test_products(level, format, m):
     """Every M with every N; K from one block on."""
     for i, n in enumerate(N_SIZES):
