@@ -68,7 +68,7 @@ def test_emulated_instructions_are_all_that_avx512_needs(compiler, name):
 
 
 @pytest.mark.full
-@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_cpu.py runs the level itself here")
+@pytest.mark.skipif("avx512_vnni" in _cpu.levels(), reason="test_products.py runs the level itself here")
 def test_avx512_emulated_multiplies_like_portable(compiler, tmp_path):
     def compile_to(name: str, source: Path, *more: str) -> str:
         out = str(tmp_path / name)

@@ -67,7 +67,7 @@ def test_goes_on_with_the_threads_that_start(megabytes):
 
 # Its arguments: `activations`, and the rows of x. A kernel allocates 128 KiB or more for each piece of a loop.
 WITHOUT_MEMORY = """
-import resource, sys
+import platform, resource, sys
 import numpy as np
 import billfish as bf
 
@@ -81,13 +81,15 @@ def multiply():
 
 expected = multiply().copy()
 _, hard = resource.getrlimit(resource.RLIMIT_AS)
-for _ in range(20):  # without the mend the process ends here; a level whose kernels allocate nothing goes on
+failed = 0
+for _ in range(20):
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
     try:
         multiply()
     except MemoryError:
-        pass
+        failed += 1
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+assert failed > 10 or platform.machine() != "aarch64", failed  # AVX-512 was seen to go on without an error
 assert np.array_equal(multiply(), expected)
 """
 
