@@ -88,7 +88,6 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
         (tmp_path, no_config),
         (tmp_path / "model.safetensors", no_config),
         (tmp_path / "empty", "no *.safetensors and no *.gguf in empty; takes a folder with one checkpoint"),
-        (tmp_path / "none", "what cannot be opened (No such file or directory); takes a file or a folder"),
         (tmp_path / "pickle.bin", "a zip archive, such as PyTorch's pickles"),
     ):
         for command in (["run", str(path), "-p", "a"], ["eval", str(path), "--text", __file__]):
@@ -309,7 +308,7 @@ def test_eval_command(path, tmp_path, capsys):
     assert "perplexity" in out
     assert "KL divergence" in out
     assert main(["eval", str(path), "--text", str(text), "--tokens", "50", "--window", "20", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 47
+    assert json.loads(capsys.readouterr().out)[0]["tokens"] == 47
     for odd in (tmp_path / "none", tmp_path):
         assert main(["eval", str(path), "--text", str(odd)]) == 2
         assert "--text: got" in capsys.readouterr().err
@@ -417,7 +416,7 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(path, monkey
 def test_run_command_reads_standard_input(path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("ab"))
     assert main(["run", str(path), "-n", "4", "--raw", "--threads", "1"]) == 0
-    assert "prompt 1 tokens" in capsys.readouterr().err
+    assert "prompt 1 token," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -430,9 +429,9 @@ def test_run_command_reads_standard_input(path, capsys, monkeypatch):
         ("run -n -1", "[llm.generate] max_tokens: got -1; takes a whole number from 0 on"),
         ("run --temperature nan", "[llm.generate] temperature: got nan; takes a number from 0 on"),
         ("run --activations q4", "[run] activations: got 'q4'; takes 'exact' or 'q8' or 'q16'"),
-        ("eval --tokens -5", "[eval] --tokens: got -5; takes a whole number from 2 on"),
-        ("eval --tokens 0", "[eval] --tokens: got 0; takes a whole number from 2 on"),
-        ("eval --window 1", "[eval] --window: got 1; takes a whole number from 2 on"),
+        ("eval --tokens -5", "eval: --tokens is -5. Pass at least 2."),
+        ("eval --tokens 0", "eval: --tokens is 0. Pass at least 2."),
+        ("eval --window 1", "eval: --window is 1. Pass at least 2."),
         ("eval --window 129", "[llm.evaluate] window: got 129; takes from 2 to 128, the model's context"),
     ],
 )
@@ -469,7 +468,8 @@ def test_chat_keeps_its_history_and_survives_ctrl_c(model, monkeypatch, capsys):
     chat.talk()
     captured = capsys.readouterr()
     assert captured.err.count("answer 3 tokens") == 2
-    assert "takes at most 128, the model's context. The conversation starts anew." in captured.err
+    assert "context 128" in captured.err
+    assert "new conversation" in captured.err
     assert [m["role"] for m in chat._messages] == ["system"]
 
 
