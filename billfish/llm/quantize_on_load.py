@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from billfish.ops.quantization import check_method, quantize_matrix
 from billfish.statistics import Statistics
 
 CALL = "llm.load"
+LOG = logging.getLogger(__name__)
 
 
 class Quantizer:
@@ -66,10 +67,10 @@ class Quantizer:
                 " billfish quantize --requantize."
             )
 
-    def report(self, out: TextIO, name: Callable[[str], str]) -> None:
-        """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
+    def report(self, name: Callable[[str], str]) -> None:
+        """Log a line for each reason why matrices had to stay. name: what the file calls a tensor."""
         for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
-            print(f"not quantized: {line}", file=out)
+            LOG.warning("not quantized: %s", line)
 
     def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,8 @@ from billfish.quantizing.bit_plan import CALL, BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrated
 from billfish.quantizing.sensitivity import FORMATS, Candidate, candidates_of, plan_bits
 from billfish.statistics.statistics import Statistics
+
+LOG = logging.getLogger(__name__)
 
 
 def quantize_checkpoint(
@@ -98,7 +100,7 @@ def quantize_to_bits(
 ) -> ConversionReport:
     """As :func:`quantize_checkpoint`, with a format for each matrix so that `bits` is the average.
 
-    plan_file: read if it is there. Otherwise the plan is written to it, or printed without one.
+    plan_file: read if it is there. Otherwise the plan is written to it, or logged without one.
     keep: rules of the user, which come first. The average is that of the plan, without them.
     """
     if group_size is not None:
@@ -124,7 +126,7 @@ def quantize_to_bits(
                 path, bits, formats=names, statistics=known, text=text, requantize=requantize, kept=kept, wanted=wanted
             )
             if written is None:
-                print(plan.text(), end="", file=sys.stderr)
+                LOG.info("the chosen formats:\n%s", plan.text().rstrip())
             else:
                 plan.save(written)
         return export(CALL, checkpoint, destination, _with_statistics(settings_for(plan), known), progress)

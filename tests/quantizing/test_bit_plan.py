@@ -220,7 +220,7 @@ def test_what_cannot_be(model, tmp_path, capsys):
         (["--bits", 5, "--formats", "q4_0,q4_0"], "takes formats, each of them once"),
         (["--bits", 5, "--formats", "q4_0,fp4:x"], "'fp4:x'"),
         (["--bits", 5, "--group-size", 64], "takes group sizes in --formats"),
-        (["--format", "q4_0", "--plan", "p"], "takes it beside --bits"),
+        (["--format", "q4_0", "--plan", "p"], "--plan needs --bits"),
     ):
         assert quantize(model, out, *words) == 2
         assert message in capsys.readouterr().err
