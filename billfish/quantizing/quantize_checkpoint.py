@@ -26,7 +26,7 @@ from billfish.core.typing import FormatLike, Layout, Method
 from billfish.ops.quantization import check_method
 from billfish.quantizing.bit_plan import CALL, BitPlan
 from billfish.quantizing.calibrate_checkpoint import calibrated
-from billfish.quantizing.sensitivity import FORMATS, Candidate, candidates_of, plan_bits
+from billfish.quantizing.sensitivity import FORMATS, LONG_ROW, Candidate, candidates_of, plan_bits
 from billfish.statistics.statistics import Statistics
 
 LOG = logging.getLogger(__name__)
@@ -110,6 +110,10 @@ def quantize_to_bits(
     checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
     plan = BitPlan.load(written) if written is not None and written.exists() else None
     candidates = [] if plan else candidates_of(FORMATS if formats is None else formats.split(","), bits)
+    largest = max(candidates, key=lambda candidate: candidate.bits(LONG_ROW), default=None)
+    if largest is not None and bits > largest.bits(LONG_ROW):  # which no measurement would change
+        most = f"the most that --formats has are {largest.bits(LONG_ROW):g}, of {largest.name}"
+        raise DataError(f"{CALL}: --bits is {bits:g}; {most}. Use --format {largest.name}, or fewer bits.")
 
     def settings_for(plan: BitPlan) -> Settings:
         return _settings(out, plan.format, None, method, keep, plan.keep, only, to, requantize, raw_names, overwrite)

@@ -23,7 +23,7 @@ LINES = {
     "eval": ["MODEL --text TEXT --tokens 20 --window 10"],
     "inspect": ["FOLDER"],
     "calibrate": ["FLOATS --text TEXT -o stats.safetensors --tokens 20 --window 10"],
-    "quantize": ["FOLDER out --format q4_0", "FLOATS out2 --bits 9 --formats q8_0 --plan plan --calibrate TEXT"],
+    "quantize": ["FOLDER out --format q4_0", "FLOATS out2 --bits 8.5 --formats q8_0 --plan plan --calibrate TEXT"],
     "convert": ["FOLDER out3 --to plain"],
     "verify": ["FOLDER FOLDER"],
     "formats": [""],

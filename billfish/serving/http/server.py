@@ -76,7 +76,8 @@ def listen(host: str, port: int) -> socket.socket:
         elif error.errno == errno.EACCES:
             what = f"Port {port} needs more rights than this user has. Choose a --port from 1024 on."
         else:
-            what = f"--host {readable(host)} is no address of this machine ({error.strerror or error})."
+            why = str(error.strerror or error).partition(" (while")[0]
+            what = f"--host {readable(host)} is no address of this machine ({why})."
         raise DataError(f"serve: {what}") from None
 
 
