@@ -8,12 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, complaint, explained
 
+if TYPE_CHECKING:
+    from billfish.llm.grammar import Matcher
+
+Scored = tuple[int, float]  # a token, and the logarithm of its probability
 MOST_CHANGE = 1000  # of a score: far more than scores differ, and far from where float32 ends
 
 
@@ -149,6 +154,58 @@ class Sampler:
         for token, bias in how.logit_bias.items():
             scores[token] += bias
         return scores
+
+
+class RequestSampler(Sampler):
+    """A sampler with a grammar and log probabilities. An error in the grammar is kept in `error`, so that the other
+    sequences of the batch go on.
+
+    scored: the token that was chosen last, then the best ones, where log probabilities were asked for.
+    """
+
+    def __init__(
+        self, how: Sampling, prompt: Sequence[int] = (), matcher: Matcher | None = None, logprobs: int | None = None
+    ) -> None:
+        """matcher: which tokens a grammar allows. logprobs: how many of the best tokens `scored` has."""
+        super().__init__(how, prompt)
+        self._matcher, self._logprobs = matcher, logprobs
+        self.scored: list[Scored] = []
+        self.error = ""
+
+    @property
+    def needs_scores(self) -> bool:
+        return self._matcher is not None or self._logprobs is not None or super().needs_scores
+
+    @property
+    def complete(self) -> bool:
+        """Whether the grammar leaves nothing to add."""
+        return self._matcher is not None and self._matcher.complete
+
+    def adjusted(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
+        scores = super().adjusted(scores)
+        return scores if self._matcher is None else np.where(self._matcher.allowed(), scores, np.float32(-np.inf))
+
+    def choose(self, scores: NDArray[np.float32]) -> int:
+        try:
+            token = super().choose(scores)
+            if self._matcher is not None:
+                self._matcher.take(token)
+        except Exception as error:
+            self.error = explained(error)
+            return 0  # nobody takes it
+        if self._logprobs is not None:
+            self.scored = with_best(scores, token, self._logprobs)
+        return token
+
+
+def with_best(scores: NDArray[np.float32], token: int, count: int) -> list[Scored]:
+    """A token and the `count` best ones, best first, with the logarithms of their probabilities."""
+    exact = scores.astype(np.float64)
+    exact -= exact.max()
+    exact -= np.log(np.exp(exact).sum())
+    near = np.sort(np.argpartition(-exact, count - 1)[:count]) if count else np.empty(0, np.intp)
+    best = near[np.argsort(-exact[near], kind="stable")]
+    return [(int(i), float(exact[i])) for i in (token, *best)]
 
 
 UNIT = 2.0**40  # probabilities are whole numbers of 1 / UNIT of the best one's, so that no sum depends on its order

@@ -11,10 +11,11 @@ from typing import Any
 from llm_models import Small, write_model
 
 import billfish as bf
+from billfish.llm.detokenizer import Piece
+from billfish.llm.grammar import CompiledGrammar, json_schema
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.grammar import CompiledGrammar, json_schema
-from billfish.serving.engine.requests import Piece, Request, Ticket
+from billfish.serving.engine.requests import Request, Ticket
 
 PATIENCE = 120  # seconds after which an answer that does not come fails its test
 

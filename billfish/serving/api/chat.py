@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, Piece, Token
+from billfish.llm.grammar import json_object, json_schema
 from billfish.serving.api.request_bodies import Body, Options, Positive, only, too_long, wrong
 from billfish.serving.api.responses import Asked, Choice, Written, schema_errors, written
 from billfish.serving.api.service import Service
 from billfish.serving.api.tool_calls import Call, Form, Tool, ToolChoice, read_tools
-from billfish.serving.engine.grammar import json_object, json_schema
-from billfish.serving.engine.requests import MOST_ALTERNATIVES, Piece, Token
 
 
 class TextPart(Body):
