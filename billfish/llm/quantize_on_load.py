@@ -9,7 +9,7 @@ from typing import TextIO
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
@@ -50,7 +50,7 @@ class Quantizer:
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
         self._how = Quantization(format, group_size, method, rules, statistics=statistics)
-        checkpoint = load(path)
+        checkpoint = open_checkpoint(path)
         self._how.check_statistics(checkpoint)
         self._check_effect(wanted, by_gguf_names(checkpoint))
 
@@ -95,6 +95,6 @@ class Quantizer:
 
 def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:
     """A mix goes by the tensors of a whole model, which headers tell."""
-    checkpoint = by_gguf_names(load(path))
+    checkpoint = by_gguf_names(open_checkpoint(path))
     shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
     return tuple(Rule(*rule) for rule in mix.rules(CALL, shapes, shapes))

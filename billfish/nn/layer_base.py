@@ -101,6 +101,9 @@ class MarlinLinear:
         return f"{sizes}, format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}{order}"
 
 
+QuantizedLinear = MarlinLinear  # the name that MLX and others have for such a layer
+
+
 # ---- which framework -------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.gguf_names import by_model_names
 from billfish.core.arrays import ADAPTERS
 from billfish.core.errors import CheckpointError, complaint
@@ -40,7 +40,7 @@ def load_into(
     quantized matrix without the bias that the model's layer has. If not, such a layer keeps its own bias.
     An error leaves the model as it was, unless the file itself turns out to be damaged.
     """
-    weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
+    weights = by_model_names(source if isinstance(source, Checkpoint) else open_checkpoint(source))
     rename = rename or (lambda name: name)
     kit = kit_of("load_into", model)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == kit.layer_type.kind)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
 from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
@@ -168,7 +168,7 @@ class BillfishQuantizer(HfQuantizer):
         if isinstance(config, LoadConfig) and config.source is not None:
             source, places = config.source
         else:
-            source = by_model_names(load(Path(checkpoint_files[0]).parent))
+            source = by_model_names(open_checkpoint(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
         for path in places.experts:
@@ -276,7 +276,7 @@ class BillfishQuantizer(HfQuantizer):
                 up,
                 down,
                 plain_biases(module),
-                activation=activation_of(module),
+                hidden_act=activation_of(module),
                 activations=settings["activations"],
                 device=stacks["device"],
             )
@@ -400,7 +400,7 @@ def load_model(
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
     """
     path = Path(path)
-    checkpoint = load(path)
+    checkpoint = open_checkpoint(path)
     weights = by_model_names(checkpoint)
     config = gguf_config(checkpoint) if is_gguf(checkpoint) else AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:

@@ -14,6 +14,7 @@ from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
 from billfish.core.mixture import check_gate, checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.renamed import renamed
 from billfish.core.typing import Activations, AnyArray, ArrayT, Gate
 from billfish.ops.matmul import rows_input
 
@@ -61,6 +62,7 @@ def expert_linear(
     return y
 
 
+@renamed("activation", "hidden_act")
 def experts(
     x: ArrayT,
     gate_up: Stack | Sequence[Stack],
@@ -68,7 +70,7 @@ def experts(
     ids: AnyArray,
     weights: AnyArray,
     *,
-    activation: Gate = "silu",
+    hidden_act: Gate = "silu",
     gate_up_biases: AnyArray | Sequence[AnyArray | None] | None = None,
     down_biases: AnyArray | None = None,
     activations: Activations = "exact",
@@ -83,7 +85,7 @@ def experts(
     gate_up: [E, 2 I, H], all gate rows first, then all up rows; or a pair (gate [E, I, H], up [E, I, H]).
     down: [E, H, I]. Stacks may be what `prepack` made of them.
     ids: [T, k], as in :func:`expert_linear`. weights: the routing weights [T, k], finite numbers.
-    activation: "silu" for silu(gate) * up; "gelu" for gelu(gate) * up, by the tanh formula; "clamped_silu", gpt-oss's:
+    hidden_act: "silu" for silu(gate) * up; "gelu" for gelu(gate) * up, by the tanh formula; "clamped_silu", gpt-oss's:
     with g = min(gate, 7) and u = clamp(up, -7, 7), g * sigmoid(1.702 g) * (u + 1).
     gate_up_biases: [E, 2 I], or a pair beside a pair. down_biases: [E, H].
     activations, backend: as in :func:`quantized_linear`; x and h are rounded to integers.
@@ -100,7 +102,7 @@ def experts(
     routing = routing_input(call, weights, taken.shape)
     for numbers in (taken, routing):
         _check_place(call, rows, numbers)
-    check_gate(call, activation)
+    check_gate(call, hidden_act)
     given_biases = _paired(call, gate_up_biases, len(stacks), pair)
     added = [_biases(call, "gate_up_biases", b, stack, rows) for b, stack in zip(given_biases, stacks, strict=True)]
     last_added = _biases(call, "down_biases", down_biases, last, rows)
@@ -110,7 +112,7 @@ def experts(
         checked_routing(_here(routing))
     opening, closing = _packed_gate_up(stacks, chosen, rows), _packed(last, chosen, rows)
     y: ArrayT = chosen.experts(
-        ExpertBlock(rows, taken, routing, opening, closing, len(last), inner, added, last_added, activation),
+        ExpertBlock(rows, taken, routing, opening, closing, len(last), inner, added, last_added, hidden_act),
         activations,
     )
     return y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,35 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import LaterStorage, QuantizedTensor
 from billfish.core.typing import AnyArray, FormatLike, Method
 
+Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
+MatrixStack = np.ndarray[tuple[int, int, int], np.dtype[Any]]
 ASYMMETRY = 1e-3  # of the largest number of the diagonal: sums in float32 may differ by their order
 ASYMMETRY_ROWS = 256
 
 
+@overload
+def quantize(
+    w: Matrix,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedTensor: ...
+@overload
+def quantize(
+    w: MatrixStack,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedExperts: ...
+@overload
 def quantize(
     w: AnyArray,
     format: FormatLike,
@@ -30,11 +55,23 @@ def quantize(
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
     **options: str,
-) -> QuantizedTensor:
+) -> QuantizedTensor: ...
+
+
+def quantize(
+    w: Any,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> Any:
     """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
 
-    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
-    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
+    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. A type
+    checker knows that of a NumPy array whose type has three axes; of others it expects a QuantizedTensor.
 
     A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
     is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
@@ -62,7 +99,7 @@ def quantize(
         quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
         for e, own in enumerate(zip(*known, strict=True))
     ]
-    return cast("QuantizedTensor", QuantizedExperts.from_tensors(matrices))
+    return QuantizedExperts.from_tensors(matrices)
 
 
 def _of_each(known: Any, axes: int, experts: int) -> list[Any]:

@@ -140,7 +140,7 @@ def test_the_capital_of_france_from_a_folder(tmp_path, to):
     assert main(["convert", str(default_model()), str(tmp_path / "out"), "--to", to, "--requantize"]) == 0
     answer = load(tmp_path / "out").generate("What is the capital of France?", max_tokens=12)
     assert "".join(answer) == "The capital of France is Paris."
-    assert answer.finished == "end"
+    assert answer.finish_reason == "stop"
 
 
 # ---- quantized while they load --------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def alone(model: bf.llm.Model, request: Request, **more: Any) -> tuple[str, list
     answer = model.generate(request.prompt, max_tokens=request.max_tokens, **how, **more)
     text = "".join(answer)
     ids = [token for token in answer.tokens if token not in model.tokenizer.ends]
-    return text, ids, "stop" if answer.finished == "end" else "length"
+    return text, ids, answer.finish_reason or ""
 
 
 def random_sampling(rng: random.Random) -> Sampling:

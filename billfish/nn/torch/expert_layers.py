@@ -19,6 +19,7 @@ from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import get_format
 from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.renamed import renamed
 from billfish.core.torch_modes import is_watched, wants_gradient
 from billfish.core.typing import Activations, FormatLike, Gate, Method
 from billfish.nn import layer_base
@@ -107,21 +108,23 @@ class MarlinExperts(torch.nn.Module):
     Gradients go to x, to the routing weights and to the biases.
     """
 
+    @renamed("activation", "hidden_act")
     def __init__(
         self,
         gate: ExpertStack,
         up: ExpertStack,
         down: ExpertStack,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
-        check_gate(CALL, activation)
-        self.activation: Gate = activation
+        check_gate(CALL, hidden_act)
+        self.activation: Gate = hidden_act
         self.activations = check_activations(CALL, activations)
 
     @classmethod
+    @renamed("activation", "hidden_act")
     def from_quantized(
         cls,
         gate: QuantizedExperts,
@@ -129,7 +132,7 @@ class MarlinExperts(torch.nn.Module):
         down: QuantizedExperts,
         biases: Mapping[str, Tensor | None] | None = None,
         *,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> MarlinExperts:
@@ -139,7 +142,7 @@ class MarlinExperts(torch.nn.Module):
             ExpertStack.from_quantized(stack, given.get(name), device=device)
             for name, stack in zip(PROJECTIONS, (gate, up, down), strict=True)
         )
-        return cls(first, second, last, activation, activations)
+        return cls(first, second, last, hidden_act, activations)
 
     @classmethod
     def from_experts(
@@ -167,7 +170,7 @@ class MarlinExperts(torch.nn.Module):
         )
         biases = plain_biases(module)
         device = next(module.parameters()).device
-        about: dict[str, Any] = {"activation": activation_of(module), "activations": activations, "device": device}
+        about: dict[str, Any] = {"hidden_act": activation_of(module), "activations": activations, "device": device}
         return cls.from_quantized(gate, up, down, biases, **about).train(module.training)  # type: ignore[arg-type]
 
     @property
@@ -326,7 +329,7 @@ def layer_of_stacks(
         up,
         down,
         dict(zip(PROJECTIONS, biases, strict=True)),
-        activation=activation_of(module),
+        hidden_act=activation_of(module),
         activations=activations,
         device=None if device.type == "meta" else device,
     )
