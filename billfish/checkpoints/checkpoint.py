@@ -32,9 +32,15 @@ class UnknownTensor(KeyError):
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """Tensors by name, read when asked for. See :mod:`billfish.checkpoints`.
+    """A checkpoint on disk: a mapping from names to tensors, read when asked for. See :mod:`billfish.checkpoints`.
 
-    path: a file or a folder, as :func:`billfish.load` takes it.
+    path: a file or a folder, as :func:`billfish.open_checkpoint` takes it.
+
+        >>> checkpoint = bf.open_checkpoint("model.gguf")
+        >>> checkpoint.layouts, checkpoint.describe("output_norm.weight").shape
+        ({'gguf'}, (64,))
+        >>> checkpoint.read("blk.0.attn_q.weight", rows=(0, 32)).shape
+        (32, 64)
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -19,8 +19,14 @@ LONGEST_STOP = 1000  # characters
 class Alternative:
     """A token that could have been chosen, with the logarithm of its probability before any sampling setting.
 
-    id: the token. data: the bytes that it adds to the text, which may be part of a character; a control token has none.
+    id: the token. data: the bytes that it adds to the text, which may be part of a character; a control token has
+    none.
     logprob: the natural logarithm of its probability.
+
+        >>> model = bf.llm.load("model.gguf")
+        >>> answer = model.generate([5, 6], max_tokens=1, logprobs=2)
+        >>> [alternative.logprob < 0 for alternative in answer.logprobs[0].top]
+        [True, True]
     """
 
     id: int
@@ -34,6 +40,11 @@ class Token:
 
     id, data: as of :class:`Alternative`. offset: the character of the answer at which its text begins.
     logprob: None where the request asked for no probabilities. top: the most probable tokens, best first.
+
+        >>> model = bf.llm.load("model.gguf")
+        >>> answer = model.generate([5, 6], max_tokens=2, logprobs=0)
+        >>> [token.id for token in answer.logprobs] == answer.tokens
+        True
     """
 
     id: int

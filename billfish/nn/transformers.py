@@ -78,13 +78,22 @@ SETTINGS = ("format", "group_size", "method", "activations")  # of a layer
 
 @register_quantization_config(METHOD)
 class BillfishConfig(QuantizationConfigMixin):
-    """How to quantize a model while it is loaded, and, in a saved config.json, how it was.
+    """How to quantize a model while transformers loads it, and, in a saved config.json, how it was quantized.
 
-    format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
+    format, group_size, method, options: as in :func:`billfish.quantize`. activations: as in
+    :func:`billfish.quantized_linear`.
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
     modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
     output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
-    statistics: as in bf.quantize_model: from bf.calibrate, or a file. They are not saved with the model.
+    quant_method: "billfish", which transformers writes and reads.
+    statistics: as in :func:`billfish.quantize_model`: from :func:`billfish.calibrate`, or a file. They are not saved
+    with the model.
+
+    Pass it to `from_pretrained` as quantization_config.
+
+        >>> from billfish.nn.transformers import BillfishConfig
+        >>> BillfishConfig("fp4", group_size=64).to_dict()["group_size"]
+        64
     """
 
     def __init__(
@@ -392,12 +401,22 @@ def load_model(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
+    """Load a transformers model from a checkpoint of any layout, its quantized matrices in MarlinLinear bit by bit.
 
     path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2, Qwen3 or Gemma model.
+    auto_class: the class of transformers that makes the model; AutoModelForCausalLM by default.
+    activations: as in :func:`billfish.quantized_linear`, for the layers.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
+
+    Returns a transformers.PreTrainedModel. Raises CheckpointError for a checkpoint that cannot be read or does not
+    fit.
+
+        >>> from billfish.nn.transformers import load_model
+        >>> model = load_model("model.gguf")
+        >>> type(model).__name__, type(model.model.layers[0].mlp.up_proj).__name__
+        ('LlamaForCausalLM', 'MarlinLinear')
     """
     path = Path(path)
     checkpoint = open_checkpoint(path)

@@ -68,24 +68,34 @@ def quantize(
     hessian: AnyArray | None = None,
     **options: str,
 ) -> Any:
-    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+    """Quantize a weight matrix to a format.
 
-    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. A type
-    checker knows that of a NumPy array whose type has three axes; of others it expects a QuantizedTensor.
-
-    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
-    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
-
+    w: [N, K] in float32, float16 or bfloat16; NumPy, torch or MLX. A stack [E, N, K] of the matrices of E experts is
+    quantized expert by expert. A torch tensor on an NVIDIA GPU is quantized and packed there, and its storage comes to
+    the CPU when somebody asks for it.
+    format: a name such as "fp4" or "q4_k"; `billfish formats` lists all.
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
-    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
-    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
-    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
-    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
-    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
-    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
-    also [E, K, K].
+    method: "mse" searches the scale (and offset) of least squared error in each group. "rtn" rounds to nearest:
+    faster, and with the same bits on every device. "gptq" takes the scales of "mse" and rounds column after column,
+    with the error of each carried on to the next.
+    importance: [K], the weight of an error in each column: the mean square of the inputs there, at least 0. "mse"
+    minimizes the weighted error; "rtn" fits each scale once more where that lowers it. All zeros are as None. Of a
+    stack, also [E, K].
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor. For "gptq" only, where its diagonal is the
+    importance unless that is given. Of a stack, also [E, K, K].
     options: zero_point="integer" | "fractional" for u4.
+
+    Returns a QuantizedTensor, or QuantizedExperts of a stack. A type checker knows the latter of a NumPy array whose
+    type has three axes; of others it expects a QuantizedTensor.
+
+    Raises FormatError for an unknown format or option, ShapeError for a K that the format cannot store, and DataError
+    for weights that are not finite.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> bf.quantize(w, "q4_0")
+        QuantizedTensor(q4_0, [8, 64], group_size=32, 288 bytes)
+        >>> bf.quantize(np.stack([w, -w]), "fp4", group_size=32).shape
+        (2, 8, 64)
     """
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()

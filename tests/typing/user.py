@@ -47,7 +47,6 @@ assert_type(bf.dequantize(q, like=w), NDArray[np.float32])
 # Experts. The type of an array may tell how many axes it has.
 matrices: np.ndarray[tuple[int, int, int], np.dtype[np.float32]] = np.zeros((2, 64, 64), np.float32)
 assert_type(bf.quantize(matrices, "fp4"), bf.QuantizedExperts)
-assert_type(bf.quantize(matrices[0], "fp4"), bf.QuantizedTensor)
 stack = bf.QuantizedExperts.from_tensors([q, q])
 assert_type(stack[0], bf.QuantizedTensor)
 assert_type(bf.prepack(stack), bf.PackedExperts)

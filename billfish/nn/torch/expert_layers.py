@@ -102,10 +102,21 @@ class ExpertStack(QuantizedModule):
 
 
 class MarlinExperts(torch.nn.Module):
-    """The feed-forward part of a mixture of experts with quantized weights, by :func:`billfish.core.quantized_experts`.
+    """The feed-forward part of a mixture of experts with quantized weights, as :func:`billfish.experts` computes it.
 
-    forward: x [..., H], ids [T, k] and routing weights [T, k] -> [..., H], as transformers' modules take them.
+    `forward` takes x [..., H], ids [T, k] and routing weights [T, k], as transformers' modules do, and gives [..., H].
     Gradients go to x, to the routing weights and to the biases.
+
+    gate, up, down: the stacks, which :meth:`from_quantized` makes. hidden_act: as in :func:`billfish.experts`.
+    activations: as in :func:`billfish.quantized_linear`.
+
+        >>> import torch
+        >>> from billfish.nn.torch import MarlinExperts
+        >>> gate = up = down = bf.quantize(np.ones((4, 32, 32), np.float32), "q8_0")
+        >>> layer = MarlinExperts.from_quantized(gate, up, down, hidden_act="silu")
+        >>> ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+        >>> layer(torch.ones(2, 32), ids, weights).shape
+        torch.Size([2, 32])
     """
 
     @renamed("activation", "hidden_act")
@@ -136,7 +147,11 @@ class MarlinExperts(torch.nn.Module):
         activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> MarlinExperts:
-        """A module with a copy of these stacks. biases: by the names of PROJECTIONS."""
+        """Make a layer with a copy of these stacks.
+
+        gate, up: [E, I, H]. down: [E, H, I]. biases: by the names of PROJECTIONS, each [E, N] or None.
+        hidden_act, activations: as in :func:`billfish.experts`. device: of the layer; None is the CPU.
+        """
         given = biases or {}
         first, second, last = (
             ExpertStack.from_quantized(stack, given.get(name), device=device)
