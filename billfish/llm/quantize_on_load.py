@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 
@@ -66,10 +65,9 @@ class Quantizer:
                 " billfish quantize --requantize."
             )
 
-    def report(self, out: TextIO, name: Callable[[str], str]) -> None:
-        """One line for each reason why matrices had to stay. name: what the file calls a tensor."""
-        for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
-            print(f"not quantized: {line}", file=out)
+    def report(self, name: Callable[[str], str]) -> list[str]:
+        """Return one line for each reason why matrices had to stay. name: what the file calls a tensor."""
+        return by_reason([Remark(name(remark.name), remark.reason) for remark in self.left])
 
     def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""

@@ -321,7 +321,7 @@ def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings,
         ("olmoe", "experts, norms over all heads"),
     ],
 )  # fmt: skip
-def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, capsys):
+def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch, caplog):
     """Whether there is a GPU or not: these models never get as far."""
     monkeypatch.delenv("BILLFISH_DEVICE", raising=False)
     monkeypatch.setattr(devices, "_has_driver", lambda: True)
@@ -331,6 +331,6 @@ def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch,
     )
     model = load(folder_of(name), device="auto")
     assert model.decoder.device == "cpu"
-    assert capsys.readouterr().err.endswith(f"{message}. The CPU runs it.\n")
+    assert caplog.messages == [f"{message}. The CPU runs it."]
     with pytest.raises(bf.BackendUnavailable, match=re.escape(message)):
         devices.make_decoder("cuda:0", model.decoder.tensors)

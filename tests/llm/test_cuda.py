@@ -206,14 +206,14 @@ def test_weights_are_in_memory_once(pair):
     assert taken <= 1.1 * size + (96 << 20)  # allocations are rounded up to 2 MB each, and a stream takes some
 
 
-def test_a_model_that_does_not_fit_is_refused_with_numbers(tmp_path, monkeypatch, capsys):
+def test_a_model_that_does_not_fit_is_refused_with_numbers(tmp_path, monkeypatch, caplog):
     write_model(tmp_path / "model.gguf", Small(**SIZES))
     monkeypatch.setattr("billfish.llm.cuda.free_bytes", lambda ordinal: 1000)
     with pytest.raises(BackendUnavailable, match=r"device: got a model of \d+\.\d GB; takes one that fits .* GB left"):
         load(tmp_path / "model.gguf", device="cuda")
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
-    assert "The CPU runs it." in capsys.readouterr().err
+    assert "The CPU runs it." in caplog.text
 
 
 def test_auto_takes_the_gpu(tmp_path, monkeypatch):

@@ -356,7 +356,7 @@ def test_a_context_of_less_than_a_new_caches_pages(gpu, tmp_path):
     ]
 
 
-def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, capsys):
+def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, caplog):
     write_model(tmp_path / "model.gguf", SMALL)
     monkeypatch.setattr(cuda, "free_bytes", lambda ordinal: 1000)
     with pytest.raises(
@@ -366,7 +366,7 @@ def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, ca
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     monkeypatch.setattr("billfish.llm.devices._has_driver", lambda: True)
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
-    assert "The CPU runs it." in capsys.readouterr().err
+    assert "The CPU runs it." in caplog.text
 
 
 class Code(int):
