@@ -20,7 +20,8 @@ from billfish.core.errors import BackendUnavailable
 
 BACKENDS = ROOT / "billfish" / "backends"
 ENGINES = {"docs/cpu.md": "cpu", "docs/cuda.md": "cuda", "docs/metal.md": "metal", "docs/emulator.md": "emulator"}
-MINE = [*ENGINES, "docs/experts.md", "docs/scaling.md", "docs/inside-a-token.md"]
+ENGINES["docs/experts.md"] = "cuda"
+MINE = [*ENGINES, "docs/scaling.md", "docs/inside-a-token.md"]
 NOTES = sorted(f"docs/notes/{path.name}" for path in (ROOT / "docs" / "notes").glob("20*.md"))
 
 
