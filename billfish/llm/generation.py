@@ -34,7 +34,7 @@ class Generation(Iterator[str]):
     logprobs: a :class:`Token` for each token of the text with its log probability, or None if it was not asked for.
     prompt_tokens, reused_tokens: of the prompt, all of them, and those that the cache already held.
     prompt_seconds, generation_seconds: time to the first token, and of all later ones.
-    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar, call: what
+    decoder, tokenizer, prompt, max_tokens, sampling, activations, cache, stop, grammar: what
     :meth:`Model.generate` makes of its arguments.
 
         >>> answer = bf.llm.load("model.gguf").generate([5, 6], max_tokens=3)
@@ -57,9 +57,9 @@ class Generation(Iterator[str]):
         stop: Sequence[str] = (),
         logprobs: int | None = None,
         grammar: CompiledGrammar | None = None,
-        call: str = "llm.generate",
     ) -> None:
         """Arguments are those of :meth:`Model.generate`, checked and encoded."""
+        call = "llm.generate"
         decoder.check_prompt(prompt, call)
         decoder.check_tokens(call, "logit_bias", list(sampling.logit_bias))
         check_text_settings(call, stop, logprobs)

@@ -171,20 +171,10 @@ class Model:
             >>> answer.finish_reason, len(answer.tokens), len(answer.logprobs)
             ('length', 4, 4)
         """
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            min_p,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            {} if logit_bias is None else logit_bias,
-            CALL,
-        )
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
         how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
-        return self._start(CALL, prompt, max_tokens, sampling, unknown, *how).finish()
+        return self._start(prompt, max_tokens, sampling, unknown, *how).finish()
 
     def stream(
         self,
@@ -220,20 +210,10 @@ class Model:
             >>> "".join(pieces) == stream.text
             True
         """
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            min_p,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            {} if logit_bias is None else logit_bias,
-            CALL,
-        )
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, CALL)
         how = stop, logprobs, response_format, chat_template_kwargs, activations, raw, cache
-        return self._start(CALL, prompt, max_tokens, sampling, unknown, *how)
+        return self._start(prompt, max_tokens, sampling, unknown, *how)
 
     def generate_batch(
         self,
@@ -271,24 +251,13 @@ class Model:
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
             raise DataError(complaint(call, "prompts", "a text", "a list of prompts"))
-        sampling = Sampling(
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            min_p,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            {} if logit_bias is None else logit_bias,
-            call,
-        )
+        penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
+        sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, call)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
         return generate_batch(self.decoder, self.tokenizer, tokens, max_tokens, sampling, checked)
 
     def _start(
         self,
-        call: str,
         prompt: Prompt,
         max_tokens: int,
         sampling: Sampling,
@@ -302,13 +271,13 @@ class Model:
         cache: Cache | None,
     ) -> Generation:
         """Check all settings and encode the prompt. Nothing is decoded yet."""
-        checked = self.decoder.check_activations(call, activations, self.decoder.usual)
-        _check_settings(call, self.generate, max_tokens, unknown)
+        checked = self.decoder.check_activations(CALL, activations, self.decoder.usual)
+        _check_settings(CALL, self.generate, max_tokens, unknown)
         grammar = None
         if response_format is not None:
             from billfish.llm.grammar import compile_grammar, read_response_format  # few programs need it
 
-            found = read_response_format(call, response_format)
+            found = read_response_format(CALL, response_format)
             grammar = None if found is None else compile_grammar(found, self._vocabulary)
         return Generation(
             self.decoder,
@@ -321,7 +290,6 @@ class Model:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logprobs=(0 if logprobs else None) if isinstance(logprobs, bool) else logprobs,
             grammar=grammar,
-            call=call,
         )
 
     @cached_property
