@@ -24,11 +24,15 @@ Tensor = QuantizedTensor | QuantizedExperts | Array  # a matrix, a stack of matr
 
 @dataclass(frozen=True)
 class Description:
-    """What is known about a tensor before it is read.
+    """What the headers say about a tensor: `Checkpoint.describe` returns one.
 
     name: of the tensor in the checkpoint.
     layout: "gguf", "gptq", "awq", "compressed-tensors", "modelopt", "fp8", "gpt-oss", "bitsandbytes", "mlx",
-        "billfish", "plain" or "memory".
+    "billfish", "plain" or "memory".
+
+        >>> about = bf.open_checkpoint("model.gguf").describe("blk.0.attn_q.weight")
+        >>> about.format.name, about.shape, about.bits_per_weight
+        ('q8_0', (128, 64), 8.5)
     """
 
     name: str

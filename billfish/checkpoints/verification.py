@@ -27,12 +27,15 @@ VERIFY_ELEMENTS = 1 << 24  # how many weights are compared at a time
 def verify(a: Source, b: Source, *, progress: bool | OnProgress = True) -> VerificationReport:
     """Compare two checkpoints tensor by tensor, whatever their layouts: what `billfish verify` does.
 
-    a, b: paths that bf.load takes, or checkpoints that it returned. GGUF's names are translated where the other one
-    has those of transformers.
+    a, b: paths that :func:`billfish.open_checkpoint` takes, or checkpoints that it returned. GGUF's names are
+    translated where the other one has those of transformers.
     progress: True draws a bar on terminals, False nothing; or a callable (bytes done, bytes in all, name).
 
-    The report is true if every tensor is in both with the same values; `report.comparisons` has each tensor's outcome,
-    and str(report) is what the command prints.
+    Returns a VerificationReport, which is true if every tensor is in both with the same values. Raises CheckpointError
+    for what cannot be read.
+
+        >>> bool(bf.verify("model.gguf", "model.gguf", progress=False))
+        True
     """
     first, second = opened(a), opened(b)
     if is_gguf(first) != is_gguf(second):  # by the names of models

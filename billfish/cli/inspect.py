@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.mixes import FILE_TYPES, MIXES
 from billfish.checkpoints.tokenizer.tokenizer_json import chat_template
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    print_checkpoint(load(check_path("inspect", arguments.path)), arguments.json, sys.stdout)
+    print_checkpoint(open_checkpoint(check_path("inspect", arguments.path)), arguments.json, sys.stdout)
 
 
 def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:

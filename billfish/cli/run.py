@@ -49,6 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest prompt and answer together, in tokens (default: the context length of the model)",
     )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer where it would have TEXT. Repeat it for more (default: none)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else (default: off)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -199,7 +206,7 @@ def _generate(
         )
         got = f"The prompt has {len(tokens)} tokens, and the context {context}"
         raise ModelError(f"run: {got}. Shorten the prompt{longer}.")
-    return model.generate(
+    return model.stream(
         tokens,
         max_tokens=min(a.max_tokens, context - len(tokens) + 1) if a.context else a.max_tokens,
         temperature=a.temperature,
@@ -208,6 +215,7 @@ def _generate(
         min_p=a.min_p,
         repetition_penalty=a.repetition_penalty,
         seed=a.seed,
+        stop=a.stop,
         activations=a.activations,
         cache=cache,
     )
@@ -216,7 +224,7 @@ def _generate(
 def _record(text: str, answer: Generation, first_token: float, model: Model) -> dict[str, object]:
     return {
         "text": text,
-        "finish_reason": "stop" if answer.finished == "end" else "length",
+        "finish_reason": answer.finish_reason,
         "prompt_tokens": answer.prompt_tokens,
         "generated_tokens": len(answer.tokens),
         "prompt_tok_per_s": round(answer.prompt_rate, 2),
@@ -239,7 +247,7 @@ def print_rates(answer: Generation, model: Model, context: int | None, first_tok
         facts.append(f"first token after {first_token:.2f} s")
     facts.append(model.decoder.about)
     limit = context or model.config.context
-    if answer.finished != "end" and answer.prompt_tokens + len(answer.tokens) > limit:
+    if answer.finish_reason == "length" and answer.prompt_tokens + len(answer.tokens) > limit:
         facts.append(f"stopped: the context of {limit} tokens is full")
     print(Style(sys.stderr)(" · ".join(facts), "dim"), file=sys.stderr)
 

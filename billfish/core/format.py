@@ -43,7 +43,12 @@ class GroupValues(NamedTuple):
 
 
 class Format(ABC):
-    """A way to store a matrix W [N, K] in few bits. Instances are stateless; get one with :func:`get_format`."""
+    """A way to store a matrix W [N, K] in few bits. Instances are stateless; get one with :func:`get_format`.
+
+    >>> format = bf.get_format("fp4")
+    >>> format.name, format.bits_per_weight(32)
+    ('fp4', 4.5)
+    """
 
     name: str
     element: Element
@@ -321,7 +326,14 @@ MIX = re.compile(r"(q\dk)(xs|s|m|l|xl)")
 
 
 def register(cls: FormatClass) -> FormatClass:
-    """Class decorator: make a format known by its name and its aliases."""
+    """Make a format known by its name and its aliases. A class decorator.
+
+    cls: a subclass of :class:`Format`. Returns it. Raises FormatError for a name that another format has.
+
+        >>> bf.register(type(bf.get_format("q4_0")))
+        Traceback (most recent call last):
+        billfish.core.errors.FormatError: ...'q4_0'...
+    """
     taken = _names()
     for name in (cls.name, *vars(cls).get("aliases", ())):
         if _letters(name) in taken:
@@ -331,9 +343,16 @@ def register(cls: FormatClass) -> FormatClass:
 
 
 def get_format(name: str | Format, call: str = "get_format") -> Format:
-    """The format of that name, in any case and with any separators: "Q4_K", "q4-k" and "q4k" are q4_k.
+    """Return a format by its name.
 
-    A format is also known by its aliases, which `billfish formats` lists: "uint4b8" is u4b8.
+    name: in any case and with any separators: "Q4_K", "q4-k" and "q4k" are q4_k. Aliases, which `billfish formats`
+    lists, work too. A Format is returned as it is.
+    call: the name that errors begin with.
+
+    Raises FormatError for an unknown name.
+
+        >>> bf.get_format("Q4-K").name
+        'q4_k'
     """
     if isinstance(name, Format):
         return name

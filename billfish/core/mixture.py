@@ -73,7 +73,7 @@ CLAMP, STEEPNESS = 7.0, 1.702
 def check_gate(call: str, activation: str) -> str:
     """Raises unless `activation` is one of GATES."""
     if activation not in GATES:
-        raise FormatError(complaint(call, "activation", repr(activation), " or ".join(map(repr, GATES))))
+        raise FormatError(complaint(call, "hidden_act", repr(activation), " or ".join(map(repr, GATES))))
     return activation
 
 

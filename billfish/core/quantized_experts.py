@@ -20,11 +20,15 @@ CALL = "QuantizedExperts"
 
 @dataclass(frozen=True, eq=False)
 class QuantizedExperts:
-    """W [E, N, K]: the matrices of E experts in one format, one object. :func:`billfish.quantize` makes one of a stack.
+    """The quantized matrices W [E, N, K] of E experts in one format. :func:`billfish.quantize` makes one of a stack.
 
     format, group_size: as of QuantizedTensor. shape: (E, N, K).
     storage: the arrays of the format by name, each with a leading axis E; an array without axes, such as nvfp4's scale
     of the whole tensor, is [E].
+
+        >>> q = bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0")
+        >>> len(q), q[3]
+        (4, QuantizedTensor(q8_0, [8, 32], group_size=32, 272 bytes))
     """
 
     format: Format

@@ -47,15 +47,21 @@ class LaterStorage(Mapping[str, Array]):
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """W [N, K], quantized. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
+    """A quantized matrix W [N, K]. Make one with :func:`billfish.quantize` or :meth:`from_storage`.
 
     It holds the storage arrays read-only: views of a memory-mapped file as they are, and a copy of an array that
-    somebody could still write to. Planes, which take a byte for each code, are computed when asked for.
-    Weights that were quantized on a GPU are there, packed, and their storage is made when it is asked for.
+    somebody could still write to. Planes, which take a byte for each code, are computed when asked for. Weights that
+    were quantized on a GPU are there, packed, and their storage is made when it is asked for.
 
     format, shape, group_size: how to read `storage`, the arrays of the format by name; shape is (N, K).
     permutation: int32 [K] where the columns are stored in another order (act-order): stored column j is column
     permutation[j] of W. Products and `dequantize` undo it; `planes` are in stored order.
+
+        >>> q = bf.quantize(np.eye(32, dtype=np.float32), "q8_0")
+        >>> q.shape, q.group_size, q.nbytes, q.bits_per_weight
+        ((32, 32), 32, 1088, 8.5)
+        >>> q.planes["codes"].shape
+        (32, 32)
     """
 
     format: Format

@@ -18,6 +18,7 @@ from billfish.core.extras import folder_of
 from billfish.llm import chat_template_process
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the model's template reads
+RESERVED = {"messages", "tools"}  # variables of a template that have arguments of their own
 # What an interpreter may need to start, and the time zone. All else, such as tokens and keys, is none of a template's.
 ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ")
 
@@ -42,13 +43,19 @@ class ChatTemplate:
         except TemplateFailed as error:
             raise ModelError(complaint("llm.load", "tokenizer.chat_template", error, "a jinja2 template")) from None
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The text of a conversation, up to where the model's next answer begins. tools: functions that the model may
-        call, as OpenAI describes them; templates that know none ignore them."""
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
+        """Return the text of a conversation, up to where the model's next answer begins.
+
+        tools: functions that the model may call, as OpenAI describes them; templates that know none ignore them.
+        variables: others that the template reads, such as enable_thinking.
+        """
         others = [type(message).__name__ for message in messages if not isinstance(message, Mapping)]
         if others:
             raise DataError(complaint("llm.chat", "messages", f"a {others[0]}", "a mapping for each message"))
-        names = {"messages": [dict(message) for message in messages], "add_generation_prompt": True, **self._tokens}
+        given = {"messages": [dict(message) for message in messages]}
+        names = {"add_generation_prompt": True, **self._tokens, **variables, **given}
         if tools:
             names["tools"] = [dict(tool) for tool in tools]
         try:

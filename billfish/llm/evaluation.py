@@ -25,8 +25,16 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over all predicted tokens, in nats, and their standard errors. The last four compare with another model's
-    predictions."""
+    """Means over all predicted tokens, in nats, and their standard errors. :func:`evaluate` returns one.
+
+    loss: cross-entropy; its exponential is the perplexity. divergence: KL divergence from the other model's
+    predictions.
+    same_best: the share of tokens where both have the same most likely token. The last four are None without another
+    model.
+
+        >>> bf.llm.Evaluation(tokens=10, loss=2.0, loss_error=0.1).divergence is None
+        True
+    """
 
     tokens: int
     loss: float  # of the true token: -log p
@@ -74,12 +82,23 @@ def evaluate(
     window: int | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Predict each token of a text from those before it, in windows of `window` tokens (512, or the model's context)
-    that know nothing of each other.
+    """Measure how well a model predicts a text, and how far it is from another model.
 
-    activations: see :func:`billfish.quantized_linear`; None is what the model generates with.
-    against: predicts the same, as exactly as its device can: it is the truth that `model` is compared with. Where
-    several models are compared, a :class:`Truth` of the same tokens and window spares the time to predict again.
+    model: from :func:`load`. tokens: of the text, at least 2.
+    against: a model that predicts the same, as exactly as its device can; `model` is compared with it. For several
+    comparisons, a :class:`billfish.llm.evaluation.Truth` of the same tokens and window spares the time to predict
+    again.
+    activations: as in :func:`billfish.quantized_linear`; None is what the model generates with.
+    window: tokens that see each other; None is 512, or the model's context. progress: whether to draw a bar on
+    terminals.
+
+    Returns an Evaluation. Raises DataError for a window or tokens that do not fit, and for models of other
+    vocabularies.
+
+        >>> model = bf.llm.load("model.gguf")
+        >>> found = bf.llm.evaluate(model, list(range(10, 42)), against=model, window=16)
+        >>> found.tokens, found.divergence < 0.01
+        (30, True)
     """
     checked = model.decoder.check_activations(CALL, activations, model.decoder.usual)
     if window is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import Checkpoint, load
+from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.mixes import Mix, mix_named
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.checkpoints.reports import Remark, by_reason
@@ -25,7 +24,6 @@ from billfish.ops.quantization import check_method, quantize_matrix
 from billfish.statistics import Statistics
 
 CALL = "llm.load"
-LOG = logging.getLogger(__name__)
 
 
 class Quantizer:
@@ -51,7 +49,7 @@ class Quantizer:
         self.left: list[Remark] = []
         rules = _rules(mix, path) if mix else ()
         self._how = Quantization(format, group_size, method, rules, statistics=statistics)
-        checkpoint = load(path)
+        checkpoint = open_checkpoint(path)
         self._how.check_statistics(checkpoint)
         self._check_effect(wanted, by_gguf_names(checkpoint))
 
@@ -67,10 +65,9 @@ class Quantizer:
                 " billfish quantize --requantize."
             )
 
-    def report(self, name: Callable[[str], str]) -> None:
-        """Log a line for each reason why matrices had to stay. name: what the file calls a tensor."""
-        for line in by_reason([Remark(name(remark.name), remark.reason) for remark in self.left]):
-            LOG.warning("not quantized: %s", line)
+    def report(self, name: Callable[[str], str]) -> list[str]:
+        """Return one line for each reason why matrices had to stay. name: what the file calls a tensor."""
+        return by_reason([Remark(name(remark.name), remark.reason) for remark in self.left])
 
     def __call__(self, name: str, tensor: Tensor | Stack) -> Tensor | Stack:
         """A tensor of the model, by its name in GGUF."""
@@ -96,6 +93,6 @@ class Quantizer:
 
 def _rules(mix: Mix, path: Path) -> tuple[Rule, ...]:
     """A mix goes by the tensors of a whole model, which headers tell."""
-    checkpoint = by_gguf_names(load(path))
+    checkpoint = by_gguf_names(open_checkpoint(path))
     shapes = {name: checkpoint.describe(name).shape for name in checkpoint}
     return tuple(Rule(*rule) for rule in mix.rules(CALL, shapes, shapes))

@@ -27,14 +27,21 @@ if TYPE_CHECKING:
 
 
 class MarlinLinear:
-    """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N].
+    """A linear layer with quantized weights: y = x @ W.T + bias, x [..., K] -> y [..., N]. `QuantizedLinear` is the
+    same class.
 
-    ``bf.MarlinLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
-    ``bf.MarlinLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
-    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this one.
+    ``bf.QuantizedLinear(in_features, out_features, format="fp4")`` makes a layer of zeros, and
+    ``bf.QuantizedLinear.from_linear(linear, format="fp4", group_size=128)`` quantizes one. Both give the layer of a
+    framework, :class:`billfish.nn.torch.MarlinLinear` or :class:`billfish.nn.mlx.MarlinLinear`, subclasses of this
+    one.
 
     arguments, settings: sizes and options, which the layer of the framework takes.
-    framework: "torch" or "mlx", where it cannot be told.
+    framework: "torch" or "mlx", where both are imported, or both installed and none imported.
+
+        >>> import torch
+        >>> layer = bf.QuantizedLinear.from_linear(torch.nn.Linear(64, 8), format="fp4", group_size=32)
+        >>> layer(torch.ones(2, 64)).shape
+        torch.Size([2, 8])
     """
 
     kind: str  # as in billfish.core.arrays
@@ -81,7 +88,11 @@ class MarlinLinear:
 
     @classmethod
     def from_linear(cls, linear: Any, format: FormatLike = "fp4", **settings: Any) -> Any:
-        """Quantize a torch.nn.Linear or an mlx.nn.Linear; see the framework's class for the settings."""
+        """Quantize a torch.nn.Linear or an mlx.nn.Linear.
+
+        linear: the layer. format: as in :func:`billfish.quantize`. settings: those of the framework's class:
+        group_size, method, importance, hessian, activations.
+        """
         return layer_class("from_linear", linear).from_linear(linear, format, **settings)
 
     def saved_layers(self) -> dict[str, Self]:
@@ -99,6 +110,9 @@ class MarlinLinear:
         activations = "" if self.activations == "exact" else f", activations={self.activations}"
         order = ", act_order=True" if act_order else ""
         return f"{sizes}, format={self.format}, group_size={self.group_size}, bits={bits:g}{activations}{order}"
+
+
+QuantizedLinear = MarlinLinear  # the name that MLX and others have for such a layer
 
 
 # ---- which framework -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.gguf_names import by_model_names
 from billfish.core.arrays import ADAPTERS
 from billfish.core.errors import CheckpointError, complaint
@@ -29,18 +29,31 @@ def load_into(
     strict: bool = True,
     progress: bool = True,
 ) -> ModelReport:
-    """Load a checkpoint into a model, in place and without changing a bit of its quantized weights.
+    """Load a checkpoint into a torch or MLX model, in place and without changing a bit of its quantized weights.
 
     model: a torch.nn.Module or an mlx.nn.Module. Each Linear whose matrix the checkpoint has in a quantized format
-    becomes a MarlinLinear, and experts that are quantized become layers of stacks, whether the checkpoint has them as
-    stacks or one by one; everything else is loaded as numbers, quantized embeddings too.
-    source: what bf.load takes, or returned. GGUF names are translated to those of transformers and mlx-lm.
+    becomes a MarlinLinear, and quantized experts become layers of stacks, whether the checkpoint has them as stacks or
+    one by one. Everything else is loaded unquantized, embeddings too.
+    source: what :func:`billfish.open_checkpoint` takes, or returned. GGUF names are translated to those of
+    transformers and mlx-lm.
     rename: from the model's name of a parameter to the checkpoint's, such as lambda name: "model." + name.
+    activations: as in :func:`billfish.quantized_linear`, for the layers.
     strict: whether it is an error if the model has no place for a tensor of the checkpoint, or the checkpoint has a
     quantized matrix without the bias that the model's layer has. If not, such a layer keeps its own bias.
-    An error leaves the model as it was, unless the file itself turns out to be damaged.
+    progress: whether to draw a bar on terminals.
+
+    Returns a ModelReport. Raises CheckpointError for a checkpoint that does not fit; the model is then as it was,
+    unless the file itself turns out to be damaged.
+
+        >>> import torch
+        >>> arrays = {"0.weight": bf.quantize(np.ones((8, 64), np.float32), "q8_0"), "0.bias": np.zeros(8, np.float32)}
+        >>> saved = bf.save(arrays, "weights.safetensors", progress=False)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+        >>> report = bf.load_into(model, "weights.safetensors", progress=False)
+        >>> round(model(torch.ones(1, 64))[0, 0].item())
+        64
     """
-    weights = by_model_names(source if isinstance(source, Checkpoint) else load(source))
+    weights = by_model_names(source if isinstance(source, Checkpoint) else open_checkpoint(source))
     rename = rename or (lambda name: name)
     kit = kit_of("load_into", model)
     adapter = next(adapter for adapter in ADAPTERS if adapter.kind == kit.layer_type.kind)

@@ -29,11 +29,24 @@ try:
 except ImportError as error:
     raise missing("peft", "peft", error) from error
 
+__all__ = ["MarlinLoraLinear"]
+
 QUANTIZED = "_quantized"  # the quantized layer while its adapters are merged; no submodule, as it is not in use
 
 
 class MarlinLoraLinear(LoraLinear):
-    """A MarlinLinear with LoRA adapters: y = x @ W.T + bias + scaling * x @ A.T @ B.T."""
+    """A MarlinLinear with LoRA adapters: y = x @ W.T + bias + scaling * x @ A.T @ B.T. peft makes it.
+
+    base_layer: the MarlinLinear. adapter_name, config, settings: peft's.
+
+        >>> import torch
+        >>> from peft import LoraConfig, get_peft_model
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 32))
+        >>> report = bf.quantize_model(model, "q8_0", progress=False)
+        >>> tuned = get_peft_model(model, LoraConfig(target_modules=["0"], r=4))
+        >>> type(tuned.base_model.model[0]).__name__
+        'MarlinLoraLinear'
+    """
 
     def __init__(self, base_layer: Any, adapter_name: str, config: LoraConfig, **settings: Any) -> None:
         check_config(config)

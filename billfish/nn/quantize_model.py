@@ -33,7 +33,15 @@ class Replaced(NamedTuple):
 
 @dataclass
 class ModelReport:
-    """What quantize_model did; printed, it is a short table."""
+    """What :func:`quantize_model` and :func:`load_into` did. Printed, it is a short table.
+
+    replaced: the layers that were quantized, each with its path, format and bytes.
+
+        >>> import torch
+        >>> report = bf.quantize_model(torch.nn.Sequential(torch.nn.Linear(64, 8)), "q8_0", progress=False)
+        >>> [layer.path for layer in report.replaced], report.bytes_before, report.bytes_after
+        (['0'], 2048, 544)
+    """
 
     replaced: list[Replaced] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # path of a module with a matrix -> why it stayed as it was
@@ -83,25 +91,37 @@ def quantize_model(
     progress: bool = True,
     **options: str,
 ) -> ModelReport:
-    """Replace the Linear layers of a torch.nn.Module or an mlx.nn.Module by MarlinLinear, in place.
+    """Quantize the linear layers of a torch or MLX model, in place.
 
-    Stacks of experts become layers of ours too: transformers' modules with stacked parameters MarlinExperts, mlx-lm's
-    SwitchLinear MarlinSwitchLinear.
+    Each Linear becomes a MarlinLinear. Stacks of experts become layers of ours too: transformers' modules with stacked
+    parameters MarlinExperts, mlx-lm's SwitchLinear MarlinSwitchLinear.
 
+    model: a torch.nn.Module or an mlx.nn.Module.
+    format, group_size, method, options: as in :func:`billfish.quantize`. activations: as in
+    :func:`billfish.quantized_linear`, for the layers.
     predicate: (path, layer) -> False to leave a layer, True to take it with the settings given here, or a dict of
-    settings of its own, such as {"format": "q8_0"}. Without one, all are taken but output layers (`lm_head`, `output`),
-    as `billfish quantize` does. Group size and options belong to the format that they are given with: a dict that names
-    another one has its own, or the defaults.
-
-    statistics: of the inputs of the layers, from bf.calibrate or a file, by the names of their weights. Errors then
-    count where the inputs are large. calibrate: batches to compute them from, as in bf.calibrate, for torch.
-    method="gptq" needs one of the two, with X^T X.
+    settings of its own, such as {"format": "q8_0"}. Without one, all are taken but output layers (`lm_head`,
+    `output`), as `billfish quantize` does. Group size and options belong to the format that they are given with: a
+    dict that names another one has its own, or the defaults.
+    statistics: of the inputs of the layers, from :func:`billfish.calibrate` or a file, by the names of their weights.
+    They weight the quantization error.
+    calibrate: batches to compute them from, as in :func:`billfish.calibrate`, for torch. method="gptq" needs one of
+    the two, with X^T X.
+    progress: whether to draw a bar on terminals.
 
     A layer stays as it is where the format cannot store its K, where it is a subclass of Linear with a forward of its
     own, or where it shares its weight with something that stays, as output layers do with embeddings. Linear layers
-    that share a weight share the quantized one. Other modules with matrices (embeddings, convolutions, GPT-2's Conv1D)
-    stay, and so do layers that are quantized already. All of that is in the report.
-    An error leaves the model as it was.
+    that share a weight share the quantized one. Embeddings, convolutions and layers that are quantized already stay,
+    too.
+
+    Returns a ModelReport, which has all of that. Raises DTypeError for anything else than a model, and FormatError for
+    settings that do not fit; the model is then as it was.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+        >>> report = bf.quantize_model(model, "fp4", group_size=32, progress=False)
+        >>> len(report.replaced), model(torch.ones(2, 64)).shape
+        (2, torch.Size([2, 8]))
     """
     _check_arguments(predicate, options)
     kit = kit_of("quantize_model", model)

@@ -12,6 +12,7 @@ Loading goes through transformers' own loader in all cases, so that renamings, t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
+from billfish.checkpoints.layouts.native import MARKER
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
 from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
@@ -78,13 +80,22 @@ SETTINGS = ("format", "group_size", "method", "activations")  # of a layer
 
 @register_quantization_config(METHOD)
 class BillfishConfig(QuantizationConfigMixin):
-    """How to quantize a model while it is loaded, and, in a saved config.json, how it was.
+    """How to quantize a model while transformers loads it, and, in a saved config.json, how it was quantized.
 
-    format, group_size, method, activations, options: as in bf.quantize and bf.MarlinLinear.
+    format, group_size, method, options: as in :func:`billfish.quantize`. activations: as in
+    :func:`billfish.quantized_linear`.
     modules: settings for single layers by path, such as {"lm_head": {"format": "q8_0"}}.
     modules_to_not_convert: layers to leave, by path, the end of a path, or a pattern of its beginning; by default the
     output layer. Layers whose weights are tied always stay. A name that no layer has is an error.
-    statistics: as in bf.quantize_model: from bf.calibrate, or a file. They are not saved with the model.
+    quant_method: "billfish", which transformers writes and reads.
+    statistics: as in :func:`billfish.quantize_model`: from :func:`billfish.calibrate`, or a file. They are not saved
+    with the model.
+
+    Pass it to `from_pretrained` as quantization_config.
+
+        >>> from billfish.nn.transformers import BillfishConfig
+        >>> BillfishConfig("fp4", group_size=64).to_dict()["group_size"]
+        64
     """
 
     def __init__(
@@ -168,9 +179,11 @@ class BillfishQuantizer(HfQuantizer):
         if isinstance(config, LoadConfig) and config.source is not None:
             source, places = config.source
         else:
-            source = by_model_names(load(Path(checkpoint_files[0]).parent))
+            source = by_model_names(open_checkpoint(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
+        marked = {re.escape(f"{path}.{MARKER}") + "$" for path in places.names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *marked}
         for path in places.experts:
             block = make_experts(model.get_submodule(path), path, source, places, config.activations)
             model.set_submodule(path, block)
@@ -276,7 +289,7 @@ class BillfishQuantizer(HfQuantizer):
                 up,
                 down,
                 plain_biases(module),
-                activation=activation_of(module),
+                hidden_act=activation_of(module),
                 activations=settings["activations"],
                 device=stacks["device"],
             )
@@ -309,6 +322,12 @@ class BillfishQuantizer(HfQuantizer):
             elif isinstance(module, MarlinExperts):
                 model.set_submodule(path, to_plain(module, skeleton.get_submodule(path), dtype or torch.float32))
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """Add the markers of checkpoints/layouts/native.py: transformers without this plug-in refuses the file."""
+        layers = [path for path, module in model.named_modules() if isinstance(module, MarlinLinear)]
+        markers = {f"{path}.{MARKER}": torch.empty(0, dtype=torch.uint8) for path in layers}
+        return {**model.state_dict(), **markers}, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return not self.parallel
@@ -392,15 +411,25 @@ def load_model(
     mesh: DeviceMesh | None = None,
     **kwargs: Any,
 ) -> Any:
-    """A transformers model from a checkpoint of any layout that bf.load opens, its matrices in MarlinLinear bit by bit.
+    """Load a transformers model from a checkpoint of any layout, its quantized matrices in MarlinLinear bit by bit.
 
     path: a folder with its config.json, or a GGUF file (or a folder with one) of a Llama, Qwen2, Qwen3 or Gemma model.
+    auto_class: the class of transformers that makes the model; AutoModelForCausalLM by default.
+    activations: as in :func:`billfish.quantized_linear`, for the layers.
     mesh: a DeviceMesh of one axis: the layers of Llama-shaped models are cut over it (billfish.nn.parallel), and each
     process reads only its share of them.
     kwargs: for from_pretrained, such as dtype (as config.json says, or float32).
+
+    Returns a transformers.PreTrainedModel. Raises CheckpointError for a checkpoint that cannot be read or does not
+    fit.
+
+        >>> from billfish.nn.transformers import load_model
+        >>> model = load_model("model.gguf")
+        >>> type(model).__name__, type(model.model.layers[0].mlp.up_proj).__name__
+        ('LlamaForCausalLM', 'MarlinLinear')
     """
     path = Path(path)
-    checkpoint = load(path)
+    checkpoint = open_checkpoint(path)
     weights = by_model_names(checkpoint)
     config = gguf_config(checkpoint) if is_gguf(checkpoint) else AutoConfig.from_pretrained(path)
     if getattr(config, "quantization_config", None) is not None:

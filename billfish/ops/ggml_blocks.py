@@ -71,14 +71,25 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         tensor = QuantizedTensor.borrowing(name, {"blocks": rows}, call=call)
         return taken.like(dequantize(tensor).reshape(*leading, tensor.shape[1]))
 
-    quantize_blocks.__doc__ = f"""x [..., K] -> {name} blocks, uint8 [..., bytes].
+    bytes_of_block = get_format(name).storage_spec(1, 32, 32)["blocks"].nbytes
+    quantize_blocks.__doc__ = f"""Quantize to ggml's {name} blocks.
 
-    method: "rtn" gives ggml's bits, "mse" less error.
+    x: [..., K], K a multiple of 32. method: "rtn" (the default) gives ggml's bits, "mse" less error.
 
-        blocks = bf.quantize_{name}(x)
-        x = bf.dequantize_{name}(blocks)
+    Returns uint8 [..., K/32 * {bytes_of_block}], of x's library. Raises ShapeError for another K.
+
+        >>> bf.quantize_{name}(np.ones((2, 32), np.float32)).shape
+        (2, {bytes_of_block})
     """
-    dequantize_blocks.__doc__ = f"{name} blocks uint8 [..., bytes] -> float32 [..., K]."
+    dequantize_blocks.__doc__ = f"""Decode ggml's {name} blocks.
+
+    blocks: uint8 [..., K/32 * {bytes_of_block}].
+
+    Returns float32 [..., K], of the library of `blocks`.
+
+        >>> bf.dequantize_{name}(bf.quantize_{name}(np.ones((2, 32), np.float32))).shape
+        (2, 32)
+    """
     for function in (quantize_blocks, dequantize_blocks):
         function.__name__ = function.__qualname__ = function.__name__.replace("blocks", name)
     return cast(QuantizeBlocks, quantize_blocks), cast(DequantizeBlocks, dequantize_blocks)

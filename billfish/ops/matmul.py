@@ -71,17 +71,23 @@ def dequantize(q: Quantized, dtype: mx.Dtype, *, backend: str | None = None) -> 
 def dequantize(
     q: Quantized, dtype: Any = "float32", *, like: Any = None, out: Any = None, backend: str | None = None
 ) -> Any:
-    """The weights [N, K], or [E, N, K] of experts, as numbers: float32 arithmetic, rounded once to `dtype`.
+    """Decode quantized weights: float32 arithmetic, rounded once to `dtype`. Columns are in W's own order.
 
-    Columns are in W's own order.
-
-    dtype: a name, or a type of NumPy, ml_dtypes, torch or MLX. The result is an array of the library of the type; that
-    of a name is a NumPy array.
-    like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library, on its device.
-    q: what :func:`quantize` or a checkpoint gave.
-    out: an array of W's shape to write to, NumPy, or a torch tensor in CPU memory, or torch or CuPy on an NVIDIA GPU;
-    its type then counts, and it is returned.
+    q: a QuantizedTensor [N, K] or QuantizedExperts [E, N, K], from :func:`quantize` or a checkpoint.
+    dtype: "float32", "float16" or "bfloat16"; or a type of NumPy, ml_dtypes, torch or MLX, which also chooses the
+    library of the result.
+    like: "numpy", "torch" or "mlx" for a result of that library, or an array for one of its library and device.
+    out: an array of W's shape to write to: NumPy, torch in CPU memory, or torch or CuPy on an NVIDIA GPU. Its type
+    counts, and it is returned.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns an array of q's shape. Raises DTypeError for anything else than quantized weights, and for an `out` that
+    cannot be written.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> decoded = bf.dequantize(bf.quantize(w, "q8_0"))
+        >>> decoded.shape, bool(np.abs(decoded - w).max() < 0.01)
+        ((8, 64), True)
     """
     call = "dequantize"
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
@@ -157,21 +163,28 @@ def quantized_linear(
     out: ArrayT | None = None,
     backend: str | None = None,
 ) -> ArrayT:
-    """y = x @ W.T + bias: x [..., K] -> y [..., N], of x's type and kind (NumPy, torch or MLX).
+    """Multiply activations by quantized weights: y = x @ W.T + bias.
 
-    With a QuantizedTensor, `weight` is all there is to say, and so it is with what `prepack` made of one. Packed arrays
-    work too, K-major as `pack_fp4_weights`
-    makes them: weight uint32 [K/8, N], scales float16 [K/g, N], with `format` "fp4" (unless given), "u4" (with
-    `zeros`), "u4b8" or "u8b128", and their `group_size` (32 unless given). Arrays are packed at each call; to pack them
-    once, make a tensor of them: QuantizedTensor.from_storage(format, {"packed": ..., "scales": ...}, group_size).
-
-    activations: "exact" multiplies x as it is; products accumulate in float32 or better and are rounded once, after
-    the bias. For every finite x, y is as near as a float32 sum may be; docs/cpu.md has the bound. "q8" and "q16" round
-    x to integers first, per 32 values or per group of weights (billfish.core.activations), which is faster. On a GPU of
-    NVIDIA's, "fp8" and "q8" round x to E4M3 or int8, per row, if there are so many rows that this is faster;
-    docs/cuda.md has which formats.
-    out: where to write y, a NumPy array or torch tensor [..., N] in CPU memory, of x's type; it is returned.
+    x: [..., K] in float32, float16 or bfloat16; NumPy, torch, MLX or CuPy.
+    weight: a QuantizedTensor [N, K], or what :func:`prepack` made of one. Or codes, uint32 [K/8, N], as
+    :func:`pack_fp4_weights` makes them; they are packed for the kernels at each call.
+    scales, zeros, format, group_size: beside codes only. scales is float16 [K/g, N]. format is "fp4" (the default),
+    "u4" with `zeros`, "u4b8" or "u8b128". group_size is 32 by default.
+    bias: [N].
+    activations: "exact" (the default) multiplies x as it is, accumulates in float32 or better, and rounds once, after
+    the bias. "q8" and "q16" round x to integers first, per 32 values or per group, which is faster. On a Hopper GPU,
+    "fp8" and "q8" round x to E4M3 or int8 per row where there are enough rows.
+    out: an array [..., N] of x's type in CPU memory to write y to. It is returned.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns y [..., N], of x's type and library. Raises ShapeError and DTypeError for arguments that do not fit
+    together, and BackendUnavailable if no backend can run the product.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> x = np.ones((2, 64), np.float32)
+        >>> y = bf.quantized_linear(x, bf.quantize(w, "q8_0"))
+        >>> y.shape, bool(np.allclose(y, x @ w.T, atol=0.1))
+        ((2, 8), True)
     """
     call = "quantized_linear"
     rows = rows_input(call, x)
@@ -205,14 +218,19 @@ def quantized_linears(
     activations: Activations = "exact",
     backend: str | None = None,
 ) -> list[ArrayT]:
-    """Several products in one call: what `quantized_linear(x, w)` gives for each w of `weights`, bit for bit.
+    """Multiply by several quantized matrices in one call, as with query, key and value, or gate and up.
 
-    x [..., K] is multiplied with all of them, as with query, key and value, or gate and up: the CPU prepares it once,
-    and its threads share out the rows of all weights together. Or x is a list or tuple, an array for each of the
-    weights, as with the experts of a mixture.
-
-    biases: one for each of the weights, or None in its place.
+    x: [..., K], multiplied by all of the weights; or a list or tuple with an array for each of them.
+    weights: QuantizedTensors [N, K], or what :func:`prepack` made of them.
+    biases: [N] for each of the weights, or None in its place.
     activations, backend: as in :func:`quantized_linear`.
+
+    Returns a list: what `quantized_linear(x, w)` gives for each w, bit for bit. The CPU prepares x once, and its
+    threads share the rows of all weights. Raises as :func:`quantized_linear` does.
+
+        >>> q, x = bf.quantize(np.eye(32, dtype=np.float32), "q8_0"), np.ones((2, 32), np.float32)
+        >>> [y.shape for y in bf.quantized_linears(x, [q, q])]
+        [(2, 32), (2, 32)]
     """
     call = "quantized_linears"
     shared = None if isinstance(x, (list, tuple)) else rows_input(call, x)
@@ -280,10 +298,17 @@ def prepack(q: QuantizedExperts) -> PackedExperts: ...
 
 
 def prepack(q: Quantized) -> PackedWeights | PackedExperts:
-    """The weights of q as the CPU's kernels read them, for products; q itself need not be kept.
+    """Pack weights for the CPU's kernels. The packed weights alone are enough for products.
 
-    A product does this at its first call with a tensor or a stack of experts, and then holds both. This is for whoever
-    wants one of them. A matrix can also be saved: packed.save(path), PackedWeights.load(path).
+    q: a QuantizedTensor [N, K] or QuantizedExperts [E, N, K]. A product packs it at its first call and then holds
+    both; call this to keep one of them.
+
+    Returns PackedWeights or PackedExperts. Packed weights of a matrix can be saved: packed.save(path),
+    PackedWeights.load(path).
+
+        >>> packed = bf.prepack(bf.quantize(np.eye(32, dtype=np.float32), "q8_0"))
+        >>> bf.quantized_linear(np.ones((2, 32), np.float32), packed).shape
+        (2, 32)
     """
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
         takes = "a QuantizedTensor, or QuantizedExperts"
@@ -353,11 +378,18 @@ def gemm_w4a8(
 
 
 def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend: str | None = None) -> Any:
-    """y [M, N] float32 = x @ W.T with both sides already quantized.
+    """Multiply with both sides already quantized: y = x @ W.T in float32.
 
     x_q8: q8_0 or q8_1 blocks, uint8 [M, K/32 * 34 or 36], or a QuantizedTensor of one of those formats.
-    w_q4: blocks uint8 [N, ...] of `format` (q4_0 unless given), or a QuantizedTensor of any format.
+    w_q4: blocks uint8 [N, ...] of `format`, or a QuantizedTensor of any format.
+    format: of blocks; "q4_0" by default.
     backend: a name of BACKENDS; None takes the best that can.
+
+    Returns y [M, N]. Raises ShapeError for rows of another length, and FormatError for other formats.
+
+        >>> x, w = np.ones((2, 32), np.float32), np.eye(32, dtype=np.float32)
+        >>> bf.gemm_w4a8(bf.quantize_q8_0(x), bf.quantize_q4_0(w)).shape
+        (2, 32)
     """
     call = "gemm_w4a8"
     if isinstance(w_q4, QuantizedTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,35 @@ from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import LaterStorage, QuantizedTensor
 from billfish.core.typing import AnyArray, FormatLike, Method
 
+Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
+MatrixStack = np.ndarray[tuple[int, int, int], np.dtype[Any]]
 ASYMMETRY = 1e-3  # of the largest number of the diagonal: sums in float32 may differ by their order
 ASYMMETRY_ROWS = 256
 
 
+@overload
+def quantize(
+    w: Matrix,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedTensor: ...
+@overload
+def quantize(
+    w: MatrixStack,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> QuantizedExperts: ...
+@overload
 def quantize(
     w: AnyArray,
     format: FormatLike,
@@ -30,25 +55,47 @@ def quantize(
     importance: AnyArray | None = None,
     hessian: AnyArray | None = None,
     **options: str,
-) -> QuantizedTensor:
-    """Quantize weights w [N, K] (float32, float16 or bfloat16; NumPy, torch or MLX) to a format.
+) -> QuantizedTensor: ...
 
-    A stack w [E, N, K] of the matrices of E experts gives QuantizedExperts, each expert as if it were alone. Type
-    checkers do not know how many axes an array has, and take the result for a QuantizedTensor.
 
-    A torch tensor on an NVIDIA GPU is quantized and packed there: products and `dequantize` on that GPU use it as it
-    is, and storage comes to the CPU when somebody asks for it. "rtn" gives the same bits on every device.
+def quantize(
+    w: Any,
+    format: FormatLike,
+    *,
+    group_size: int | None = None,
+    method: Method = "mse",
+    importance: AnyArray | None = None,
+    hessian: AnyArray | None = None,
+    **options: str,
+) -> Any:
+    """Quantize a weight matrix to a format.
 
+    w: [N, K] in float32, float16 or bfloat16; NumPy, torch or MLX. A stack [E, N, K] of the matrices of E experts is
+    quantized expert by expert. A torch tensor on an NVIDIA GPU is quantized and packed there, and its storage comes to
+    the CPU when somebody asks for it.
+    format: a name such as "fp4" or "q4_k"; `billfish formats` lists all.
     group_size: how many consecutive weights along K share a scale; -1 for all of K, None for the format's default.
-    method: "mse" searches the scale (and offset) of least squared error in each group; "rtn" rounds to nearest, faster;
-    "gptq" takes the scales of "mse" and rounds column after column, with the error of each carried on to the next.
-    importance: [K], what an error counts in each column: the mean square of the inputs there, at least 0. "mse" then
-    searches the least weighted error; "rtn" keeps its rule, and fits each scale once more, by importance, where that
-    is better. No group gets worse by it in the weighted error. All zeros are as None. Of a stack, also [E, K].
-    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor; for "gptq" only, where its diagonal is the
-    importance unless that is given. No row gets worse by it in the error of the product. Of a stack,
-    also [E, K, K].
+    method: "mse" searches the scale (and offset) of least squared error in each group. "rtn" rounds to nearest:
+    faster, and with the same bits on every device. "gptq" takes the scales of "mse" and rounds column after column,
+    with the error of each carried on to the next.
+    importance: [K], the weight of an error in each column: the mean square of the inputs there, at least 0. "mse"
+    minimizes the weighted error; "rtn" fits each scale once more where that lowers it. All zeros are as None. Of a
+    stack, also [E, K].
+    hessian: [K, K], X^T X of the inputs X [tokens, K], times any factor. For "gptq" only, where its diagonal is the
+    importance unless that is given. Of a stack, also [E, K, K].
     options: zero_point="integer" | "fractional" for u4.
+
+    Returns a QuantizedTensor, or QuantizedExperts of a stack. A type checker knows the latter of a NumPy array whose
+    type has three axes; of others it expects a QuantizedTensor.
+
+    Raises FormatError for an unknown format or option, ShapeError for a K that the format cannot store, and DataError
+    for weights that are not finite.
+
+        >>> w = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
+        >>> bf.quantize(w, "q4_0")
+        QuantizedTensor(q4_0, [8, 64], group_size=32, 288 bytes)
+        >>> bf.quantize(np.stack([w, -w]), "fp4", group_size=32).shape
+        (2, 8, 64)
     """
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
@@ -62,7 +109,7 @@ def quantize(
         quantize_matrix("quantize", f"w[{e}]", weights[e], format, group_size, method, options, *own)
         for e, own in enumerate(zip(*known, strict=True))
     ]
-    return cast("QuantizedTensor", QuantizedExperts.from_tensors(matrices))
+    return QuantizedExperts.from_tensors(matrices)
 
 
 def _of_each(known: Any, axes: int, experts: int) -> list[Any]:

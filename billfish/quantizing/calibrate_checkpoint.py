@@ -205,16 +205,23 @@ def calibrate_checkpoint(
     overwrite: bool = False,
     progress: bool = True,
 ) -> Statistics:
-    """Run a text through a language model, and write statistics of the inputs of its matrices: what `billfish
-    calibrate` does. It runs on the CPU, in float32.
+    """Run a text through a language model and write statistics of its activations: what `billfish calibrate` does.
 
-    src: a model that bf.llm.load takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's imatrix.
+    It runs on the CPU, in float32. If the process is killed, the same call continues where it was, to the same bits.
+
+    src: a model that :func:`billfish.llm.load` takes. dst: a file to create: .safetensors, or .gguf for llama.cpp's
+    imatrix.
     text: a file in UTF-8; None is a text that the package carries.
-    hessian: whether to keep X^T X [K, K] of each input, too; see docs/calibration.md for what it takes.
+    hessian: whether to keep X^T X [K, K] of each input, too.
     tokens: at most so many, from the text's beginning. window: tokens that see each other (512, or the context).
     overwrite: whether a `dst` that exists is replaced. progress: whether to draw a bar on terminals.
 
-    Killed at any moment, the same call goes on where it was, to the same bits.
+    Returns the Statistics. Raises ModelError for a model that cannot be run, and DataError for a text without enough
+    tokens.
+
+        >>> known = bf.calibrate_checkpoint("model.gguf", "known.safetensors", tokens=64, window=32, progress=False)
+        >>> known["blk.0.attn_q.weight"].squares.shape
+        (64,)
     """
     out = path_of(CALL, dst)
     check_suffix(out, hessian, WRITABLE)

@@ -51,23 +51,33 @@ def quantize_checkpoint(
 ) -> ConversionReport:
     """Quantize the weights of a checkpoint, file to file: what `billfish quantize` does.
 
-    Embeddings, the last layer, norms, routers and whatever is quantized already stay as they are; `report.left` says
-    which and why. Experts are quantized, in stacks or one by one. If nothing would be quantized, that is an error.
+    Embeddings, the LM head, norms, routers and whatever is quantized already stay as they are; `report.left` says
+    which and why. Experts are quantized, in stacks or one by one.
 
-    format: of the weights, such as "fp4" or "fp4:64"; `group_size`, too, says how large groups are (-1: a whole row;
-    None: the format's own). Or a mix such as "Q4_K_M", which chooses a format for each tensor, embeddings and the last
-    layer too, as llama.cpp does.
-    method: "mse", "rtn" or "gptq", as in bf.quantize.
+    src, dst, raw_names, overwrite, progress: as in :func:`billfish.convert`. to: likewise; by default GGUF for a file
+    that ends in .gguf, else our own layout.
+    format: of the weights, such as "fp4" or "fp4:64". Or a mix such as "Q4_K_M", which chooses a format for each
+    tensor, embeddings and the LM head too, as llama.cpp does.
+    group_size: weights that share a scale; -1 is a whole row, None the format's default.
+    method: "mse", "rtn" or "gptq", as in :func:`billfish.quantize`.
     keep: {regular expression: format} for other tensors or another format: "q8_0", "u4b8:128" with a group size, or
     "keep", which leaves them as they are. The first that finds a tensor's name counts.
     only: regular expressions; tensors that none of them finds, nor `keep`, stay as they are.
     requantize: whether weights that are quantized already are quantized again, too.
-    statistics: of the inputs that weights are multiplied with, or a file of them: errors then count where the inputs
-    are large. Those of another model are an error.
+    statistics: of the inputs of the weights, or a file of them. They weight the quantization error. Those of another
+    model are an error.
     calibrate: a text to run through the model for such statistics, or True for one that the package carries; see
-    bf.calibrate_checkpoint. "gptq" needs X^T X: of statistics that have it, or it is calibrated with that text.
-    src, dst, raw_names, overwrite, progress: as in bf.convert. to: likewise; by default GGUF for a file that ends in
-    .gguf, else our own layout.
+    :func:`billfish.calibrate_checkpoint`. "gptq" needs X^T X: of statistics that have it, or it is calibrated with
+    that text.
+
+    Returns a ConversionReport. Raises CheckpointError for what cannot be read or written, and DataError if nothing
+    would be quantized.
+
+        >>> arrays = {"layers.0.up_proj.weight": np.ones((32, 64), np.float32)}
+        >>> report = bf.save(arrays, "unquantized.safetensors", progress=False)
+        >>> report = bf.quantize_checkpoint("unquantized.safetensors", "quantized.safetensors", "q4_0", progress=False)
+        >>> bf.open_checkpoint("quantized.safetensors")["layers.0.up_proj.weight"]
+        QuantizedTensor(q4_0, [32, 64], group_size=32, 1152 bytes)
     """
     if statistics is not None and calibrate:
         raise DataError(complaint(CALL, "calibrate", "it and statistics", "one of them"))

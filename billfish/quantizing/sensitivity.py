@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.checkpoints.checkpoint import load as load_checkpoint
+from billfish.checkpoints.checkpoint import open_checkpoint
 from billfish.checkpoints.write.resumable_writer import identity
 from billfish.checkpoints.write.selection import Quantization
 from billfish.core.errors import DataError, complaint
@@ -111,7 +111,7 @@ class Damage:
         """
         checkpoint = self._source.tensors
         how = Quantization(self.candidates[0].format, None, "mse", statistics=self._statistics)
-        how.check_statistics(load_checkpoint(self._path))
+        how.check_statistics(open_checkpoint(self._path))
         found: dict[str, Matrix] = {}
         by_origin: dict[str, list[str]] = {}
         for name in checkpoint:

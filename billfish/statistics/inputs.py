@@ -30,6 +30,10 @@ class InputStatistics:
     squares: of x^2, float64 [K] or [E, K].
     counts: how many x there were, int64 [] or [E].
     outer: of x x^T, float32 [K, K] or [E, K, K]; None where it was not asked for.
+
+        >>> from billfish.statistics import InputStatistics
+        >>> InputStatistics(np.ones(32), np.array(10)).squares.shape
+        (32,)
     """
 
     squares: NDArray[np.float64]

@@ -25,15 +25,21 @@ UP_STACK, GATE_STACK = "ffn_up_exps", "ffn_gate_exps"
 
 
 class Statistics(Mapping[str, InputStatistics]):
-    """Statistics of the inputs of a model's matrices, by their names: those of GGUF, of a folder, or of a module.
+    """Statistics of the inputs of a model's matrices, by name. :func:`billfish.calibrate` makes them.
 
-    Matrices that multiply the same inputs, as q, k and v do, share one InputStatistics.
+    Names are those of GGUF, of a folder, or of a module. Matrices that multiply the same inputs, as q, k and v do,
+    share one InputStatistics.
 
+    inputs: by the names of the matrices.
     architecture: of the model, GGUF's or the configuration's name of its kind; "" where nobody knows it.
     shapes: [N, K] of each matrix; None where nobody knows them. llama.cpp's files know neither.
-    window: tokens that saw each other.
-    texts: names of the texts.
+    window: tokens that saw each other. texts: names of the texts.
     run: a digest of all that the statistics were computed from.
+
+        >>> from billfish.statistics import InputStatistics, Statistics
+        >>> known = InputStatistics(np.ones(32), np.array(10))
+        >>> Statistics({"layer.weight": known})["layer.weight"].counts
+        array(10)
     """
 
     def __init__(

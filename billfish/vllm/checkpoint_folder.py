@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.errors import CheckpointError, complaint
 
@@ -32,7 +32,7 @@ def open_folder(path: str) -> Checkpoint:
     if not Path(path).is_dir():
         takes = "a model's folder on this machine; `hf download` makes one of a name on the hub"
         raise CheckpointError(complaint(CALL, "model", path, takes))
-    return by_stacks(load(os.fspath(path)))
+    return by_stacks(open_checkpoint(os.fspath(path)))
 
 
 def matrices_of(checkpoint: Checkpoint) -> dict[str, Matrix]:

@@ -51,7 +51,7 @@ class BillfishExpertsMethod(FusedMoEMethodBase):
             for stack, (rows, columns) in zip(self.stacks, spans, strict=True)
         )
         block = MarlinExperts.from_quantized(
-            gate, up, down, activation=self.activation, activations=self.activations, device=self.device
+            gate, up, down, hidden_act=self.activation, activations=self.activations, device=self.device
         )
         layer.add_module("billfish", block)
 

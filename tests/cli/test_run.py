@@ -67,11 +67,11 @@ def test_the_newline_of_echo_is_no_part_of_the_prompt(path, capsys, monkeypatch)
     assert counts == [counts[0], counts[0], counts[0] + 1]
 
 
-@pytest.mark.parametrize(("finished", "reason"), [("end", "stop"), ("length", "length"), ("context", "length")])
-def test_why_an_answer_ended(path, finished, reason):
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_why_an_answer_ended(path, reason):
     model = load(path)
     answer = model.generate("ab", max_tokens=1)
-    answer.finished = finished
+    answer.finish_reason = reason
     assert run._record("", answer, 0.0, model)["finish_reason"] == reason
 
 
@@ -282,6 +282,17 @@ def test_the_context_bounds_prompt_and_answer(path, capsys):
         assert main([*words, "-c", context]) == 2
         error = capsys.readouterr().err
         assert [fact for fact in facts if fact not in error] == []
+
+
+def test_a_stop_text_ends_the_answer_before_it(path, capsys):
+    words = ["run", str(path), "-p", "ab", "-n", "12", "--json"]
+    assert main(words) == 0
+    whole = json.loads(capsys.readouterr().out)["text"]
+    stop = next(character for character in whole[1:] if character != whole[0])
+    assert main([*words, "--stop", "never in it", "--stop", stop]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == whole[: whole.index(stop)]
+    assert found["finish_reason"] == "stop"
 
 
 def test_no_answer_has_no_rate(path, capsys):

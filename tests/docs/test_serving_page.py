@@ -10,10 +10,11 @@ from pages import ROOT, page
 
 pytest.importorskip("starlette", reason="needs billfish[serve]")
 
+from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
 from billfish.serving.api.chat import ChatBody
 from billfish.serving.api.completions import CompletionBody
 from billfish.serving.api.embeddings import MOST_TEXTS, EmbeddingBody
-from billfish.serving.engine.requests import LONGEST_STOP, MOST_STOPS, EngineCounts
+from billfish.serving.engine.requests import EngineCounts
 from billfish.serving.http import app, metrics
 
 TEXT = page("docs/serving.md")

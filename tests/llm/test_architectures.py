@@ -331,6 +331,6 @@ def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch,
     )
     model = load(folder_of(name), device="auto")
     assert model.decoder.device == "cpu"
-    assert caplog.messages[-1] == f"{message}. The CPU runs it."
+    assert caplog.messages == [f"{message}. The CPU runs it."]
     with pytest.raises(bf.BackendUnavailable, match=re.escape(message)):
         devices.make_decoder("cuda:0", model.decoder.tensors)

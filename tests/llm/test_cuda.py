@@ -134,14 +134,14 @@ def test_two_texts_that_take_turns_get_what_they_get_alone(pair):
     """A step that was begun ahead for one text is not taken for the other."""
     _, gpu = pair("llama", "Q4_0")
     alone = [list(gpu.generate(TOKENS[:n], max_tokens=20)) for n in (10, 11)]
-    turns = [gpu.generate(TOKENS[:n], max_tokens=20) for n in (10, 11)]
+    turns = [gpu.stream(TOKENS[:n], max_tokens=20) for n in (10, 11)]
     pieces: list[list[str]] = [[], []]
     for a, b in itertools.zip_longest(*turns):
         pieces[0] += [a] if a else []
         pieces[1] += [b] if b else []
     assert pieces == alone
     shared = gpu.cache()
-    turns = [gpu.generate(TOKENS[:n], max_tokens=20, cache=shared) for n in (10, 11)]
+    turns = [gpu.stream(TOKENS[:n], max_tokens=20, cache=shared) for n in (10, 11)]
     texts = [list(turns[0]), list(turns[1])]
     assert texts == alone
 

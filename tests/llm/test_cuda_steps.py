@@ -220,7 +220,7 @@ def test_an_answer_counts_up_through_pages_and_graphs(gpu, model):
 
 
 def test_answers_in_turns_take_no_step_of_each_other(model):
-    answers = [model.generate([first], max_tokens=30) for first in (5, 100, 200)]
+    answers = [model.stream([first], max_tokens=30) for first in (5, 100, 200)]
     for _ in range(29):
         for answer in answers:
             next(answer, None)
@@ -230,7 +230,7 @@ def test_answers_in_turns_take_no_step_of_each_other(model):
 
 def test_answers_that_share_a_cache_in_turns(model):
     cache = model.cache()
-    answers = [model.generate(counting(first, 3), max_tokens=12, cache=cache) for first in (5, 100)]
+    answers = [model.stream(counting(first, 3), max_tokens=12, cache=cache) for first in (5, 100)]
     for _ in range(12):
         for answer in answers:
             next(answer, None)
@@ -291,7 +291,7 @@ def test_an_engine_on_a_gpu(gpu, model):
 @pytest.mark.parametrize("kernel", ["embed.cu", "attend.cu", "choose.cu"])
 def test_an_interrupted_step_is_taken_for_no_answer(gpu, model, kernel):
     """A step of one text is under way; a batch is interrupted; then the first text goes on, and the batch as well."""
-    first = model.generate([5], max_tokens=20)
+    first = model.stream([5], max_tokens=20)
     for _ in range(6):
         next(first)
     caches, samplers = [model.cache() for _ in range(3)], [Sampling().sampler() for _ in range(3)]
@@ -322,7 +322,7 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     pool = model.decoder._pool
     grow = type(pool)._grow
     monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
-    abandoned = [model.generate(counting(3, 100), max_tokens=50) for _ in range(5)]
+    abandoned = [model.stream(counting(3, 100), max_tokens=50) for _ in range(5)]
     for answer in abandoned:
         next(answer)
     del answer

@@ -100,7 +100,7 @@ def test_an_interrupted_answer_leaves_a_prefix_of_its_text(model):
     text = TOKENS + expected.tokens
     for at in range(1, 3000, 41):
         cache = model.cache()
-        answer = model.generate(TOKENS, max_tokens=4, activations="exact", cache=cache)
+        answer = model.stream(TOKENS, max_tokens=4, activations="exact", cache=cache)
         if not interrupted(lambda answer=answer: list(answer), at):
             break
         assert cache.tokens == text[: len(cache.tokens)]
@@ -158,7 +158,7 @@ def alone(model, prompt: list[int]) -> list[int]:
 def test_two_answers_in_turns_on_one_cache_are_what_they_are_alone(model):
     cache, prompts = model.cache(), (TOKENS[:20], TOKENS[:9] + TOKENS[30:])
     settings = {"max_tokens": 12, "activations": "exact", "cache": cache}
-    answers = [model.generate(prompt, **settings) for prompt in prompts]
+    answers = [model.stream(prompt, **settings) for prompt in prompts]
     going = list(answers)
     while going:
         going = [answer for answer in going if next(answer, None) is not None]
@@ -167,7 +167,7 @@ def test_two_answers_in_turns_on_one_cache_are_what_they_are_alone(model):
 
 def test_an_answer_left_half_way_makes_room_for_the_next(model):
     cache = model.cache()
-    first = model.generate(TOKENS[:20], max_tokens=12, activations="exact", cache=cache)
+    first = model.stream(TOKENS[:20], max_tokens=12, activations="exact", cache=cache)
     next(first)
     second = model.generate(TOKENS, max_tokens=12, activations="exact", cache=cache)
     list(second)
@@ -181,7 +181,7 @@ def test_answers_of_several_threads_on_one_cache_are_what_they_are_alone(model):
     cache, prompts = model.cache(), [TOKENS[i : i + 12] for i in range(6)]
 
     def answer(prompt: list[int]) -> list[int]:
-        going = model.generate(prompt, max_tokens=12, activations="exact", cache=cache)
+        going = model.stream(prompt, max_tokens=12, activations="exact", cache=cache)
         list(going)
         return going.tokens
 

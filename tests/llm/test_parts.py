@@ -197,7 +197,7 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
     ],
 )
 def test_settings_out_of_range(model, bad):
-    with pytest.raises(bf.DataError, match=rf"\[llm.generate\] {next(iter(bad))}: got"):
+    with pytest.raises(bf.DataError, match=rf"llm.generate.*{next(iter(bad))}"):
         model.generate("a", **bad)
 
 
@@ -210,7 +210,7 @@ def test_settings_reach_answers_of_one_and_of_many(model):
     assert text != "".join(model.generate(tokens, max_tokens=12, activations="exact"))
     assert model.generate_batch([tokens, [9]], **how)[0] == text
     for generate in (model.generate, lambda prompt, **more: model.generate_batch([prompt], **more)):
-        with pytest.raises(bf.ModelError, match="logit_bias: got token 999999; takes tokens from 0 to"):
+        with pytest.raises(bf.ModelError, match=r"logit_bias.*999999"):
             generate(tokens, logit_bias={999999: 1.0})
 
 
@@ -226,30 +226,29 @@ def test_prompts_as_text_messages_and_tokens(model):
         "".join(model.generate(prompt, max_tokens=5)) for prompt in ("ab", [{"role": "user", "content": "ab"}], tokens)
     ]
     assert answers[0] == answers[1] == answers[2]
-    with pytest.raises(bf.DataError, match="takes a text, messages or token ids"):
+    with pytest.raises(bf.DataError, match="text, messages or token ids"):
         model.encode([1, "a"])
 
 
 def test_answers_end_with_length_context_or_the_models_own(model):
     assert list(model.generate("a", max_tokens=0)) == []
     short = model.generate([5, 6], max_tokens=3)
-    list(short)
-    assert (short.finished, len(short.tokens)) == ("length", 3)
+    assert (short.finish_reason, short.finished, len(short.tokens)) == ("length", "length", 3)
     full = model.generate([5] * 120, max_tokens=500, temperature=3.0, top_k=50)
-    list(full)
-    assert full.finished in ("context", "end")
-    if full.finished == "context":
+    assert (full.finish_reason, full.finished) in (("length", "context"), ("stop", "end"))
+    assert full.context_full == (full.finish_reason == "length")
+    if full.context_full:
         assert 120 + len(full.tokens) == model.config.context + 1
 
 
 def test_too_long_a_prompt_and_other_bad_ones(model):
-    with pytest.raises(bf.ModelError, match="prompt: got 129 tokens; takes at most 128, the model's context"):
+    with pytest.raises(bf.ModelError, match=r"prompt.*129 tokens.*128"):
         model.generate([5] * 129)
     with pytest.raises(bf.ModelError, match="no tokens"):
         model.generate([])
-    with pytest.raises(bf.ModelError, match="token 999; takes tokens from 0 to 260"):
+    with pytest.raises(bf.ModelError, match=r"token 999.*260"):
         model.logits([1, 999])
-    with pytest.raises(bf.FormatError, match="activations: got 'q4'"):
+    with pytest.raises(bf.FormatError, match=r"activations.*'q4'"):
         model.generate("a", activations="q4")
     with pytest.raises(bf.DataError, match="max_tokens"):
         model.generate("a", max_tokens=-1)
@@ -376,7 +375,7 @@ WRONG = {
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 def test_settings_of_the_wrong_type_are_named_with_the_call(model, call, name, value):
     prompt = "ab" if call == "generate" else ["ab"]
-    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got .*; takes") as caught:
+    with pytest.raises(bf.DataError, match=rf"llm\.{call}.*{name}") as caught:
         getattr(model, call)(prompt, **{name: value})
     assert repr(value) in str(caught.value)
 
@@ -386,21 +385,21 @@ def test_settings_may_be_numbers_of_numpy(model):
     assert "".join(model.generate("ab", **how)) == model.generate_batch(["ab"], **how)[0]
 
 
-@pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "'max_tokens'"), ("topk", "'top_k'"), ("xyz", "seed")])
+@pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "max_tokens=N"), ("topk", "'top_k'"), ("xyz", "seed")])
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 def test_a_setting_that_is_none_gets_a_hint(model, call, name, hint):
-    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}: got 5; .*{hint}"):
+    with pytest.raises(bf.DataError, match=rf"llm\.{call}.*{name!r}.*{hint}"):
         getattr(model, call)("ab" if call == "generate" else ["ab"], **{name: 5})
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [None], [1.5]])
 def test_a_prompt_that_is_none(model, prompt):
-    with pytest.raises(bf.DataError, match=r"prompt: got .*; takes a text, messages or token ids"):
+    with pytest.raises(bf.DataError, match=r"prompt.*a text, messages or token ids"):
         model.generate(prompt)
 
 
 def test_several_prompts_are_a_list(model):
-    with pytest.raises(bf.DataError, match=r"\[llm\.generate_batch\] prompts: got a text; takes a list"):
+    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*a list"):
         model.generate_batch("ab")
 
 

@@ -46,7 +46,7 @@ def layer(biases: bool = True, format: str = "q4_0", activation: Any = "silu") -
     shapes = {"gate_proj": (5, 96, 64), "up_proj": (5, 96, 64), "down_proj": (5, 64, 96)}
     stacks = [bf.quantize(gaussian(shape, i), format) for i, shape in enumerate(shapes.values())]
     given = {name: torch.from_numpy(gaussian(shape[:2], 7)) for name, shape in shapes.items()} if biases else {}
-    return MarlinExperts.from_quantized(*stacks, given, activation=activation)
+    return MarlinExperts.from_quantized(*stacks, given, hidden_act=activation)
 
 
 def routing(tokens: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -372,8 +372,11 @@ def test_bad_routing_is_named(backend, rng):
         call(ids.astype(np.float32))
     with pytest.raises(bf.DTypeError, match="weights: got dtype int32"):
         call(weights=ids)
-    with pytest.raises(bf.FormatError, match="activation: got 'relu'; takes 'silu' or"):
-        call(activation="relu")
+    with pytest.raises(bf.FormatError, match=r"hidden_act.*'relu'.*'silu' or"):
+        call(hidden_act="relu")
+    with pytest.raises(TypeError, match=r"activation.*hidden_act"):
+        call(hidden_act="silu", activation="silu")
+    assert np.array_equal(call(activation="gelu"), call(hidden_act="gelu")), "the older name"
 
 
 def test_wrong_shapes_are_named(rng):

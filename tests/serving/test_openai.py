@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import numpy as np
+import openai
 import pytest
 from llm_models import Small, write_model
 from serving_http import TOOLS_TEMPLATE, Running, serving
@@ -200,6 +201,18 @@ def test_json_and_json_of_a_schema(client):
         model="small", messages=ASKED, temperature=0, max_tokens=5, response_format={"type": "text"}
     )
     assert plain.choices[0].finish_reason == "length"
+
+
+def test_variables_of_the_chat_template(client):
+    def prompt_tokens(**variables):
+        body = {"chat_template_kwargs": variables}
+        found = client.chat.completions.create(model="small", messages=ASKED, max_tokens=1, extra_body=body)
+        return found.usage.prompt_tokens
+
+    assert prompt_tokens(unknown=[1]) == prompt_tokens()
+    assert prompt_tokens(add_generation_prompt=False) < prompt_tokens()
+    with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs.*messages"):
+        prompt_tokens(messages=[])
 
 
 def test_a_function_that_must_be_called_is(server, client):

@@ -58,10 +58,15 @@ def choose_level() -> str:
 
 
 def set_threads(count: int) -> None:
-    """Sets how many threads compute. `count` 0 is the default: OMP_NUM_THREADS, or the cores that this process may use.
+    """Set the number of CPU threads.
 
-    The default follows from affinity and CPU quota. These are looked at when billfish is imported, in the child after a
-    fork, and by ``set_threads(0)``.
+    count: 0 is the default: OMP_NUM_THREADS, or the cores that this process may use by affinity and CPU quota. These
+    are looked at when billfish is imported, in the child after a fork, and by ``set_threads(0)``.
+
+    Raises DataError for a negative count or one above 1024.
+
+        >>> bf.set_threads(2)
+        >>> bf.set_threads(0)
     """
     _cpu.set_threads(check_threads("set_threads", "count", count, least=0))
 

@@ -34,12 +34,16 @@ from billfish.core.storage import Array
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """W [E, N, K] in one stream, each expert padded to whole tiles: what :func:`billfish.prepack` makes of a stack.
+    """Experts W [E, N, K] packed for the CPU's kernels. :func:`billfish.prepack` makes one of a stack.
 
-    kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts.
-    level, axes: as of PackedWeights, and the same for all experts; None for plain weights.
+    kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts, each
+    padded to whole tiles.
+    level, axes: as of PackedWeights, and the same for all experts; None for unquantized weights.
     factors: float32 [E], where experts have factors of their own in the place of that of `axes`.
-    group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Plain weights have neither.
+    group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Unquantized weights have neither.
+
+        >>> bf.prepack(bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0")).shape
+        (4, 8, 32)
     """
 
     kind: str

@@ -79,13 +79,19 @@ class Axes:
 
 @dataclass(frozen=True, eq=False)
 class PackedWeights:
-    """W [N, K] in one sequential stream: `data` is all there is, the rest says how to read it.
+    """A matrix W [N, K] packed for the CPU's kernels. :func:`billfish.prepack` makes one.
 
-    :func:`billfish.prepack` makes one and :func:`billfish.quantized_linear` takes one; nothing else has to be kept.
+    :func:`billfish.quantized_linear` takes it, and nothing else has to be kept. `data` is one sequential stream; the
+    other fields say how to read it.
 
     format, shape, group_size, permutation: as of QuantizedTensor.
     level, axes: the instruction set that `data` was packed for, and the kind of weights in it.
-    rest: what `unpack` needs beside `data` (unpack.py); None of weights that were loaded or packed without it.
+    rest: what `unpack` needs beside `data`; None of weights that were loaded or packed without it.
+
+        >>> packed = bf.prepack(bf.quantize(np.eye(32, dtype=np.float32), "q8_0"))
+        >>> packed.save("weights.packed")
+        >>> bf.PackedWeights.load("weights.packed").shape
+        (32, 32)
     """
 
     format: Format
@@ -199,7 +205,7 @@ def check_stream(
 # ---- weights that are not quantized ----------------------------------------------------------------------------------
 
 
-# Types of plain weights, numbered behind CODES in the enum Codes of layout/problem.h.
+# Types of unquantized weights, numbered behind CODES in the enum Codes of layout/problem.h.
 PLAIN_TYPES = ("float32", "float16", "bfloat16")
 NO_SCALES = len(SCALES)  # the last of the enum Scales
 GROUP = 32  # any size does, as there are no scales

@@ -31,9 +31,17 @@ def is_switch(module: object) -> bool:
 
 
 class MarlinSwitchLinear(MarlinLinear):
-    """y = x @ W[e].T + bias[e] for the experts e that `indices` name, with W [E, out_features, in_features] quantized.
+    """mlx-lm's SwitchLinear with quantized weights W [E, N, K]: y = x @ W[e].T + bias[e] for the experts e of
+    `indices`.
 
-    Parameters are as of MarlinLinear, each with a leading axis E.
+    Parameters are as of MarlinLinear, each with a leading axis E. :meth:`from_switch` and :meth:`from_stack` make
+    one.
+
+        >>> import mlx.core as mx
+        >>> from billfish.nn.mlx import MarlinSwitchLinear
+        >>> layer = MarlinSwitchLinear.from_stack(bf.quantize(np.ones((4, 8, 32), np.float32), "q8_0"))
+        >>> layer(mx.ones((2, 1, 1, 32)), mx.array([[0, 3], [1, 2]])).shape
+        (2, 2, 1, 8)
     """
 
     @classmethod

@@ -83,13 +83,24 @@ def _product(tensor: Any, activations: Activations) -> Any:
 
 @layer_base.register_layer
 class MarlinLinear(layer_base.MarlinLinear, Module):
-    """y = x @ W.T + bias with W [out_features, in_features] in one of billfish's formats.
+    """An MLX layer with quantized weights: y = x @ W.T + bias with W [out_features, in_features].
 
-    The layer holds the weights once: on the CPU in the form that products read. Its parameters are made when asked for:
-    the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit, `permutation`
-    int32 [K] where columns are stored in another order (act-order), and `about`, which says the format. A write to one
-    of them does not change the layer; `update`, `load_weights` and `set_storage` do. `bias` is an ordinary parameter.
-    All start frozen.
+    The layer holds the weights once: on the CPU in the form that products read. Its parameters are made when asked
+    for: the format's storage arrays under their own names (`packed`, `scales`, `blocks`, ...), bit for bit,
+    `permutation` int32 [K] where columns are stored in another order (act-order), and `about`, which says the format.
+    A write to one of them does not change the layer; `update`, `load_weights` and `set_storage` do. `bias` is an
+    ordinary parameter. All start frozen.
+
+    in_features, out_features, bias: as of mlx.nn.Linear. dtype: of the bias.
+    format, group_size, options: as in :func:`billfish.quantize`. activations: as in :func:`billfish.quantized_linear`.
+    act_order: whether to make room for a permutation. framework: "mlx".
+
+        >>> import mlx.core as mx
+        >>> import mlx.nn
+        >>> from billfish.nn.mlx import MarlinLinear
+        >>> layer = MarlinLinear.from_linear(mlx.nn.Linear(64, 8), "q8_0")
+        >>> layer(mx.ones((2, 64))).shape
+        (2, 8)
     """
 
     kind = "mlx"

@@ -21,14 +21,22 @@ from billfish.statistics.statistics import Statistics
 
 
 def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, progress: bool = True) -> Statistics:
-    """Statistics of the inputs of every Linear layer of a torch.nn.Module, by the names of their weights.
+    """Collect statistics of the inputs of every Linear layer of a torch model, by the names of their weights.
 
+    model: a torch.nn.Module.
     batches: what the model is called with: a mapping by keywords, a tuple or a list one after the other, all else as
     the one argument. Where a batch has an `attention_mask` [batch, tokens], tokens that it hides do not count.
     hessian: whether to keep X^T X [K, K] of each layer, too. All of them are in memory, where the inputs are.
     progress: whether to draw a bar on terminals, where `batches` has a length.
 
-    `bf.quantize_model(model, ..., statistics=...)` takes them, and so does `bf.quantize_checkpoint` for its files.
+    Returns Statistics, which :func:`billfish.quantize_model` and :func:`billfish.quantize_checkpoint` take. Raises
+    DataError for batches without tokens.
+
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+        >>> known = bf.calibrate(model, [torch.ones(4, 64)], progress=False)
+        >>> int(known["0.weight"].counts)
+        4
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):

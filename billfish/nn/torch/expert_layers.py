@@ -19,6 +19,7 @@ from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
 from billfish.core.format import get_format
 from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
+from billfish.core.renamed import renamed
 from billfish.core.torch_modes import is_watched, wants_gradient
 from billfish.core.typing import Activations, FormatLike, Gate, Method
 from billfish.nn import layer_base
@@ -101,27 +102,40 @@ class ExpertStack(QuantizedModule):
 
 
 class MarlinExperts(torch.nn.Module):
-    """The feed-forward part of a mixture of experts with quantized weights, by :func:`billfish.core.quantized_experts`.
+    """The feed-forward part of a mixture of experts with quantized weights, as :func:`billfish.experts` computes it.
 
-    forward: x [..., H], ids [T, k] and routing weights [T, k] -> [..., H], as transformers' modules take them.
+    `forward` takes x [..., H], ids [T, k] and routing weights [T, k], as transformers' modules do, and gives [..., H].
     Gradients go to x, to the routing weights and to the biases.
+
+    gate, up, down: the stacks, which :meth:`from_quantized` makes. hidden_act: as in :func:`billfish.experts`.
+    activations: as in :func:`billfish.quantized_linear`.
+
+        >>> import torch
+        >>> from billfish.nn.torch import MarlinExperts
+        >>> gate = up = down = bf.quantize(np.ones((4, 32, 32), np.float32), "q8_0")
+        >>> layer = MarlinExperts.from_quantized(gate, up, down, hidden_act="silu")
+        >>> ids, weights = torch.tensor([[0, 3], [1, 2]]), torch.full((2, 2), 0.5)
+        >>> layer(torch.ones(2, 32), ids, weights).shape
+        torch.Size([2, 32])
     """
 
+    @renamed("activation", "hidden_act")
     def __init__(
         self,
         gate: ExpertStack,
         up: ExpertStack,
         down: ExpertStack,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
     ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate, up, down
-        check_gate(CALL, activation)
-        self.activation: Gate = activation
+        check_gate(CALL, hidden_act)
+        self.activation: Gate = hidden_act
         self.activations = check_activations(CALL, activations)
 
     @classmethod
+    @renamed("activation", "hidden_act")
     def from_quantized(
         cls,
         gate: QuantizedExperts,
@@ -129,17 +143,21 @@ class MarlinExperts(torch.nn.Module):
         down: QuantizedExperts,
         biases: Mapping[str, Tensor | None] | None = None,
         *,
-        activation: Gate = "silu",
+        hidden_act: Gate = "silu",
         activations: Activations = "exact",
         device: torch.device | str | None = None,
     ) -> MarlinExperts:
-        """A module with a copy of these stacks. biases: by the names of PROJECTIONS."""
+        """Make a layer with a copy of these stacks.
+
+        gate, up: [E, I, H]. down: [E, H, I]. biases: by the names of PROJECTIONS, each [E, N] or None.
+        hidden_act, activations: as in :func:`billfish.experts`. device: of the layer; None is the CPU.
+        """
         given = biases or {}
         first, second, last = (
             ExpertStack.from_quantized(stack, given.get(name), device=device)
             for name, stack in zip(PROJECTIONS, (gate, up, down), strict=True)
         )
-        return cls(first, second, last, activation, activations)
+        return cls(first, second, last, hidden_act, activations)
 
     @classmethod
     def from_experts(
@@ -167,7 +185,7 @@ class MarlinExperts(torch.nn.Module):
         )
         biases = plain_biases(module)
         device = next(module.parameters()).device
-        about: dict[str, Any] = {"activation": activation_of(module), "activations": activations, "device": device}
+        about: dict[str, Any] = {"hidden_act": activation_of(module), "activations": activations, "device": device}
         return cls.from_quantized(gate, up, down, biases, **about).train(module.training)  # type: ignore[arg-type]
 
     @property
@@ -326,7 +344,7 @@ def layer_of_stacks(
         up,
         down,
         dict(zip(PROJECTIONS, biases, strict=True)),
-        activation=activation_of(module),
+        hidden_act=activation_of(module),
         activations=activations,
         device=None if device.type == "meta" else device,
     )

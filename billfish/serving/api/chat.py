@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from billfish.llm.chat_template import RESERVED
+from billfish.llm.detokenizer import MOST_ALTERNATIVES, Piece, Token
+from billfish.llm.grammar import json_object, json_schema
 from billfish.serving.api.request_bodies import Body, Options, Positive, only, too_long, wrong
 from billfish.serving.api.responses import Asked, Choice, Written, schema_errors, written
 from billfish.serving.api.service import Service
 from billfish.serving.api.tool_calls import Call, Form, Tool, ToolChoice, read_tools
-from billfish.serving.engine.grammar import json_object, json_schema
-from billfish.serving.engine.requests import MOST_ALTERNATIVES, Piece, Token
 
 
 class TextPart(Body):
@@ -90,6 +91,7 @@ class ChatBody(Options, kw_only=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: TextFormat | JsonFormat | SchemaFormat | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] = []
     store: bool = False
 
@@ -126,7 +128,10 @@ def read_chat(service: Service, body: ChatBody) -> Asked:
     if tools is not None and tools.forced and form is not None:  # the prompt ends where the call's JSON begins
         with schema_errors("tools"):
             opening, schema = form.opening, (json_schema(tools.schema(form)), "tools")
-    text = template.render(messages, tools=None if tools is None else tools.definitions)
+    if reserved := RESERVED.intersection(body.chat_template_kwargs):
+        raise wrong("chat_template_kwargs", ", ".join(sorted(reserved)), "variables that have no field of their own")
+    definitions = None if tools is None else tools.definitions
+    text = template.render(messages, definitions, **body.chat_template_kwargs)
     prompt = service.encode("messages", text + opening)
     alternatives = (body.top_logprobs or 0) if body.logprobs else None
     requests = body.requests("messages", prompt, service.limits, alternatives)

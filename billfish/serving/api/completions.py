@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from billfish.llm.detokenizer import Piece, Token
 from billfish.serving.api.request_bodies import Options, wrong
 from billfish.serving.api.responses import Asked, Choice, Written, written
 from billfish.serving.api.service import Service
-from billfish.serving.engine.requests import Piece, Token
 
 MOST_LOGPROBS = 5  # OpenAI's limit
 

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from billfish.core.errors import BillfishError, did_you_mean, readable
+from billfish.llm.detokenizer import LONGEST_STOP, MOST_STOPS
 from billfish.llm.sampler import Sampling
-from billfish.serving.engine.requests import LONGEST_STOP, MOST_STOPS, Request
+from billfish.serving.engine.requests import Request
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 LARGEST_SEED = 2**63 - 1

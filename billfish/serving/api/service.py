@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.detokenizer import Piece
 from billfish.llm.model import Model
 from billfish.serving.api.request_bodies import Limits, Refusal, shown, too_long, wrong
 from billfish.serving.api.tool_calls import Form, form_of
 from billfish.serving.engine.engine import Engine
-from billfish.serving.engine.requests import Piece
 
 Result = TypeVar("Result")
 READERS = 2  # threads that parse bodies and encode prompts: a large one does not keep all others waiting

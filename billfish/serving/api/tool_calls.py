@@ -17,8 +17,8 @@ from msgspec import Meta
 
 from billfish.core.errors import ModelError
 from billfish.llm.chat_template import ChatTemplate
+from billfish.llm.grammar import check_schema
 from billfish.serving.api.request_bodies import Body, only, wrong
-from billfish.serving.engine.grammar import check_schema
 
 PROBE = {"type": "function", "function": {"name": "probe", "description": "probe", "parameters": {"type": "object"}}}
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from billfish.core.errors import DataError, ModelError, complaint, explained
 from billfish.core.typing import Activations
+from billfish.llm.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.llm.model import Model
-from billfish.serving.engine.grammar import CompiledGrammar, Grammar, Vocabulary
 from billfish.serving.engine.grammar_compiler import GrammarCompiler, start_thread
 from billfish.serving.engine.jobs import Answer, Embedding, Job, OnPiece
 from billfish.serving.engine.kv_slots import SMALLEST, Slots, cuts_for

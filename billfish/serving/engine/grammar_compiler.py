@@ -19,14 +19,13 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from billfish.core.errors import BackendUnavailable, DataError, complaint
-from billfish.core.extras import folder_of, require
+from billfish.core.extras import folder_of
+from billfish.llm import grammar_process
 from billfish.llm.chat_template import ENVIRONMENT
-from billfish.serving.engine import grammar_process
-from billfish.serving.engine.grammar import EXTRA, CompiledGrammar, Grammar, Vocabulary, library_errors
-from billfish.serving.engine.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
+from billfish.llm.grammar import CALL, EXTRA, CompiledGrammar, Grammar, Vocabulary, compile_grammar
+from billfish.llm.grammar_process import CPU_SECONDS, MEMORY_BYTES, STACK_BYTES, WALL_SECONDS
 from billfish.serving.engine.requests import QueueFull, ServerClosing
 
-CALL = "serving.json_schema"
 THREADS = 2  # schemas that are compiled at once
 QUEUE = 32  # schemas that wait for a thread
 QUEUE_SECONDS = 10.0  # and how long they wait
@@ -85,11 +84,12 @@ class GrammarCompiler:
                 self._check_open()
                 if time.monotonic() - job.since > QUEUE_SECONDS:
                     raise _queue_full(f"a schema that has waited for {QUEUE_SECONDS:g} s")
-                job.done.set_result(self._compiled(job.grammar.schema))
+                job.done.set_result(self._compiled(job.grammar))
             except BaseException as error:
                 job.done.set_exception(error)
 
-    def _compiled(self, schema: str) -> CompiledGrammar:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        schema = grammar.schema
         digest = hashlib.sha256(schema.encode()).digest()
         with self._lock:
             known = digest in self._tried
@@ -98,14 +98,13 @@ class GrammarCompiler:
             self._check_open()  # closing ends the process
             if error:
                 raise DataError(complaint(CALL, "schema", error, "a JSON schema that llguidance can compile"))
-        with library_errors(CALL, "schema", "a JSON schema that llguidance can compile"):
-            native = grammar_process.build(require("llguidance", EXTRA), self._vocabulary.native, schema)
+        compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
             self._tried[digest] = None
             self._tried.move_to_end(digest)
             if len(self._tried) > TRIED:
                 self._tried.popitem(last=False)
-        return CompiledGrammar(native, self._vocabulary.size)
+        return compiled
 
     def _check_open(self) -> None:
         if self._closing:

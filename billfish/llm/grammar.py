@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from billfish.checkpoints.tokenizer.tokenizer import CONTROL, UNUSED, Tokenizer
 from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.core.extras import require
-from billfish.serving.engine import grammar_process
+from billfish.llm import grammar_process
 
-CALL = "serving.json_schema"
+CALL = "json_schema"
 EXTRA = "serve"
 # What a schema may have at most. Schemas of programs have a tenth of it. What the limits let through may still take
 # long to compile: grammar_process.py ends that.
@@ -55,6 +55,20 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
         return Grammar(json.dumps(schema))
     except (TypeError, ValueError) as error:
         raise DataError(complaint(CALL, "schema", f"one that fails ({error})", "a JSON schema")) from None
+
+
+def read_response_format(call: str, given: object) -> Grammar | None:
+    """The grammar of OpenAI's `response_format`; None for free text. Raises DataError for anything else."""
+    takes = """{"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}"""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and kind == "json_schema":
+        inner = given.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if isinstance(schema, Mapping):
+            return json_schema(schema)
+    elif isinstance(given, Mapping) and kind in ("text", "json_object"):
+        return json_object() if kind == "json_object" else None
+    raise DataError(complaint(call, "response_format", repr(given), takes))
 
 
 def check_schema(schema: object) -> None:
@@ -123,7 +137,7 @@ class Vocabulary:
         ends = sorted(token for token in self._tokenizer.ends if token < self.size)
         if not ends:
             got = "one for a model without a token that ends answers"
-            raise DataError(complaint("serving.Engine", "grammar", got, "another model"))
+            raise DataError(complaint(CALL, "grammar", got, "another model"))
         special = [i for i, kind in enumerate(self._tokenizer.kinds[: self.size]) if kind in (CONTROL, UNUSED)]
         tokens = [self._tokenizer.piece_bytes(i) for i in range(len(self._tokenizer.kinds[: self.size]))]
         for i in special:
@@ -164,7 +178,7 @@ class Matcher:
             return bool(self._state.is_stopped())
 
     def _errors(self) -> AbstractContextManager[None]:
-        return library_errors("serving.Engine", "grammar", "a simpler one: the answer cannot go on")
+        return library_errors(CALL, "grammar", "a simpler one: the answer cannot go on")
 
     def _check(self) -> None:
         if self._state.is_error():
@@ -181,3 +195,10 @@ class CompiledGrammar:
     def matcher(self) -> Matcher:
         """One for one answer."""
         return Matcher(self._native.deep_copy(), self._size)
+
+
+def compile_grammar(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
+    """Compile a grammar. Make one for each request. Raises DataError for a schema that cannot be used."""
+    with library_errors(CALL, "schema", "a JSON schema that llguidance can compile"):
+        native = grammar_process.build(require("llguidance", EXTRA), vocabulary.native, grammar.schema)
+    return CompiledGrammar(native, vocabulary.size)
