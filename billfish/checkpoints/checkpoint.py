@@ -1,4 +1,4 @@
-"""Checkpoint: the mapping that `bf.load` returns."""
+"""Checkpoint: the mapping that `bf.open_checkpoint` returns."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     from billfish.nn.transformers import BillfishConfig, load_model
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
-    model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
+    model.save_pretrained(out)                 # from_pretrained(out) and bf.open_checkpoint(out) read it
     model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
 
 Loading goes through transformers' own loader in all cases, so that renamings, ties and missing weights are its own.
