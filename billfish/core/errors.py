@@ -98,7 +98,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     matcher = difflib.SequenceMatcher(b=word.lower())
 
     def likeness(one: str) -> float:
-        matcher.set_seq1(one)
+        matcher.set_seq1(one.lower())
         return matcher.ratio()
 
     nearest = max(known, key=likeness, default="")  # the first of several that are equally near

@@ -36,7 +36,7 @@ class QuantizedExperts:
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, (int, np.integer)):
-            raise FormatError(bad_argument(CALL, "group_size", repr(self.group_size), "a whole number"))
+            raise FormatError(bad_argument(CALL, "group_size", repr(self.group_size), "an integer"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[-1]
         shape, _ = check_stack(CALL, self.format, self.storage, -1 if whole_row else self.group_size)
         if shape != tuple(self.shape):

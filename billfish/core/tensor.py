@@ -68,7 +68,7 @@ class QuantizedTensor:
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, (int, np.integer)):
-            raise FormatError(bad_argument("QuantizedTensor", "group_size", repr(self.group_size), "a whole number"))
+            raise FormatError(bad_argument("QuantizedTensor", "group_size", repr(self.group_size), "an integer"))
         whole_row = self.format.whole_row_groups and self.group_size == self.shape[1]
         group_size = -1 if whole_row else self.group_size
         n, k, _ = self.format.check_storage("QuantizedTensor", self.storage, group_size)

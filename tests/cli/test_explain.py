@@ -101,7 +101,8 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
         ),
         (
             ["explain", "fp5", "1"],
-            f"billfish: [explain] format: got 'fp5'; takes one of {', '.join(bf.FORMATS)}; did you mean 'fp4'?\n",
+            "billfish: explain: unknown format 'fp5'. Did you mean 'fp4'? bf.FORMATS or `billfish formats` lists all."
+            "\n",
         ),
     ],
 )

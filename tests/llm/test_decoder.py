@@ -330,7 +330,7 @@ def test_a_format_that_the_kernels_do_not_take_is_refused(path_of):
     with pytest.raises(bf.ModelError) as caught:
         load(path, convert=lambda _, tensor: bf.quantize(tensor, OddGroups()) if tensor.ndim == 2 else tensor)
     assert str(caught.value) == (
-        "[llm.load] blk.0.attn_q.weight: got odd_groups weights (groups of 48; it takes 16, 32, 64, 128, 256, "
+        "[llm.load] blk.0.attn_q.weight: got odd_groups weights (group_size is 48; supported are 16, 32, 64, 128, 256, "
         "multiples of 256, or all of K); takes a format that the CPU engine multiplies with"
     )
 

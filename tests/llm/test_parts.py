@@ -355,7 +355,7 @@ def test_options_of_load_are_checked_before_weights_are_packed(path, options, me
 
 
 def test_a_model_without_anything_to_quantize_says_so(path):
-    with pytest.raises(bf.DataError, match="quantized already, to q8_0, so quantize='q4_0' has no effect"):
+    with pytest.raises(bf.DataError, match=r"already quantized \(q8_0\), so quantize='q4_0' has no effect"):
         load(path, device="cpu", quantize="q4_0")
 
 

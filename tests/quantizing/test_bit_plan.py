@@ -41,7 +41,7 @@ def test_the_choice_is_the_best_but_for_the_bits_that_are_left(seed):
     every = [(total(each, "bits"), total(each, "damage")) for each in itertools.product(*choices.values())]
     for bits in (4.6, 5.0, 6.1, 9.0):
         if min(spent for spent, _ in every) > bits * weights:
-            with pytest.raises(bf.DataError, match=r"--bits: got .* takes at least"):
+            with pytest.raises(bf.DataError, match=r"--bits.*at least"):
                 choose_formats(choices, bits)
             continue
         chosen = choose_formats(choices, bits).values()
@@ -215,8 +215,8 @@ def test_whole_rows_can_be_chosen(model, tmp_path):
 def test_what_cannot_be(model, tmp_path, capsys):
     out = tmp_path / "out.gguf"
     for words, message in (
-        (["--bits", 3], "--bits: got 3.0; takes at least 4.25"),
-        (["--bits", "nan"], "--bits: got nan"),
+        (["--bits", 3], r"--bits.*3.0.*at least 4.25"),
+        (["--bits", "nan"], r"--bits.*nan"),
         (["--bits", 5, "--formats", "q4_0,q4_0"], "takes formats, each of them once"),
         (["--bits", 5, "--formats", "q4_0,fp4:x"], "'fp4:x'"),
         (["--bits", 5, "--group-size", 64], "takes group sizes in --formats"),

@@ -135,10 +135,10 @@ def test_the_command(tmp_path, capsys):
         (["-o", "s.txt"], "'s.txt' must end in .safetensors or .gguf."),
         (["-o", "s.dat"], "'s.dat' must end in .safetensors or .gguf."),
         (["-o", "s.gguf", "--hessian"], "'s.gguf' has no place for X^T X"),
-        (["-o", "s.gguf", "--tokens", "0"], "tokens: got 0; takes a whole number from 1 on"),
-        (["-o", "s.gguf", "--window", "1000"], "window: got 1000; takes from 1 to 128"),
+        (["-o", "s.gguf", "--tokens", "0"], r"tokens.*0.*1 or more"),
+        (["-o", "s.gguf", "--window", "1000"], r"window.*1000.*1 to 128"),
         (["-o", "s.gguf", "--text", "nothing.txt"], "No such file"),
-        (["-o", "s.gguf", "--text", "empty.txt"], "text: got no tokens"),
+        (["-o", "s.gguf", "--text", "empty.txt"], "text is empty"),
         (["-o", "text.txt.safetensors"], " exists"),
     ],
 )

@@ -110,9 +110,9 @@ def test_statistics_of_another_model_are_refused_and_nothing_is_written(tmp_path
     _, _, known = sources(tmp_path)
     write_folder(tmp_path / "folder", "plain")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(bf.DataError, match=r"mlp\.down_proj\.weight: got statistics of \(64, 96\)"):
+    with pytest.raises(bf.DataError, match=r"mlp\.down_proj\.weight.*\(64, 96\)"):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, progress=False)
-    with pytest.raises(bf.DataError, match=r"calibrate: got it and statistics; takes one of them"):
+    with pytest.raises(bf.DataError, match=r"calibrate=.*statistics="):
         bf.quantize_checkpoint(tmp_path / "folder", tmp_path / "out", "q4_0", statistics=known, calibrate=True)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -230,7 +230,7 @@ def test_layers_are_quantized_by_statistics(method):
 def test_layers_refuse_what_is_not_theirs():
     model = small_torch_model()
     known = bf.calibrate(torch.nn.Sequential(torch.nn.Linear(64, 64)), scaled_batches(), progress=False)
-    with pytest.raises(bf.DataError, match=r"0\.weight: got statistics of \(64, 64\)"):
+    with pytest.raises(bf.DataError, match=r"0\.weight.*\(64, 64\)"):
         bf.quantize_model(model, "q4_0", statistics=known)
     with pytest.raises(bf.DataError, match="None for 'gptq'"):
         bf.quantize_model(model, "q4_0", method="gptq")

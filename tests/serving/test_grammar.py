@@ -104,12 +104,12 @@ def test_an_answer_that_is_cut_is_told_so(engine):
     ],
 )
 def test_schemas_that_cannot_be_used_say_why(engine, schema, why):
-    with pytest.raises(bf.DataError, match=rf"\[serving.json_schema\] schema: got one that fails.*{why}"):
+    with pytest.raises(bf.DataError, match=rf"serving.json_schema.*schema.*{why}"):
         compiled(engine, schema)
 
 
 def test_a_grammar_that_is_none(engine):
-    with pytest.raises(bf.DataError, match=r"\[serving.json_schema\] schema: got one that fails"):
+    with pytest.raises(bf.DataError, match=r"serving.json_schema.*schema"):
         engine.compile(Grammar("nothing like that")).result()
 
 

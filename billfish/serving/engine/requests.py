@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.errors import BillfishError, DataError, bad_argument
 from billfish.llm.sampler import Sampling
 from billfish.serving.engine.grammar import CompiledGrammar
 
@@ -43,8 +43,8 @@ class Request:
     grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
-        for name, good, takes in (
-            ("max_tokens", self.max_tokens >= 1, "a whole number from 1 on"),
+        for name, good, expected in (
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
             (
                 "stop",
                 len(self.stop) <= MOST_STOPS and all(0 < len(stop) <= LONGEST_STOP for stop in self.stop),
@@ -53,11 +53,11 @@ class Request:
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MOST_ALTERNATIVES,
-                f"None, or a number from 0 to {MOST_ALTERNATIVES}",
+                f"None, or 0 to {MOST_ALTERNATIVES}",
             ),
         ):
             if not good:
-                raise DataError(complaint("serving.Request", name, repr(getattr(self, name)), takes))
+                raise DataError(bad_argument("serving.Request", name, repr(getattr(self, name)), expected))
 
 
 @dataclass(frozen=True)
