@@ -98,8 +98,7 @@ def _named(call: str, problem: Problem, name: str) -> Backend:
     able, reason = backend.can_run(problem)
     if not able:
         usable, about = backend.usable()  # without the hardware, no other input helps
-        problem = (
-            f"backend {name!r} cannot run {'this' if usable else 'on this machine'}: {reason if usable else about}"
-        )
-        raise BackendUnavailable(failure(call, problem, "Choose another, or leave backend= out to use the best one."))
+        why = f"cannot run this: {reason}" if usable else f"cannot run on this machine: {about}"
+        fix = "Choose another, or leave backend= out to use the best one."
+        raise BackendUnavailable(failure(call, f"backend {name!r} {why}", fix))
     return backend

@@ -141,8 +141,8 @@ class Matrix(Entry):
         about = Description(name, self.layout, self.format, kind, shape, group_size, nbytes, act_order, step)
         super().__init__(about, [part.name for part in stored])
         if self.k == 0 or self.k % self.format.block_size or self.n == 0 or len(shape) > 3:
-            step = f"{self.format.block_size}, the block size of {self.format.name}"
-            expected = f"[N, K] or [E, N, K], with K a multiple of {step}"
+            block = f"{self.format.block_size}, the block size of {self.format.name}"
+            expected = f"[N, K] or [E, N, K], with K a multiple of {block}"
             raise CheckpointError(bad_argument(CALL, f"shape of {name}", shape, expected))
 
     @abstractmethod

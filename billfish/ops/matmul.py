@@ -368,8 +368,8 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
     if k % 32:
         raise ShapeError(bad_argument(call, "K of w_q4", k, "a multiple of 32, as in x_q8"))
     if weight.permutation is not None:
-        problem = "w_q4 has permuted columns (act-order), and x_q8 has one scale per 32 columns"
-        raise FormatError(failure(call, problem, "Use bf.quantized_linear."))
+        why = "w_q4 has permuted columns (act-order), and x_q8 has one scale per 32 columns"
+        raise FormatError(failure(call, why, "Use bf.quantized_linear."))
     if isinstance(x_q8, QuantizedTensor):
         given, like = x_q8, None
         if given.format.name not in ("q8_0", "q8_1") or given.shape[1] != k:

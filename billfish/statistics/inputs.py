@@ -43,9 +43,9 @@ class InputStatistics:
         if self.outer is not None:
             shapes.append(self.outer.shape == (*experts, k, k))
         if not all(shapes):
-            shapes = f"{self.squares.shape}, {self.counts.shape} and {getattr(self.outer, 'shape', None)}"
+            found = f"{self.squares.shape}, {self.counts.shape} and {getattr(self.outer, 'shape', None)}"
             fix = "Expected [K], [] and [K, K], or the same for E experts."
-            raise refused(call, name, f"squares, counts and outer have the shapes {shapes}", fix)
+            raise refused(call, name, f"squares, counts and outer have the shapes {found}", fix)
         if not np.isfinite(self.squares).all() or (self.squares < 0).any():
             raise refused(call, name, "its sums of squares are negative or not finite")
         if (self.counts < 0).any() or not (self.counts > 0).any():

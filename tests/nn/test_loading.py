@@ -92,7 +92,7 @@ def test_torch_models_and_what_stays_numbers(tmp_path):
 def test_names_that_do_not_fit_are_an_error_and_change_nothing(tmp_path):
     path, _ = write_block(tmp_path, extra=gaussian((3,)))
     model = Block()
-    with pytest.raises(bf.CheckpointError, match="1 tensors.*'extra'.*strict=False"):
+    with pytest.raises(bf.CheckpointError, match=r"1 tensors.*'extra'.*strict=False"):
         bf.load_into(model, path)
     assert type(model.up) is torch.nn.Linear
     assert [layer.path for layer in bf.load_into(model, path, strict=False).replaced] == ["up"]

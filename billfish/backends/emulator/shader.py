@@ -196,8 +196,8 @@ class Library:
 
     def __init__(self, shader: str) -> None:
         if not isinstance(shader, str) or not shader.isascii():
-            found = type_of(shader) if not isinstance(shader, str) else "not ASCII"
-            raise FormatError(bad_argument(CALL, "source", found, "ASCII text"))
+            what = "not ASCII" if isinstance(shader, str) else type_of(shader)
+            raise FormatError(bad_argument(CALL, "source", what, "ASCII text"))
         blank = without_comments(shader)
         functions = {found["name"]: found for found in _KERNEL.finditer(blank)}
         self._kernels: dict[str, Kernel] = {}

@@ -304,8 +304,8 @@ def refuse(call: str, made: Plan, settings: Settings) -> None:
     if made.problems:
         count = "1 tensor" if len(made.problems) == 1 else f"{len(made.problems)} tensors"
         problem = f"{settings.target.name} cannot store {count} without loss"
-        reasons = ". ".join(by_reason(made.problems))
-        raise CheckpointError(failure(call, f"{problem}. {reasons}", f"{AGAIN} quantizes again, with loss."))
+        problem += f". {'. '.join(by_reason(made.problems))}"
+        raise CheckpointError(failure(call, problem, f"{AGAIN} quantizes again, with loss."))
     if settings.quantization and not made.quantized:
         held = sorted({found[1] for reason in made.left.values() if (found := ALREADY.match(reason))})
         if held:

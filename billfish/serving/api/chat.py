@@ -146,8 +146,8 @@ def _read_message(place: str, message: Message) -> dict[str, Any]:
         made |= {} if message.name is None else {"name": message.name}
     if isinstance(message, Assistant):
         if content is None and not message.tool_calls:
-            message = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."
-            raise refuse(f"{place}.content", message)
+            problem = f"{place} has neither content nor tool_calls. Send a string, or a list of parts of type text."
+            raise refuse(f"{place}.content", problem)
         calls = [_read_call(f"{place}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)]
         made |= {"tool_calls": calls} if calls else {}
     return made
