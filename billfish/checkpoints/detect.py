@@ -54,7 +54,8 @@ def open_path(path: Path) -> Found:
             head = file.read(9)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            raise CheckpointError(failure(CALL, f"no such file or folder: {path}", no_download(path))) from None
+            name = re.sub("^(https?):/(?!/)", r"\1://", str(path))  # Path takes a slash away
+            raise CheckpointError(failure(CALL, f"no such file or folder: {name}", no_download(path))) from None
         raise CheckpointError(failure(CALL, f"cannot open {path}: {error.strerror}")) from None
     if head[:4] == b"GGUF":
         return *open_gguf(path), {}

@@ -72,9 +72,7 @@ def type_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
 
 
-def complaint(call: str, argument: str, got: object, takes: str) -> str:
-    """The old shape of messages. Use `bad_argument` or `failure`."""
-    return f"[{call}] {readable(argument)}: got {readable(got)}; takes {readable(takes, 4 * LONGEST)}"
+complaint = bad_argument  # the former name, for callers that still use it
 
 
 def readable(text: object, longest: int = LONGEST) -> str:

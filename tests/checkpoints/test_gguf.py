@@ -354,11 +354,11 @@ def test_run_names_the_tensor_and_the_types_that_run(tmp_path, capsys):
     assert data[at : at + 4] == struct.pack("<I", NUMBERS["Q8_0"])
     path.write_bytes(data[:at] + struct.pack("<I", NUMBERS["IQ2_XXS"]) + data[at + 4 :])
     assert main(["run", str(path), "-p", "a"]) == 2
-    takes = (
-        "takes a type that can be run: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
-        "Q3_K, IQ4_XS, F32, F16, BF16"
+    types = (
+        "Supported are Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, NVFP4, Q4_K, Q5_K, Q6_K, Q2_K, "
+        "Q3_K, IQ4_XS, F32, F16, BF16."
     )
-    expected = f"billfish: [llm.load] blk.1.ffn_up.weight: got ggml's IQ2_XXS; {takes}\n"
+    expected = f"billfish: llm.load: blk.1.ffn_up.weight is not supported: ggml's IQ2_XXS. {types}\n"
     assert capsys.readouterr().err == expected
     assert "blk.1.ffn_up.weight" in bf.load(path)
 

@@ -73,8 +73,8 @@ def test_the_picture(files, tmp_path, capsys):
     assert drawn.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     for odd, message in (
-        (["--plot", str(drawn)], "--plot: got no --against"),
-        (["--plot", str(tmp_path / "picture.gif"), "--against", first], "takes a name that ends in .png"),
+        (["--plot", str(drawn)], "--plot is no --against"),
+        (["--plot", str(tmp_path / "picture.gif"), "--against", first], "a name that ends in .png"),
     ):
         assert main(["eval", first, "--text", text, *odd]) == 2
         assert message in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_a_body_that_is_too_large(server, monkeypatch):
     connection.request("POST", COMPLETIONS, parts, {"Content-Type": "application/json"}, encode_chunked=True)
     answer = connection.getresponse()
     assert answer.status == 413
-    assert "at most 100000 bytes" in json.loads(answer.read())["error"]["message"]
+    assert "limit is 100000 bytes" in json.loads(answer.read())["error"]["message"]
     connection.close()
 
 
@@ -286,7 +286,7 @@ def test_metrics_are_what_prometheus_reads(server):
 
 def test_a_model_without_a_template_has_completions_alone(folder):
     with serving(folder / "bare.gguf", streams=1) as server:
-        assert "this model has no chat template" in refused(server, CHAT, {"messages": MESSAGES})["message"]
+        assert "no chat template" in refused(server, CHAT, {"messages": MESSAGES})["message"]
         assert send(server.url, COMPLETIONS, {"prompt": "ab", "max_tokens": 1})[0] == 200
 
 
@@ -341,7 +341,7 @@ def test_files_of_keys(tmp_path):
         file.write_text(content)
         with pytest.raises(DataError, match=got):
             keys.read_keys(str(file))
-    with pytest.raises(DataError, match=r"--api-key-file.*none .*text file with a key in each line"):
+    with pytest.raises(DataError, match=r"cannot read --api-key-file.*none"):
         keys.read_keys(str(tmp_path / "none"))
 
 

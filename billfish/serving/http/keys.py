@@ -40,7 +40,7 @@ def read_keys(path: str) -> Keys:
     try:
         lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(failure("serve", f"cannot read --api-key-file {path}: {error}")) from None
+        raise DataError(failure("serve", f"cannot read --api-key-file: {error}")) from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise DataError(failure("serve", f"--api-key-file {path} has no keys", "Write one key per line."))
