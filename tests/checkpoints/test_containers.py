@@ -172,7 +172,7 @@ def test_what_is_no_checkpoint(tmp_path):
             bf.load(path)
 
     refused("missing", None, "no such file")
-    refused("empty.gguf", b"", "begins with b''")
+    refused("empty.gguf", b"", "is an empty file")
     refused("model.bin", b"PK\x03\x04 and so on", "a zip archive")
     refused("short.gguf", b"GGUF\x03\0\0\0", "damaged header")
     refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged header")

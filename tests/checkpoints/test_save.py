@@ -101,7 +101,7 @@ def test_tensors_in_other_layouts(tmp_path):
     tensors = {"m.weight": bf.quantize(gaussian((16, 64)), "q4_0")}
     bf.save(tensors, tmp_path / "mlx", to="mlx")
     assert bf.load(tmp_path / "mlx")["m.weight"].format.name == "affine4"
-    with pytest.raises(bf.CheckpointError, match=r"save.*memory.*GGUF"):
+    with pytest.raises(bf.CheckpointError, match=r"save.*GGUF.*memory"):
         bf.save(tensors, tmp_path / "memory.gguf")
     bf.save(tensors, tmp_path / "raw.gguf", raw_names=True)
     assert_same_tensor(bf.load(tmp_path / "raw.gguf")["m.weight"], tensors["m.weight"])
@@ -249,7 +249,7 @@ def test_a_part_of_a_layer_is_not_saved_as_the_whole(tmp_path):
     from billfish.nn.parallel import ColumnParallelLinear
 
     layer = ColumnParallelLinear.from_quantized(bf.quantize(gaussian((16, 64)), "fp4"))
-    with pytest.raises(bf.CheckpointError, match="a ColumnParallelLinear, a part of a matrix"):
+    with pytest.raises(bf.CheckpointError, match=r"ColumnParallelLinear.*part of its matrix"):
         bf.save(torch.nn.Sequential(layer), tmp_path / "out")
     assert os.listdir(tmp_path) == []
 

@@ -75,7 +75,7 @@ def test_sums_do_not_depend_on_threads():
 def test_inputs_that_are_not_finite_are_refused():
     x = inputs(20)
     x[3, 4] = np.nan
-    with pytest.raises(bf.DataError, match=r"calibrate.*x.*sums of squares that are negative or not finite"):
+    with pytest.raises(bf.DataError, match=r"calibrate.*x.*sums of squares are negative or not finite"):
         summed(x)
 
 
@@ -241,8 +241,8 @@ def described(path: Path, **metadata: str) -> None:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("squares", np.nan, "sums of squares that are negative or not finite"),
-        ("squares", -1, "sums of squares that are negative or not finite"),
+        ("squares", np.nan, "sums of squares are negative or not finite"),
+        ("squares", -1, "sums of squares are negative or not finite"),
         ("counts", 0, "0 tokens"),
         ("counts", -3, "-3 tokens"),
     ],
@@ -290,7 +290,7 @@ def test_an_empty_tensor_that_no_array_can_hold_is_refused(tmp_path):
     shapes = {f"{NAMES[0]}.in_sum2": (0, 2**62), f"{NAMES[0]}.counts": (1, 1)}
     header = imatrix.gguf_header(shapes, (), 1, 1)
     (tmp_path / "i.gguf").write_bytes(header + b"\0" * 64)
-    with pytest.raises(bf.CheckpointError, match="extents"):
+    with pytest.raises(bf.CheckpointError, match="too large"):
         Statistics.load(tmp_path / "i.gguf")
     text = json.dumps({"a": {"dtype": "F64", "shape": [0, 2**62], "data_offsets": [0, 0]}}).encode()
     (tmp_path / "i.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
@@ -309,7 +309,7 @@ def test_layers_with_thousands_of_digits_are_no_layers(tmp_path):
     name = f"model.layers.{'1' * 5000}.self_attn.q_proj.weight"
     statistics = small_statistics()
     statistics.check_model("quantize", "llama", [name])
-    with pytest.raises(bf.DataError, match="no statistics of its inputs"):
+    with pytest.raises(bf.DataError, match="there are none"):
         statistics.check_matrix("quantize", name, (8, 24), "mse")
     assert mixes.MIXES["q4_k_m"].assign({name.replace("model.layers", "blk"): (8, 256)})
 
@@ -323,7 +323,7 @@ def test_every_cut_of_a_file_is_refused(tmp_path, name):
     end = len(content) - {"s.dat": 14, "s.gguf": 28}.get(name, 0)
     for size in [*range(0, end, max(1, end // 60)), end - 1]:
         path.write_bytes(content[:size])
-        with pytest.raises(BillfishError, match="got"):
+        with pytest.raises(BillfishError):
             Statistics.load(path)
 
 
@@ -352,7 +352,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     with pytest.raises(bf.DataError, match="sums without counts"):
         Statistics.load(tmp_path / "i.gguf")
     (tmp_path / "huge.dat").write_bytes(struct.pack("<iii", 2**31 - 1, 2**31 - 1, 1))
-    with pytest.raises(bf.DataError, match="no imatrix file"):
+    with pytest.raises(bf.DataError, match="not an imatrix file"):
         Statistics.load(tmp_path / "huge.dat")
 
 
@@ -365,7 +365,7 @@ def test_statistics_of_another_model_are_refused_by_name():
         statistics.settings("quantize", NAMES[0], (9, 24), "mse")
     with pytest.raises(bf.DataError, match=r"blk\.0\.ffn_up\.weight: there are none"):
         statistics.settings("quantize", "blk.0.ffn_up.weight", (9, 24), "mse")
-    with pytest.raises(bf.DataError, match=r"got those of a model of kind 'llama'"):
+    with pytest.raises(bf.DataError, match=r"'llama'.*'qwen2'"):
         statistics.check_model("quantize", "qwen2", ["blk.0.attn_q.weight"])
     with pytest.raises(bf.DataError, match=r"blk\.0\.attn_q\.weight.*layers"):
         statistics.check_model("quantize", "llama", ["blk.7.attn_q.weight"])

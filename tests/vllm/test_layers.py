@@ -103,7 +103,7 @@ def test_what_a_rank_cannot_have_is_refused_before_anything_is_loaded(tmp_path):
     write_folder(tmp_path, "gptq")
     config, layer = config_of(tmp_path), vllm_fake.LinearBase(1)
     method = config.get_quant_method(layer, f"{BLOCK}.self_attn.o_proj")
-    with pytest.raises(ShapeError, match=r"takes multiples of 32, where u4 can be cut: 1, 2, 4 ranks"):
+    with pytest.raises(ShapeError, match=r"multiples of 32.* 1, 2, 4 ranks"):
         method.create_weights(layer, 16, [128], 128, 128, torch.float32)
 
 
@@ -251,5 +251,5 @@ def test_experts_that_are_refused(tmp_path):
     with pytest.raises(ShapeError, match=r"columns 0 and 16 of 64.*multiples of 32"):
         method.create_weights(layer, 4, 32, 16)
     del config.matrices[f"{path}.up_proj"]
-    with pytest.raises(FormatError, match=r"up_proj as numbers beside quantized parts of the same layer"):
+    with pytest.raises(FormatError, match=r"up_proj is not quantized"):
         config.get_quant_method(vllm_fake.RoutedExperts(4), path)

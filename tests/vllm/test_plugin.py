@@ -88,7 +88,7 @@ def test_the_parts_of_a_merged_layer_have_the_names_of_the_folder():
     assert names_of_parts("a.qkv_proj", MERGED, {"a.qkv_proj": PLAIN}) == ["a.qkv_proj"]
     assert names_of_parts("a.o_proj", MERGED, three) == []
     assert names_of_parts("lm_head", MERGED, {"lm_head": PLAIN}) == ["lm_head"]
-    with pytest.raises(FormatError, match=r"a.v_proj as numbers beside .* takes a.q_proj, a.k_proj, a.v_proj all"):
+    with pytest.raises(FormatError, match=r"a.q_proj, a.k_proj, a.v_proj all.* a.v_proj is not quantized"):
         names_of_parts("a.qkv_proj", MERGED, {"a.q_proj": PLAIN, "a.k_proj": PLAIN})
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_joined_stays_apart(tmp_path):
     ("matrix", "parts", "columns", "words"),
     [
         (PLAIN, [Part(64)], (48, 96), r"columns 48 and 96 of 96.*multiples of 32.* 1, 3 ranks"),
-        (PLAIN._replace(reordered=True), [Part(64)], (0, 48), r"takes --tensor-parallel-size 1, or .* act-order"),
+        (PLAIN._replace(reordered=True), [Part(64)], (0, 48), r"--tensor-parallel-size 1, or .* act-order"),
         (PLAIN, [Part(32, 0, 4)], None, r"\(64, 96\).*128 rows"),
     ],
 )

@@ -127,10 +127,10 @@ class GrammarProcess:
         answer = self._ask(schema.encode())
         if answer is None:
             return (
-                f"one that takes more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
-                f"or {STACK_BYTES >> 20} MiB of stack to compile"
+                f"it needs more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
+                f"or {STACK_BYTES >> 20} MiB of stack"
             )
-        return f"one that fails ({answer['error']})" if "error" in answer else ""
+        return str(answer["error"]) if "error" in answer else ""
 
     def close(self) -> None:
         """End the process and its forks."""
