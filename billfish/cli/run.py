@@ -250,7 +250,7 @@ class Chat:
         try:
             answer = _generate(self._model, self._arguments, prompt, cache=self._cache)
         except ModelError as error:  # such as a history that has outgrown the context
-            print(f"billfish: {error}. The conversation starts anew.", file=sys.stderr)
+            print(f"billfish: {error} The conversation starts anew.", file=sys.stderr)
             self._messages = self._start
             return
         pieces = []

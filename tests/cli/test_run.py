@@ -78,7 +78,7 @@ def test_why_an_answer_ended(path, reason):
 def test_a_chat_is_no_json(path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert main(["run", str(path), "--json"]) == 2
-    assert "--json: got a chat; takes a prompt: -p TEXT, or standard input" in capsys.readouterr().err
+    assert "--json is a chat; expected a prompt: -p TEXT, or standard input" in capsys.readouterr().err
 
 
 # ---- without a template ---------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_model_without_a_template_wants_raw(bare, capsys):
     assert main(["run", str(bare), "-p", "ab"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "got small llama, which has no chat template; takes one with a chat template, or --raw" in captured.err
+    assert "small llama, which has no chat template; expected one with a chat template, or --raw" in captured.err
     assert main(["run", str(bare), "-p", "ab", "-n", "2", "--raw"]) == 0
 
 

@@ -132,9 +132,9 @@ def test_a_prompt_that_is_no_text(tmp_path, monkeypatch, capsys):
     for errors in ("strict", "surrogateescape"):  # which of them Python takes depends on the locale
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", errors))
         assert main(words) == 2
-        assert "[run] standard input: got 'utf-8' codec can't" in capsys.readouterr().err
+        assert "run: standard input is 'utf-8' codec can't" in capsys.readouterr().err
     assert main([*words, "-p", f"a{ODD}"]) == 2
-    assert "[run] --prompt: got 'utf-8' codec can't" in capsys.readouterr().err
+    assert "run: --prompt is 'utf-8' codec can't" in capsys.readouterr().err
 
 
 def test_what_is_typed_and_no_text_is_asked_for_again(tmp_path, monkeypatch, capsys):

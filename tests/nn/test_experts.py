@@ -339,7 +339,7 @@ def test_writes_to_copies_change_nothing_and_set_storage_does():
 
 def test_states_that_do_not_fit_are_refused():
     block, other = layer(), layer(format="q8_0")
-    with pytest.raises(RuntimeError, match="about: got weights in q8_0"):
+    with pytest.raises(RuntimeError, match=r"about.*q8_0"):
         block.load_state_dict(other.state_dict())
     assert block.down_proj.format == "q4_0"
 

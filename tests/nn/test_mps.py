@@ -103,13 +103,13 @@ def test_dequantize():
 
 def test_refusals():
     q, x = quantized("q4_0", 96, 256), torch.zeros(2, 256, device="mps")
-    with pytest.raises(bf.BackendUnavailable, match="mps: it has no kernels for the nf4 codes of nf4"):
+    with pytest.raises(bf.BackendUnavailable, match="mps: no kernels for the nf4 codes of nf4"):
         bf.quantized_linear(x, bf.quantize(gaussian((96, 256)), "nf4"))
-    with pytest.raises(bf.BackendUnavailable, match="mps: it multiplies x as it is, and activations are 'q8'"):
+    with pytest.raises(bf.BackendUnavailable, match="mps: supports activations 'exact', not 'q8'"):
         bf.quantized_linear(x, q, activations="q8")
     with pytest.raises(bf.BackendUnavailable, match="mps"):
         bf.quantized_linear(x.cpu(), q, backend="mps")
-    with pytest.raises(bf.DTypeError, match=r"\[quantized_linear\] x: got dtype int32; takes float32"):
+    with pytest.raises(bf.DTypeError, match=r"quantized_linear.*x.*int32.*float32"):
         bf.quantized_linear(x.int(), q)
     with pytest.raises(TypeError, match="float64"):
         make_layer().to("mps", torch.float64)
