@@ -305,7 +305,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        print(f"{error} Running on the CPU.", file=sys.stderr)
+        print(f"{error} The CPU runs it.", file=sys.stderr)
         return load_on("cpu")
 
 

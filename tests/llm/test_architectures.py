@@ -329,6 +329,6 @@ def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch,
     message = f"llm.load: |{features}|GPU"
     model = load(folder_of(name), device="auto")
     assert model.decoder.device == "cpu"
-    assert re.search(facts(f"{message}|Running on the CPU.\n"), capsys.readouterr().err)
+    assert re.search(facts(f"{message}|The CPU runs it.\n"), capsys.readouterr().err)
     with pytest.raises(bf.BackendUnavailable, match=facts(message)):
         devices.make_decoder("cuda:0", model.decoder.tensors)

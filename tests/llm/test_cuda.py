@@ -213,7 +213,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(tmp_path, monkeypatch
         load(tmp_path / "model.gguf", device="cuda")
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
-    assert "Running on the CPU." in capsys.readouterr().err
+    assert "The CPU runs it." in capsys.readouterr().err
 
 
 def test_auto_takes_the_gpu(tmp_path, monkeypatch):

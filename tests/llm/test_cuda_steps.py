@@ -364,7 +364,7 @@ def test_memory_that_is_full_is_told_with_numbers(gpu, tmp_path, monkeypatch, ca
     monkeypatch.setenv("BILLFISH_DEVICE", "auto")
     monkeypatch.setattr("billfish.llm.devices._has_driver", lambda: True)
     assert load(tmp_path / "model.gguf").decoder.device == "cpu"
-    assert "Running on the CPU." in capsys.readouterr().err
+    assert "The CPU runs it." in capsys.readouterr().err
 
 
 class Code(int):

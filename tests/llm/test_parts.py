@@ -335,12 +335,12 @@ def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, capsys):
     monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
     with pytest.raises(MissingPackage, match=r"tokenizers is not installed.*'\.\[llm\]'"):
         load(path)
-    assert "Running on the CPU" not in capsys.readouterr().err
+    assert "The CPU runs it" not in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "tokenizers")
     monkeypatch.setattr(CpuDecoder, "pack", Mock(side_effect=MissingPackage("something else")))
     with pytest.raises(MissingPackage, match="something else"):
         load(path)
-    assert "Running on the CPU" not in capsys.readouterr().err
+    assert "The CPU runs it" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "message"), [
