@@ -52,7 +52,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     broken = tmp_path / "broken.gguf"
     for length in [*range(0, header - 32, 97), len(whole) - 100]:
         broken.write_bytes(whole[:length])
-        with pytest.raises(bf.CheckpointError, match=r"damaged header|ends before|begins with b"):
+        with pytest.raises(bf.CheckpointError, match=r"damaged GGUF header|truncated|empty file|unknown type"):
             load(broken)
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     ("at", "value", "message"),
     [
         (0, b"GGML", r"begins with b'GGML\\x03"),
-        (4, struct.pack("<I", 1), "begins with b'GGUF', version 1"),
+        (4, struct.pack("<I", 1), "b'GGUF', version 1"),
         (8, struct.pack("<Q", 2**60), "damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
         (24, struct.pack("<Q", 2**63), "damaged"),
@@ -76,7 +76,7 @@ def test_a_header_that_lies_is_refused(path, tmp_path, at, value, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(bf.CheckpointError, match="No such file"):
+    with pytest.raises(bf.CheckpointError, match="no such file"):
         load(tmp_path / "none.gguf")
 
 
@@ -199,7 +199,7 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
     ],
 )
 def test_settings_out_of_range(model, bad):
-    with pytest.raises(bf.DataError, match=rf"\[llm.generate\] {next(iter(bad))}: got"):
+    with pytest.raises(bf.DataError, match=rf"llm.generate: {next(iter(bad))} is"):
         model.generate("a", **bad)
 
 
@@ -245,7 +245,7 @@ def test_answers_end_with_length_context_or_the_models_own(model):
 
 
 def test_too_long_a_prompt_and_other_bad_ones(model):
-    with pytest.raises(bf.ModelError, match=r"prompt.*129 tokens.*at most 128, the model's context"):
+    with pytest.raises(bf.ModelError, match=r"129 tokens.*context is 128"):
         model.generate([5] * 129)
     with pytest.raises(bf.ModelError, match="no tokens"):
         model.generate([])
@@ -292,10 +292,10 @@ def _probabilities(logits):
 def test_evaluation_of_what_cannot_be(model, tmp_path):
     with pytest.raises(bf.DataError, match=r"window.*129"):
         evaluate(model, [5] * 10, window=129)
-    with pytest.raises(bf.DataError, match="at least 2"):
+    with pytest.raises(bf.DataError, match="2 or more"):
         evaluate(model, [5])
     write_model(tmp_path / "gemma.gguf", Small("gemma"))
-    with pytest.raises(bf.ModelError, match=r"against.*vocabulary of 266 tokens.*model's, of 261"):
+    with pytest.raises(bf.ModelError, match=r"against=.*266 tokens.*261"):
         evaluate(model, [5] * 10, against=load(tmp_path / "gemma.gguf"), window=10)
 
 
@@ -391,7 +391,7 @@ def test_settings_may_be_numbers_of_numpy(model):
 @pytest.mark.parametrize(("name", "hint"), [("max_new_tokens", "'max_tokens'"), ("topk", "'top_k'"), ("xyz", "seed")])
 @pytest.mark.parametrize("call", ["generate", "generate_batch"])
 def test_a_setting_that_is_none_gets_a_hint(model, call, name, hint):
-    with pytest.raises(bf.DataError, match=rf"\[llm\.{call}\] {name}.*5; .*{hint}"):
+    with pytest.raises(bf.DataError, match=rf"llm\.{call}: .*{name}=5.*{hint}"):
         getattr(model, call)("ab" if call == "generate" else ["ab"], **{name: 5})
 
 
@@ -402,7 +402,7 @@ def test_a_prompt_that_is_none(model, prompt):
 
 
 def test_several_prompts_are_a_list(model):
-    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*text.*list"):
+    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*str.*list"):
         model.generate_batch("ab")
 
 
