@@ -247,7 +247,7 @@ def test_answers_end_with_length_context_or_the_models_own(model):
 def test_too_long_a_prompt_and_other_bad_ones(model):
     with pytest.raises(bf.ModelError, match=r"129 tokens.*context is 128"):
         model.generate([5] * 129)
-    with pytest.raises(bf.ModelError, match="no tokens"):
+    with pytest.raises(bf.ModelError, match="prompt is empty"):
         model.generate([])
     with pytest.raises(bf.ModelError, match=r"token 999.*tokens from 0 to 260"):
         model.logits([1, 999])
