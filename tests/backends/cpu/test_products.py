@@ -423,7 +423,7 @@ def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     packed, x = bf.prepack(bf.quantize(gaussian((4, 64)), "q4_0")), gaussian((1, 64))
     with pytest.raises(bf.FormatError, match=r"group_size"):
         bf.quantized_linear(x, packed, group_size=32)
-    with pytest.raises(bf.BackendUnavailable, match="'cpu', for which the weights are packed"):
+    with pytest.raises(bf.BackendUnavailable, match="expected 'cpu'"):
         bf.quantized_linear(x, packed, backend="reference")
     with pytest.raises(bf.DTypeError, match=r"prepack.*q.*ndarray.*QuantizedTensor"):
         bf.prepack(x)
