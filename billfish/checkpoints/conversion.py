@@ -56,9 +56,7 @@ def convert(
     call, target = "convert", target_named("convert", to)
     if dtype is not None and not target.takes_dtype:
         others = ", ".join(name for name, known in TARGETS.items() if known.takes_dtype)
-        raise FormatError(
-            failure(call, f"the layout {target.name} has no dtype=", f"Leave it out. It is for {others}.")
-        )
+        raise FormatError(failure(call, f"the layout {target.name} has no dtype=", f"It is for {others}."))
     numbers = None if dtype is None else float_dtype(call, dtype)
     settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
     return export(call, opened(src), Path(dst), settings, progress)

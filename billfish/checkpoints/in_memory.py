@@ -76,9 +76,7 @@ class HeldArray(Entry):
         given = Input(CALL, name, array)
         kind = KIND_OF_NAME.get(given.dtype_name)
         if kind is None:
-            raise DTypeError(
-                bad_argument(CALL, f"dtype of {name}", given.dtype_name, f"one of {', '.join(KIND_OF_NAME)}")
-            )
+            raise DTypeError(bad_argument(CALL, f"dtype of {name}", given.dtype_name, ", ".join(KIND_OF_NAME)))
         _check_memory(given)
         nbytes = int(np.prod(given.shape)) * TYPES[kind][0] // 8
         super().__init__(Description(name, "memory", None, kind, given.shape, None, nbytes), [])

@@ -294,9 +294,7 @@ def library_for(call: str, like: Any, dtype: Any) -> Adapter:
         try:
             importlib.import_module(adapter.module)
         except ImportError as error:
-            raise BackendUnavailable(
-                failure(call, f"like is {like!r}, which cannot be imported ({error})", "Install it.")
-            ) from None
+            raise BackendUnavailable(failure(call, f"like is {like!r}, which cannot be imported ({error})")) from None
         return adapter
     if like is not None:
         return Input(call, "like", like).adapter

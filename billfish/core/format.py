@@ -384,9 +384,7 @@ def parse_format(text: str | Format, call: str, group_size: int | None = None) -
             fix = f"Write it as in {format.name}:{format.default_group_size}."
             raise FormatError(failure(call, f"format {text!r} has no valid group size", fix))
         if group_size not in (None, int(written)):
-            raise FormatError(
-                failure(call, f"format is {text!r} and group_size is {group_size}", "Pass one group size.")
-            )
+            raise FormatError(failure(call, f"format is {text!r} and group_size is {group_size}", "Pass one."))
         group_size = int(written)
     if group_size is not None and not (group_size == -1 and format.whole_row_groups):
         format.check_group_size(call, group_size, None)

@@ -175,9 +175,7 @@ def check_stack(
         if not isinstance(array, np.ndarray):
             raise DTypeError(bad_argument(call, name, type_of(array), "an array"))
         if array.ndim == 0 or array.shape[0] == 0:
-            raise ShapeError(
-                bad_argument(call, f"shape of {name}", array.shape, "[E, ...] with E > 0, one part per expert")
-            )
+            raise ShapeError(bad_argument(call, f"shape of {name}", array.shape, "[E, ...] with E > 0"))
     experts = next((array.shape[0] for array in storage.values()), 0)
     for name, array in storage.items():
         if array.shape[0] != experts:

@@ -41,7 +41,7 @@ class ChatTemplate:
                 raise TemplateFailed(f"it is {type_of(source)}, not a text")
             self._running()
         except TemplateFailed as error:
-            problem = f"tokenizer.chat_template is not a valid jinja2 template: {error}"
+            problem = f"the model's jinja2 template (tokenizer.chat_template) cannot be used: {error}"
             raise ModelError(failure("llm.load", problem)) from None
 
     def render(
@@ -52,9 +52,11 @@ class ChatTemplate:
         tools: functions that the model may call, as OpenAI describes them; templates that know none ignore them.
         variables: others that the template reads, such as enable_thinking.
         """
-        others = [type(message).__name__ for message in messages if not isinstance(message, Mapping)]
+        others = [message for message in messages if not isinstance(message, Mapping)]
         if others:
-            raise DataError(bad_argument("llm.chat", "a message", f"a {others[0]}", "a dict with role and content"))
+            raise DataError(
+                bad_argument("llm.chat", "an item of messages", type_of(others[0]), "a dict with role and content")
+            )
         given = {"messages": [dict(message) for message in messages]}
         names = {"add_generation_prompt": True, **self._tokens, **variables, **given}
         if tools:
@@ -67,7 +69,7 @@ class ChatTemplate:
                         return process.ask(names)
         except TemplateFailed as error:
             roles = [message.get("role") for message in messages]
-            problem = f"the model's chat template does not accept messages with the roles {roles}: {error}"
+            problem = f"the model's chat template failed for messages with the roles {roles}: {error}"
             raise ModelError(failure("llm.chat", problem)) from None
 
     def _running(self) -> TemplateProcess:

@@ -555,7 +555,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        LOGGER.warning("%s Running on the CPU.", error)
+        LOGGER.warning("%s The CPU runs it.", error)
         return load_on("cpu")
 
 

@@ -144,9 +144,7 @@ def _check_sizes(call: str, x: Input, gate_up: list[Stack], down: Stack) -> int:
     """I, the rows of a gate; raises unless the stacks belong together and to x."""
     count, hidden, inner = down.shape
     if len(gate_up) not in (1, 2):
-        raise ShapeError(
-            bad_argument(call, "gate_up", f"{len(gate_up)} stacks", "one stack [E, 2 I, H], or gate and up")
-        )
+        raise ShapeError(bad_argument(call, "gate_up", f"{len(gate_up)} stacks", "one [E, 2 I, H], or gate and up"))
     wanted = (count, 2 * inner // len(gate_up), hidden)
     for stack in gate_up:
         if stack.shape != wanted:
@@ -190,7 +188,7 @@ def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activation
     if any(packed):
         if backend not in (None, "cpu") or x.device != "cpu":
             value = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
-            raise BackendUnavailable(bad_argument(call, "backend", value, "'cpu', for which the weights are packed"))
+            raise BackendUnavailable(bad_argument(call, "backend", value, "'cpu', as the weights are packed"))
         backend = "cpu"
     if all(packed):
         return BACKENDS["cpu"]

@@ -271,9 +271,7 @@ def _choose(
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, x.kind, x.device, activations)
     if isinstance(tensor, PackedWeights):
         if backend not in (None, "cpu"):
-            raise BackendUnavailable(
-                bad_argument(call, "backend", repr(backend), "'cpu', for which the weights are packed")
-            )
+            raise BackendUnavailable(bad_argument(call, "backend", repr(backend), "'cpu', as the weights are packed"))
         chosen, weights = choose(call, problem, "cpu"), tensor
     else:
         chosen = choose(call, problem, backend)

@@ -204,9 +204,7 @@ def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...]) ->
     if array.dtype not in (np.float32, np.float64):
         raise DTypeError(bad_argument(call, f"dtype of {argument}", taken.dtype_name, "float32 or float64"))
     if array.shape != shape:
-        raise ShapeError(
-            bad_argument(call, f"shape of {argument}", array.shape, f"{shape} for weights [N, {shape[0]}]")
-        )
+        raise ShapeError(bad_argument(call, f"shape of {argument}", array.shape, f"{shape} for [N, {shape[0]}]"))
     finite = np.isfinite(array)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])

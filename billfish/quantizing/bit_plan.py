@@ -70,9 +70,7 @@ class BitPlan:
                 raise DataError(failure(CALL, f"--plan has the line {rule!r}", fix))
             keep[pattern] = format
         if "" not in keep:
-            raise DataError(
-                failure(CALL, f"--plan {path.name} has no line =FORMAT, for the matrices that no other line matches")
-            )
+            raise DataError(failure(CALL, f"--plan {path.name} has no line =FORMAT, for all other matrices"))
         return cls(keep.pop(""), keep)
 
 

@@ -179,9 +179,7 @@ def _settings(
     patterns = tuple(_pattern("only", pattern) for pattern in only)
     allowed = target.quantizes or target.formats
     if not allowed:
-        raise FormatError(
-            failure(CALL, f"the layout {target.name} cannot store quantized weights", "Choose another to= (--to).")
-        )
+        raise FormatError(failure(CALL, f"the layout {target.name} cannot store quantized weights", "Choose another."))
     for used in (chosen, *(rule.format for rule in (*rules, *later))):
         if used is not None and target.own(used).name not in allowed:
             raise FormatError(
@@ -203,9 +201,7 @@ def _pattern(argument: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise FormatError(
-            bad_argument(CALL, argument, f"{pattern!r} ({error})", "a valid regular expression")
-        ) from None
+        raise FormatError(bad_argument(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def check_suffix(path: Path, outer: bool, suffixes: Sequence[str] = SUFFIXES) ->
     if path.suffix not in suffixes:
         raise CheckpointError(f"{CALL}: the output {path.name!r} must end in {' or '.join(suffixes)}.")
     if outer and path.suffix != ".safetensors":
-        raise CheckpointError(f"{CALL}: {path.name!r} has no place for X^T X. The output must end in .safetensors.")
+        raise CheckpointError(f"{CALL}: {path.name!r} cannot hold X^T X. The output must end in .safetensors.")
 
 
 def _part_of(known: InputStatistics, names: tuple[str, ...]) -> Part:

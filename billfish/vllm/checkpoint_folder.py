@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from billfish.checkpoints import Checkpoint, open_checkpoint
+from billfish.checkpoints.entry import SUPPORTED
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.errors import CheckpointError, failure
 
@@ -41,9 +42,7 @@ def matrices_of(checkpoint: Checkpoint) -> dict[str, Matrix]:
     for name in checkpoint:
         about = checkpoint.describe(name)
         if about.unsupported:
-            raise CheckpointError(
-                failure(CALL, f"{name} is not supported: {about.unsupported}", "`billfish formats` lists all formats.")
-            )
+            raise CheckpointError(failure(CALL, f"{name} is not supported: {about.unsupported}", SUPPORTED))
         if about.format is not None:
             reordered = checkpoint.is_reordered(name)
             matrix = Matrix(name, about.format.name, about.shape, about.column_step, reordered)

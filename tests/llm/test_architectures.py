@@ -284,7 +284,7 @@ def test_a_missing_tensor_is_named(folder_of, tmp_path, tensor):
 @pytest.mark.parametrize("factor", [NAN, 0.0, -1.0])
 def test_divisors_that_are_none_are_refused(tmp_path, factor):
     write_gguf(tmp_path / "good.gguf", Small(), {"rope_freqs.weight": np.full(16, factor, np.float32)})
-    with pytest.raises(bf.ModelError, match=r"rope_freqs.weight.*numbers that are not positive.*divisors"):
+    with pytest.raises(bf.ModelError, match=r"rope_freqs.weight.*not positive"):
         load(tmp_path / "good.gguf", device="cpu")
 
 
@@ -329,6 +329,6 @@ def test_a_gpu_says_what_it_does_not_run(folder_of, name, features, monkeypatch,
     message = f"llm.load: |{features}|GPU"
     model = load(folder_of(name), device="auto")
     assert model.decoder.device == "cpu"
-    assert re.search(facts(f"{message}|Running on the CPU."), caplog.text)
+    assert re.search(facts(f"{message}|The CPU runs it."), caplog.text)
     with pytest.raises(bf.BackendUnavailable, match=facts(message)):
         devices.make_decoder("cuda:0", model.decoder.tensors)

@@ -240,7 +240,7 @@ def test_eval_refuses_another_vocabulary(tmp_path, capsys):
     write_random(tmp_path / "a", "llama")
     write_model(tmp_path / "m.gguf", Small())
     (tmp_path / "text").write_text("ab cab " * 20)
-    with pytest.raises(bf.ModelError, match=r"against.*vocabulary of 261 tokens.*model's, of 96"):
+    with pytest.raises(bf.ModelError, match=r"against=.*261 tokens.*of 96"):
         evaluate(load(tmp_path / "a"), [5] * 10, against=load(tmp_path / "m.gguf"))
     write_random(tmp_path / "b", "llama")
     file = tmp_path / "b" / "tokenizer.json"
@@ -280,7 +280,7 @@ def test_tensors_go_by_the_names_that_the_folder_has(tmp_path, capsys):
         ({up: None}, f"no tensor {up}|llama"),
         ({up: np.ones((3, 3), np.float32)}, f"{up}|(3, 3)|(96, 64)"),
         ({"lm_head.weight": None}, "no tensor lm_head.weight"),
-        ({"model.layers.0.mlp.odd_proj.weight": arrays[up]}, "got 'model.layers.0.mlp.odd_proj.weight'; takes"),
+        ({"model.layers.0.mlp.odd_proj.weight": arrays[up]}, "unknown tensor 'model.layers.0.mlp.odd_proj.weight'"),
         ({up: np.ones((96, 64), np.int32)}, f"{up}|int32|float32, float16 or"),
     ):
         left = {name: array for name, array in (arrays | changed).items() if array is not None}

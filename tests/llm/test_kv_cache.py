@@ -141,7 +141,7 @@ def test_tokens_that_are_none(model, token):
     model.decoder.run([(cache, [5])], "exact")
     with pytest.raises(bf.ModelError, match=rf"tokens.*token {token}.*tokens from 0 to 260"):
         model.decoder.embed([5, token])
-    with pytest.raises(bf.ModelError, match=f"got token {token}"):
+    with pytest.raises(bf.ModelError, match=f"token {token}"):
         model.decoder.run([(cache, [6, token])], "exact")
     assert cache.tokens == [5]
 
@@ -209,7 +209,7 @@ def test_a_step_holds_the_lock_of_its_caches(model, monkeypatch):
 
 def test_one_text_cannot_come_twice_in_a_batch(model):
     cache = model.cache()
-    with pytest.raises(bf.ModelError, match=r"passages.*cache twice.*cache for each text"):
+    with pytest.raises(bf.ModelError, match=r"passages share a cache"):
         model.decoder.run([(cache, [5]), (cache, [6])], "exact")
     assert cache.tokens == []
 
@@ -224,10 +224,10 @@ def test_the_cache_of_another_model_is_refused(model, tmp_path, other):
     """Of other sizes, or of the same: then its keys would only be wrong."""
     write_model(tmp_path / "other.gguf", other)
     cache = load(tmp_path / "other.gguf").cache()
-    takes = r"cache.*another model \(small llama\).*that this model's cache\(\) made"
-    with pytest.raises(bf.ModelError, match=rf"\[llm.generate\] {takes}"):
+    other = r"the cache belongs to another model \(small llama\)"
+    with pytest.raises(bf.ModelError, match=rf"llm.generate: {other}"):
         model.generate([5], cache=cache)
-    with pytest.raises(bf.ModelError, match=rf"\[llm.run\] {takes}"):
+    with pytest.raises(bf.ModelError, match=rf"llm.run: {other}"):
         model.decoder.run([(model.cache(), [5]), (cache, [5])], "exact")
 
 
@@ -271,5 +271,5 @@ def test_hidden_states_of_other_sizes_are_refused(model, hidden):
 
 @pytest.mark.parametrize("capacity", [-1, 2**40, 0.5])
 def test_capacities_that_no_cache_has_are_refused(model, capacity):
-    with pytest.raises(bf.DataError, match=r"\[llm\.Cache\] capacity"):
+    with pytest.raises(bf.DataError, match=r"llm\.Cache: capacity"):
         model.decoder.cache(capacity)

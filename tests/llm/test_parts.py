@@ -52,7 +52,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     broken = tmp_path / "broken.gguf"
     for length in [*range(0, header - 32, 97), len(whole) - 100]:
         broken.write_bytes(whole[:length])
-        with pytest.raises(bf.CheckpointError, match=r"damaged header|ends before|begins with b"):
+        with pytest.raises(bf.CheckpointError, match=r"damaged GGUF header|truncated|empty file|unknown type"):
             load(broken)
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_breaks_off_anywhere_is_refused(path, tmp_path):
     ("at", "value", "message"),
     [
         (0, b"GGML", r"begins with b'GGML\\x03"),
-        (4, struct.pack("<I", 1), "begins with b'GGUF', version 1"),
+        (4, struct.pack("<I", 1), "b'GGUF', version 1"),
         (8, struct.pack("<Q", 2**60), "damaged"),
         (16, struct.pack("<Q", 2**60), "damaged"),
         (24, struct.pack("<Q", 2**63), "damaged"),
@@ -76,7 +76,7 @@ def test_a_header_that_lies_is_refused(path, tmp_path, at, value, message):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(bf.CheckpointError, match="No such file"):
+    with pytest.raises(bf.CheckpointError, match="no such file"):
         load(tmp_path / "none.gguf")
 
 
@@ -199,7 +199,7 @@ def test_top_p_of_a_flat_vocabulary_needs_more_than_the_first_thousand():
     ],
 )
 def test_settings_out_of_range(model, bad):
-    with pytest.raises(bf.DataError, match=rf"llm.generate.*{next(iter(bad))}"):
+    with pytest.raises(bf.DataError, match=rf"llm.generate: {next(iter(bad))} is"):
         model.generate("a", **bad)
 
 
@@ -244,9 +244,9 @@ def test_answers_end_with_length_context_or_the_models_own(model):
 
 
 def test_too_long_a_prompt_and_other_bad_ones(model):
-    with pytest.raises(bf.ModelError, match=r"prompt.*129 tokens.*at most 128, the model's context"):
+    with pytest.raises(bf.ModelError, match=r"129 tokens.*context is 128"):
         model.generate([5] * 129)
-    with pytest.raises(bf.ModelError, match="no tokens"):
+    with pytest.raises(bf.ModelError, match="prompt is empty"):
         model.generate([])
     with pytest.raises(bf.ModelError, match=r"token 999.*tokens from 0 to 260"):
         model.logits([1, 999])
@@ -291,10 +291,10 @@ def _probabilities(logits):
 def test_evaluation_of_what_cannot_be(model, tmp_path):
     with pytest.raises(bf.DataError, match=r"window.*129"):
         evaluate(model, [5] * 10, window=129)
-    with pytest.raises(bf.DataError, match="at least 2"):
+    with pytest.raises(bf.DataError, match="2 or more"):
         evaluate(model, [5])
     write_model(tmp_path / "gemma.gguf", Small("gemma"))
-    with pytest.raises(bf.ModelError, match=r"against.*vocabulary of 266 tokens.*model's, of 261"):
+    with pytest.raises(bf.ModelError, match=r"against=.*266 tokens.*261"):
         evaluate(model, [5] * 10, against=load(tmp_path / "gemma.gguf"), window=10)
 
 
@@ -334,12 +334,12 @@ def test_a_missing_package_is_no_missing_gpu(path, monkeypatch, caplog):
     monkeypatch.setattr(CpuDecoder, "pack", lambda *_: pytest.fail("packed"))
     with pytest.raises(MissingPackage, match=r"tokenizers is not installed.*'\.\[llm\]'"):
         load(path)
-    assert "Running on the CPU" not in caplog.text
+    assert "The CPU runs it" not in caplog.text
     monkeypatch.delitem(sys.modules, "tokenizers")
     monkeypatch.setattr(CpuDecoder, "pack", Mock(side_effect=MissingPackage("something else")))
     with pytest.raises(MissingPackage, match="something else"):
         load(path)
-    assert "Running on the CPU" not in caplog.text
+    assert "The CPU runs it" not in caplog.text
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -401,7 +401,7 @@ def test_a_prompt_that_is_none(model, prompt):
 
 
 def test_several_prompts_are_a_list(model):
-    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*list"):
+    with pytest.raises(bf.DataError, match=r"llm\.generate_batch.*prompts.*str.*list"):
         model.generate_batch("ab")
 
 

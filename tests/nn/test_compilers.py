@@ -67,7 +67,7 @@ def test_torch_vmap():
     y = torch.func.vmap(lambda column: layer(column.T), in_dims=0)(x)
     assert torch.equal(y, layer(x.transpose(1, 2)))
     tensors, form = layer._weights.tensors, layer._weights.form
-    with pytest.raises(bf.DTypeError, match="a batch of x, and of nothing else"):
+    with pytest.raises(bf.DTypeError, match="a batch dimension of x alone"):
         torch.func.vmap(lambda bias: torch.ops.billfish.linear(x[0].T, tensors, bias, "q4_0", 32, 16, "exact", form))(
             torch.zeros(2, 16)
         )

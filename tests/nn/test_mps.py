@@ -119,7 +119,7 @@ def test_a_torch_that_is_too_old(monkeypatch):
     problem = Problem("matmul", bf.FORMATS["q4_0"], 32, 1, 8, 64, np.dtype(np.float16), "torch", "mps")
     assert BACKENDS["mps"].can_run(problem) == (True, "")
     monkeypatch.delattr(torch.mps, "compile_shader")
-    assert BACKENDS["mps"].can_run(problem) == (False, "this torch has no torch.mps.compile_shader, which 2.7 has")
+    assert BACKENDS["mps"].can_run(problem) == (False, "torch is too old: torch.mps.compile_shader needs 2.7")
 
 
 # ---- the layer ----------------------------------------------------------------------------------------------------

@@ -232,13 +232,13 @@ def test_packed_stacks_that_kernels_would_read_beyond_are_refused(rng):
     packed = bf.prepack(oracle.random_stack(rng, 3, 16, 64, "nvfp4"))
     assert packed.factors is not None
     for data in (packed.data[:-1], packed.data.view(np.int8), np.repeat(packed.data, 2)[::2]):
-        with pytest.raises(bf.ShapeError, match=r"data.*u?int8 of shape .*3 times the bytes that packing"):
+        with pytest.raises(bf.ShapeError, match=r"data.*u?int8 of shape .*3 times the packed bytes"):
             dataclasses.replace(packed, data=data)
     for factors in (packed.factors[:2], packed.factors.astype(np.float64), np.repeat(packed.factors, 2)[::2]):
         with pytest.raises(bf.ShapeError, match=r"factors.*float.*float32 of shape \(3,\)"):
             dataclasses.replace(packed, factors=factors)
     for shape in ((16, 64), (0, 16, 64), (3, 16, -64)):
-        with pytest.raises(bf.ShapeError, match="shape: got"):
+        with pytest.raises(bf.ShapeError, match="shape is"):
             dataclasses.replace(packed, shape=shape)
     with pytest.raises(bf.DTypeError, match=r"kind.*'nvfp4' without axes.*float32"):
         dataclasses.replace(packed, axes=None)
@@ -251,7 +251,7 @@ def test_stacks_that_were_packed_for_two_levels_are_refused(rng):
     x = rng.standard_normal((6, 96)).astype(np.float32)
     first, last = _cpu.levels()[0], _cpu.levels()[-1]
     other = last if cpu_backend().level == first else first
-    message = f"gate_up.*weights packed for {other}.*{cpu_backend().level}, for which those of down are"
+    message = f"gate_up is packed for {other}, and down for {cpu_backend().level}"
     with pytest.raises(bf.BackendUnavailable, match=message):
         bf.experts(x, pack_experts(other, gate_up), down, ids, weights)
     both = pack_experts(other, gate_up), pack_experts(other, down)

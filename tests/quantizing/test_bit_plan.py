@@ -77,9 +77,9 @@ def test_a_plan_in_a_file(tmp_path):
     assert BitPlan.load(tmp_path / "plan") == BitPlan("q4_0", plan.keep)
     for text, message in (
         ("a=q8_0\n", "plan has no line =FORMAT"),
-        ("no rule\n=q4_0\n", "got 'no rule'"),
-        ("a=q8_0\na=q4_0\n=q4_0\n", "got 'a=q4_0'"),
-        ("a=\n=q4_0", "got 'a='"),
+        ("no rule\n=q4_0\n", "'no rule'"),
+        ("a=q8_0\na=q4_0\n=q4_0\n", "'a=q4_0'"),
+        ("a=\n=q4_0", "'a='"),
     ):
         (tmp_path / "plan").write_text(text)
         with pytest.raises(bf.DataError, match=message):

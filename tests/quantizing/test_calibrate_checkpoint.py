@@ -135,7 +135,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["-o", "s.txt"], "'s.txt' must end in .safetensors or .gguf."),
         (["-o", "s.dat"], "'s.dat' must end in .safetensors or .gguf."),
-        (["-o", "s.gguf", "--hessian"], "'s.gguf' has no place for X^T X"),
+        (["-o", "s.gguf", "--hessian"], r"'s.gguf' cannot hold X\^T X"),
         (["-o", "s.gguf", "--tokens", "0"], r"tokens.*0.*1 or more"),
         (["-o", "s.gguf", "--window", "1000"], r"window.*1000.*1 to 128"),
         (["-o", "s.gguf", "--text", "nothing.txt"], "No such file"),

@@ -176,9 +176,7 @@ class DeviceWeights:
     def unpack(self, format: Format) -> Storage:
         """The storage that the weights were packed from, bit for bit."""
         if self.about.planes is None:
-            raise DataError(
-                failure("unpack", "these weights were loaded packed, and cannot be unpacked", "Keep the tensor.")
-            )
+            raise DataError(failure("unpack", "weights that were loaded packed cannot be unpacked", "Keep the tensor."))
         room, (n, k) = self.room, self.shape
         with room.current():
             codes = room.empty(n * k)

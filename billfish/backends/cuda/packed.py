@@ -63,6 +63,4 @@ class PackedBricks:
             shape, table = tuple(about.pop("shape")), tuple(about.pop("table"))
             return cls(Kind(**about, table=table), shape, arrays["bricks"], arrays["row_scale"])
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(
-                failure("load", f"{file} is not a file of PackedBricks.save, or damaged ({error})")
-            ) from None
+            raise DataError(failure("load", f"{file} is no file of PackedBricks.save, or damaged ({error})")) from None

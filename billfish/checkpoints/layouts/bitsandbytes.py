@@ -69,9 +69,7 @@ def recognise(name: str, stored: Mapping[str, Stored]) -> Entry:
     found = stored.get(f"{name}{STATE}nf4")
     parts = {part: stored[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stored}
     if found is None or name not in stored or not {"absmax", "quant_map"} <= parts.keys():
-        raise CheckpointError(
-            failure(CALL, f"{name} has the arrays {sorted(parts)}", "NF4 needs absmax and quant_map.")
-        )
+        raise CheckpointError(failure(CALL, f"{name} has the arrays {sorted(parts)}", "NF4 has absmax and quant_map."))
     weight, state = stored[name], _state(found)
     shape, group = tuple(state["shape"]), state["blocksize"]
     n, k = math.prod(shape[:-1]), shape[-1]

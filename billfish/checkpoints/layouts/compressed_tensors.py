@@ -148,9 +148,7 @@ def recognise(module: str, parts: dict[str, Stored], weights: dict[str, Any]) ->
     if packed.kind == "U8":
         return _recognise_fp4(name, parts)
     if packed.kind != "I32" or "weight_shape" not in parts:
-        raise CheckpointError(
-            bad_argument(CALL, f"dtype of {packed.name}", packed.kind, "U8, or I32 with weight_shape")
-        )
+        raise CheckpointError(bad_argument(CALL, f"dtype of {packed.name}", packed.kind, "U8, or I32 and weight_shape"))
     shape = parts["weight_shape"]
     if shape.kind not in ("I64", "I32") or shape.shape != (2,):
         raise CheckpointError(bad_argument(CALL, shape.name, f"{shape.kind} {shape.shape}", "I64 (2,)"))

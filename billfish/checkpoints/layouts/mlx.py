@@ -60,9 +60,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
     own = config.get(module)
     settings: Mapping[str, Any] = ChainMap(own, config) if isinstance(own, dict) else config
     if len(weight.shape) < 2 or weight.shape[:-1] != scales.shape[:-1]:
-        raise CheckpointError(
-            bad_argument(CALL, f"shape of {scales.name}", scales.shape, f"the rows of {weight.name} {weight.shape}")
-        )
+        raise CheckpointError(bad_argument(CALL, f"shape of {scales.name}", scales.shape, f"rows of {weight.shape}"))
     mode = str(settings.get("mode", "affine"))
     if not config and "biases" not in parts:
         ratio = weight.shape[-1] / max(1, scales.shape[-1])  # of words to scales: 4 bits times the group over 32
@@ -84,9 +82,7 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
         return Unsupported(name, "mlx", reason, parts.values(), shape)
     scale_shape = (*shape[:-1], shape[-1] // group)
     if shape[-1] % group:
-        raise CheckpointError(
-            bad_argument(CALL, f"K of {weight.name}", shape[-1], f"a multiple of the group size {group}")
-        )
+        raise CheckpointError(bad_argument(CALL, f"K of {weight.name}", shape[-1], f"a multiple of group_size {group}"))
     if mode == "affine":
         if "biases" not in parts:
             raise CheckpointError(failure(CALL, f"{weight.name} has no biases, which affine weights need"))

@@ -125,9 +125,7 @@ def _pattern(config: Mapping[str, Any], model_type: str) -> dict[str, Field]:
         return {} if own == step else {"attention.sliding_window_pattern": int(_number("sliding_window_pattern", own))}
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise CheckpointError(
-            bad_argument(CALL, "layer_types", repr(kinds)[:80], f"a list of {layers}, each {' or '.join(known)}")
-        )
+        raise CheckpointError(bad_argument(CALL, "layer_types", repr(kinds)[:80], f"{layers} of {' or '.join(known)}"))
     narrow = [kind == known[0] for kind in kinds]
     if narrow == [(i + 1) % step != 0 for i in range(layers)]:
         return {}

@@ -240,8 +240,6 @@ def row_order(about: Description, heads: int, to_gguf: bool) -> NDArray[np.int64
         return None
     n = about.shape[0] if about.shape else 0
     if n % (2 * heads) or n == 0:
-        raise CheckpointError(
-            failure(CALL, f"{about.name} has {n} rows for {heads} heads; each head needs an even number")
-        )
+        raise CheckpointError(failure(CALL, f"{about.name} has {n} rows for {heads} heads, not an even number each"))
     half = n // heads // 2
     return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()

@@ -89,9 +89,7 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
         raise UnknownModel(failure(CALL, f"{path} has {what}", fix))
     for name in NEEDED:
         if type(config.get(name)) is not int or not 1 <= config[name] < 1 << 31:
-            raise UnknownModel(
-                bad_argument(CALL, f"{name} in config.json of {path}", repr(config.get(name)), "a positive integer")
-            )
+            raise UnknownModel(bad_argument(CALL, f"{name} of {path}", repr(config.get(name)), "a positive integer"))
     _refuse_variants(config, architecture)
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(architecture) or config["hidden_size"] // heads

@@ -165,9 +165,7 @@ def llama3_rule(factors: NDArray[np.float32], theta: float) -> dict[str, float]:
     """The rule that these divisors follow from; raises if it is not Llama 3's."""
     rule = {"factor": float(factors.max()), **LLAMA3}
     if not np.allclose(llama3_factors(2 * len(factors), theta, rule), factors, rtol=1e-5):
-        raise CheckpointError(
-            failure(CALL, f"{ROTARY_FACTORS} is not the RoPE scaling of Llama 3, so config.json cannot hold it")
-        )
+        raise CheckpointError(failure(CALL, f"{ROTARY_FACTORS} is not Llama 3's RoPE scaling: it cannot be converted"))
     return rule
 
 

@@ -66,16 +66,12 @@ def _pieces(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         raise ModelError(bad_argument(CALL, "tokenizer.ggml.tokens", found, "a list of strings, the vocabulary"))
     kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces))
     if not isinstance(kinds, list) or len(kinds) != len(pieces):
-        raise ModelError(
-            failure(CALL, f"tokenizer.ggml.token_type is not a list of {len(pieces)} numbers, as tokenizer.ggml.tokens")
-        )
+        raise ModelError(failure(CALL, f"tokenizer.ggml.token_type is not a list of {len(pieces)} numbers"))
     if BYTE in kinds:  # of byte-level BPE, none
         spelled = (piece for piece, kind in zip(pieces, kinds, strict=True) if kind == BYTE)
         odd = next((piece for piece in spelled if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece)), None)
         if odd is not None:
-            raise ModelError(
-                failure(CALL, f"tokenizer.ggml.tokens has the byte token {odd!r}", "Expected a token such as '<0x0A>'.")
-            )
+            raise ModelError(failure(CALL, f"tokenizer.ggml.tokens has the byte {odd!r}", "Expected '<0x0A>'."))
     return pieces, kinds
 
 

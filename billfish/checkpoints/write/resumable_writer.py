@@ -112,7 +112,7 @@ def write(
         with only_writer(call, out) as scratch:
             _write_alone(call, out, output, progress, Partial(call, out, scratch), overwrite)
     except OSError as error:
-        raise _refused(call, out, error, "Choose a place that can be written to.") from None
+        raise _refused(call, out, error, "Choose an output that can be written to.") from None
 
 
 def check_free(call: str, out: Path, folder: bool, overwrite: bool | None = None) -> None:
@@ -181,7 +181,7 @@ def _errors(call: str, out: Path, output: Output, partial: Partial, resumes: boo
             raise _changed(call) from None
         present = sum(_present(partial.output / file.name, file) for file in output.files)
         whole = min(present, len(partial.digests())) if output.continues else 0
-        hint = "Make room." if error.errno in FULL else "Choose a place that can be written to."
+        hint = "Free some space." if error.errno in FULL else "Choose an output that can be written to."
         if whole:
             pieces = sum(len(file.pieces) for file in output.files)
             kept = f"{whole} of {pieces} tensors are kept in {readable(partial.path)}"

@@ -121,9 +121,7 @@ class Watch:
             raise DataError(bad_argument(CALL, "model", type_of(self._model), "a model with Linear layers"))
         missing = next((name for name in self.shapes if name not in self._sums), None)
         if missing is not None:
-            raise DataError(
-                failure(CALL, f"no batch reached the layer {missing}", "Pass batches that run every layer.")
-            )
+            raise DataError(failure(CALL, f"no batch reached the layer {missing}", "Pass batches that reach it."))
         return {name: self._sums[name].finish(name) for name in self.shapes}
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -139,9 +137,7 @@ class Watch:
         def see(module: Any, arguments: Any, keywords: Any) -> None:
             x, chosen = [*arguments, *keywords.values()][:2]
             if chosen.shape[0] != x.shape[0]:
-                raise DataError(
-                    bad_argument(CALL, f"shape of the experts of {path}", tuple(chosen.shape), "[tokens, k]")
-                )
+                raise DataError(bad_argument(CALL, f"shape of experts of {path}", tuple(chosen.shape), "[tokens, k]"))
             x, chosen = self._counted(x), self._counted(chosen)
             for expert in range(module.gate_up_proj.shape[0]):
                 rows = x[(chosen == expert).any(dim=-1)]

@@ -47,8 +47,6 @@ class DecodedWeight(torch.Tensor):
     ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], cls):
             fix = "Use load_state_dict or set_storage, or write to to_linear().weight."
-            raise DTypeError(
-                failure("MarlinLinear", f"weight is decoded from quantized data and read-only ({func})", fix)
-            )
+            raise DTypeError(failure("MarlinLinear", f"weight is read-only: it is decoded ({func})", fix))
         args, kwargs = tree_map_only(cls, cls.decode, (args, kwargs or {}))
         return func(*args, **kwargs)

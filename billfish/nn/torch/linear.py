@@ -169,9 +169,7 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
             raise DTypeError(bad_argument("from_linear", "linear", type_of(linear), "a torch.nn.Linear"))
         weight = linear.weight.detach()
         if weight.is_meta:
-            raise DTypeError(
-                failure("from_linear", "the layer is on the device 'meta', without weights", "Load them first.")
-            )
+            raise DTypeError(failure("from_linear", "the layer is on 'meta', without weights", "Load them first."))
         tensor = quantize(
             weight if weight.is_cuda else weight.cpu(),
             format,

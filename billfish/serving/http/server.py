@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from billfish.core.errors import DataError, bad_argument, failure
+from billfish.core.errors import DataError, complaint
 from billfish.serving.api.service import Service
 from billfish.serving.http.app import make_app
 from billfish.serving.http.keys import Keys
@@ -57,16 +56,14 @@ class Server(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """The socket of an address; port 0 takes a free one."""
+    takes = "an address of this machine and a free port from 0 to 65535"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         if not 0 <= port < 65536:
-            raise DataError(bad_argument("serve", "--port", port, "0 to 65535"))
+            raise OSError("no such port")
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            fix = "Choose another --port. --port 0 picks a free one."
-            raise DataError(failure("serve", f"port {port} of {host} is already in use", fix)) from None
-        raise DataError(failure("serve", f"cannot listen on {host}, port {port}: {error.strerror or error}")) from None
+        raise DataError(complaint("serve", "--host and --port", f"{host}, {port} ({error})", takes)) from None
 
 
 def address(listening: socket.socket) -> str:

@@ -423,7 +423,7 @@ def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     packed, x = bf.prepack(bf.quantize(gaussian((4, 64)), "q4_0")), gaussian((1, 64))
     with pytest.raises(bf.FormatError, match=r"group_size"):
         bf.quantized_linear(x, packed, group_size=32)
-    with pytest.raises(bf.BackendUnavailable, match="'cpu', for which the weights are packed"):
+    with pytest.raises(bf.BackendUnavailable, match="expected 'cpu'"):
         bf.quantized_linear(x, packed, backend="reference")
     with pytest.raises(bf.DTypeError, match=r"prepack.*q.*ndarray.*QuantizedTensor"):
         bf.prepack(x)
@@ -434,7 +434,7 @@ def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     with pytest.raises(bf.BackendUnavailable, match="another version"):
         bf.PackedWeights.load(path)
     save_as(path, packed, level="abacus")
-    with pytest.raises(bf.BackendUnavailable, match=r"got weights packed for abacus.*this machine"):
+    with pytest.raises(bf.BackendUnavailable, match=r"packed for abacus.*this machine"):
         bf.PackedWeights.load(path)
     packed.save(path)
     whole = path.read_bytes()
@@ -442,10 +442,10 @@ def test_packed_weights_say_what_is_wrong(tmp_path, monkeypatch):
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
     for damaged in (b"", whole[:-30], flipped, whole[:middle], b"PK" + bytes(100)):
         path.write_bytes(damaged)
-        with pytest.raises(bf.CheckpointError, match=r"takes a file that PackedWeights\.save wrote"):
+        with pytest.raises(bf.CheckpointError, match=r"not a file of PackedWeights\.save"):
             bf.PackedWeights.load(path)
     for change in ({"shape": (4, 96)}, {"axes": dataclasses.replace(packed.axes, group=7)}, {"data": packed.data[:-1]}):
-        with pytest.raises(bf.ShapeError, match=r"takes the bytes that packing \[4, \d+\] makes"):
+        with pytest.raises(bf.ShapeError, match=r"the packed bytes of \[4, \d+\]"):
             dataclasses.replace(packed, **change)
         save_as(path, packed, **change)
         with pytest.raises(bf.CheckpointError):

@@ -108,7 +108,7 @@ def test_other_formats_are_refused_with_a_reason(format, reason):
     able, said = BACKENDS["cuda"].can_run(problem)
     assert not able
     assert reason in said
-    with pytest.raises(bf.FormatError, match=r"^\[cuda\] "):
+    with pytest.raises(bf.FormatError, match=r"^cuda: "):
         describe(q)
 
 
