@@ -1,4 +1,4 @@
-"""Checkpoint: the mapping that `bf.load` returns."""
+"""Checkpoint: the mapping that `bf.open_checkpoint` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from billfish.checkpoints.detect import open_path
 from billfish.checkpoints.entry import Description, Entry, Span, Tensor
-from billfish.core.errors import CheckpointError, complaint, readable
+from billfish.core.errors import CheckpointError, failure, readable
 from billfish.core.files import path_of
 
 
@@ -103,8 +103,8 @@ class Checkpoint(Mapping[str, Tensor]):
         except ValueError as error:
             if isinstance(error, CheckpointError):
                 raise
-            got = f"arrays that do not fit together ({error})"
-            raise CheckpointError(complaint("read", name, got, "a whole file")) from None
+            problem = f"the arrays of {name} do not fit together ({error})"
+            raise CheckpointError(failure("read", problem, "The file is damaged.")) from None
 
     def permutation(self, name: str) -> NDArray[np.int64] | None:
         """p [K] where columns were sorted by group, so that stored column j is W[:, p[j]]; None where they were not."""

@@ -15,7 +15,7 @@ from billfish.checkpoints.write.export import TARGETS, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.target import Target
 from billfish.core.arrays import float_dtype
-from billfish.core.errors import FormatError, complaint
+from billfish.core.errors import FormatError, bad_argument, failure
 from billfish.core.progress import OnProgress
 from billfish.core.typing import Layout
 
@@ -55,8 +55,8 @@ def convert(
     """
     call, target = "convert", target_named("convert", to)
     if dtype is not None and not target.takes_dtype:
-        takes = f"it for {', '.join(name for name, known in TARGETS.items() if known.takes_dtype)}"
-        raise FormatError(complaint(call, "dtype", f"{dtype} for {target.name}", takes))
+        others = ", ".join(name for name, known in TARGETS.items() if known.takes_dtype)
+        raise FormatError(failure(call, f"the layout {target.name} has no dtype=", f"It is for {others}."))
     numbers = None if dtype is None else float_dtype(call, dtype)
     settings = Settings(target, None, requantize, raw_names, numbers, overwrite)
     return export(call, opened(src), Path(dst), settings, progress)
@@ -104,5 +104,5 @@ def layout_of(path: str | os.PathLike[str]) -> Layout:
 def target_named(call: str, name: str) -> Target:
     """What writes the layout that `to` names."""
     if name not in TARGETS:
-        raise FormatError(complaint(call, "to", repr(name), f"one of {', '.join(TARGETS)}"))
+        raise FormatError(bad_argument(call, "to", repr(name), f"one of {', '.join(TARGETS)}"))
     return TARGETS[name]()

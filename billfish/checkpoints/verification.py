@@ -14,7 +14,7 @@ from billfish.checkpoints.entry import Span, Tensor
 from billfish.checkpoints.names.expert_stacks import by_stacks, upright
 from billfish.checkpoints.names.gguf_names import UnknownModel, by_model_names, is_gguf
 from billfish.checkpoints.reports import Comparison, Outcome, VerificationReport
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, failure
 from billfish.core.progress import OnProgress, follow
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.storage import Array
@@ -140,5 +140,5 @@ def _values(part: Any, k: int) -> NDArray[np.float64]:
     if isinstance(part, QuantizedTensor):
         return dequantize(part).astype(np.float64)
     if part.dtype.kind == "c":
-        raise CheckpointError(complaint("verify", "tensor", str(part.dtype), "real numbers"))
+        raise CheckpointError(failure("verify", f"tensors of type {part.dtype} cannot be compared"))
     return part.reshape(-1, k).astype(np.float64)

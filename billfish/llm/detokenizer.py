@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from billfish.checkpoints.tokenizer.tokenizer import Tokenizer
-from billfish.core.errors import DataError, complaint
+from billfish.core.errors import DataError, bad_argument
 from billfish.llm.sampler import RequestSampler, Scored
 
 MOST_ALTERNATIVES = 20  # OpenAI's limit
@@ -73,10 +73,10 @@ def check_text_settings(call: str, stop: Sequence[str], logprobs: int | None) ->
     """Raise DataError unless there are few and short stop strings, and a possible number of alternatives."""
     if len(stop) > MOST_STOPS or not all(isinstance(one, str) and 0 < len(one) <= LONGEST_STOP for one in stop):
         takes = f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
-        raise DataError(complaint(call, "stop", repr(stop), takes))
+        raise DataError(bad_argument(call, "stop", repr(stop), takes))
     good = logprobs is None or (type(logprobs) is int and 0 <= logprobs <= MOST_ALTERNATIVES)
     if not good:
-        raise DataError(complaint(call, "logprobs", repr(logprobs), f"None, or a number from 0 to {MOST_ALTERNATIVES}"))
+        raise DataError(bad_argument(call, "logprobs", repr(logprobs), f"None, or 0 to {MOST_ALTERNATIVES}"))
 
 
 class StopText:

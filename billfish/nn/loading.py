@@ -11,7 +11,7 @@ import numpy as np
 from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.names.gguf_names import by_model_names
 from billfish.core.arrays import ADAPTERS
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.core.progress import Progress
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
@@ -66,8 +66,8 @@ def load_into(
     used = {rename(f"{path}.{part}") for path in paths for part in ("weight", "bias")} | set(numbers.values())
     spare = sorted(weights.keys() - used)
     if spare and strict:
-        got = f"{len(spare)} tensors that the model has no place for, such as {spare[0]!r}"
-        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or strict=False"))
+        problem = f"the model has no layer for {len(spare)} tensors of the checkpoint, such as {spare[0]!r}"
+        raise CheckpointError(failure("load_into", problem, "Pass strict=False to ignore them."))
     for own, linear, _ in linears:
         _check_layer(weights, rename, own, linear.weight.shape, getattr(linear, "bias", None), strict)
     for path, module, _ in experts:
@@ -132,13 +132,13 @@ def _check_layer(
     if bias_name in weights:
         _check_shape(bias_name, weights.describe(bias_name).shape, path, shape[:-1])
     elif strict and bias is not None:
-        takes = f"{bias_name!r} beside {name!r}, or strict=False, which keeps the bias of {path}"
-        raise CheckpointError(complaint("load_into", "source", f"no {bias_name!r}", takes))
+        problem = f"the checkpoint has {name!r} without {bias_name!r}"
+        raise CheckpointError(failure("load_into", problem, f"Pass strict=False to keep the bias of {path}."))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], own: str, wanted: Any) -> None:
     if shape != tuple(wanted):
-        raise CheckpointError(complaint("load_into", name, f"shape {shape}", f"{tuple(wanted)} for {own}"))
+        raise CheckpointError(bad_argument("load_into", f"shape of {name}", shape, f"{tuple(wanted)} for {own}"))
 
 
 def _is_matrix(weights: Checkpoint, name: str) -> bool:
@@ -155,8 +155,7 @@ def _numbers(
     held = {id(plain[name]) for name in found}
     missing = sorted(name for name, array in plain.items() if id(array) not in held)
     if missing:
-        got = (
-            f"no {rename(missing[0])!r}, nor {len(missing) - 1} others" if missing[1:] else f"no {rename(missing[0])!r}"
-        )
-        raise CheckpointError(complaint("load_into", "source", got, "a checkpoint of this very model, or `rename`"))
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        problem = f"the checkpoint has no {rename(missing[0])!r}{others}, which the model needs"
+        raise CheckpointError(failure("load_into", problem, "Load a checkpoint of this model, or pass rename=."))
     return found

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from billfish.checkpoints import Checkpoint
-from billfish.core.errors import CheckpointError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, ShapeError, bad_argument, failure
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import Activations
@@ -41,8 +41,8 @@ Span = tuple[int, int]
 
 def part_of_a_layer(layer: MarlinLinear) -> CheckpointError:
     """The error for a layer that is to be saved, although other processes have the rest of its matrix."""
-    got = f"a {type(layer).__name__}, a part of a matrix"
-    return CheckpointError(complaint("save", "model", got, "whole layers: save before the model is spread"))
+    problem = f"{type(layer).__name__} holds only a part of its matrix"
+    return CheckpointError(failure("save", problem, "Save the model before it is distributed."))
 
 
 class ColumnParallelLinear(MarlinLinear):
@@ -130,8 +130,8 @@ def cut(total: int, unit: int, ranks: int, what: str) -> list[Span]:
     """[0, total) in one span for each rank, at multiples of `unit`, as even as that allows."""
     units = -(-total // unit)
     if units < ranks:
-        takes = f"at most {units}, as {what} can be cut into {units} parts of {unit}"
-        raise ShapeError(complaint("parallel", "processes", ranks, takes))
+        expected = f"at most {units}: {what} can be split into {units} parts of {unit}"
+        raise ShapeError(bad_argument("parallel", "processes", ranks, expected))
     bounds = [min(total, unit * (units * rank // ranks)) for rank in range(ranks + 1)]
     return list(itertools.pairwise(bounds))
 
@@ -247,7 +247,7 @@ def read_share(
     rows, columns = (share.span, None) if share.style == "column" else (None, share.span)
     tensor = weights.read(name, rows=rows, columns=columns)
     if not isinstance(tensor, (QuantizedTensor, QuantizedExperts)):
-        raise CheckpointError(complaint("parallel", name, "an array that is not quantized", "a quantized matrix"))
+        raise CheckpointError(bad_argument("parallel", name, "not quantized", "a quantized matrix"))
     order = None if columns is None else weights.permutation(name)
     return tensor, order if order is None or columns is None else order[slice(*columns)]
 

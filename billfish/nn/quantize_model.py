@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from billfish.core.activations import check_activations
-from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import get_format
 from billfish.core.progress import Progress
 from billfish.core.typing import Activations, FormatLike, Method
@@ -127,8 +127,8 @@ def quantize_model(
     kit = kit_of("quantize_model", model)
     walk = kit.walk(model)
     if isinstance(model, walk.linear_type):
-        takes = "a model that has Linear layers; MarlinLinear.from_linear is for one layer"
-        raise DTypeError(complaint("quantize_model", "model", f"a {type(model).__name__}", takes))
+        expected = "a model with Linear layers. For one layer, use bf.MarlinLinear.from_linear"
+        raise DTypeError(bad_argument("quantize_model", "model", type_of(model), expected))
     settings = {"format": format, "group_size": group_size, "method": method, "activations": activations, **options}
     get_format(format, "quantize_model").check_options("quantize_model", options)
     chosen, left = _choose(walk, settings, predicate)
@@ -180,18 +180,18 @@ def article(noun: str) -> str:
 
 
 def _check_arguments(predicate: Any, options: dict[str, Any]) -> None:
-    """Raises for what other tools take, with how to say it here."""
+    """Raise for arguments that other libraries have, and name ours."""
     call = "quantize_model"
     if predicate is not None and not callable(predicate):
-        takes = "a function (path, layer) -> bool or dict, such as lambda path, layer: not path.endswith('lm_head')"
-        raise DTypeError(complaint(call, "predicate", repr(predicate), takes))
+        expected = "a function (path, layer) -> bool or dict, such as lambda path, layer: not path.endswith('lm_head')"
+        raise DTypeError(bad_argument(call, "predicate", repr(predicate), expected))
     hints = {
-        "skip": "predicate=lambda path, layer: path not in {...}",
-        "bits": "format=, whose name says the bits, such as 'q4_k' or 'u8'; bf.quantize_checkpoint(..., bits=) chooses",
+        "skip": "To leave layers out, pass predicate=lambda path, layer: path not in {...}.",
+        "bits": "Pass a format of that width, such as 'q4_k' or 'u8'. bf.quantize_checkpoint has bits=.",
     }
     for name, hint in hints.items():
         if name in options:
-            raise FormatError(complaint(call, name, repr(options[name]), hint))
+            raise FormatError(failure(call, f"unknown argument {name}={options[name]!r}", hint))
 
 
 class _Inputs:
@@ -208,7 +208,7 @@ class _Inputs:
     ) -> None:
         call = "quantize_model"
         if statistics is not None and batches is not None:
-            raise DataError(complaint(call, "calibrate", "it and statistics", "one of them"))
+            raise DataError(failure(call, "calibrate= and statistics= exclude each other", "Pass one of them."))
         self._statistics: Statistics | None
         if batches is not None:
             self._statistics = kit.calibrate(model, batches, hessian=outer, progress=progress)
@@ -222,8 +222,8 @@ class _Inputs:
         if self._statistics is not None:
             self._statistics.check_matrix("quantize_model", f"{path}.weight", tuple(shape), settings["method"])
         elif settings["method"] == "gptq":
-            got, takes = "None for 'gptq'", "statistics with X^T X, or batches to calibrate with"
-            raise DataError(complaint("quantize_model", "statistics", got, takes))
+            fix = "Pass calibrate= batches, or statistics= with X^T X."
+            raise DataError(failure("quantize_model", "method 'gptq' needs statistics of the inputs", fix))
 
     def settings(self, path: str, shape: Sequence[int], settings: dict[str, Any]) -> dict[str, Any]:
         """The settings of a layer, with what is known of its inputs."""
@@ -256,9 +256,8 @@ def _settings_of(settings: dict[str, Any], own: dict[str, Any], k: int) -> dict[
 def _verdict(predicate: Predicate | None, path: str, layer: Any) -> bool | dict[str, Any]:
     verdict = predicate(path, layer) if predicate else not is_output(path)
     if not isinstance(verdict, (bool, dict)):
-        got = f"a {type(verdict).__name__} for {path}"
-        takes = "one that returns a bool or a dict of settings"
-        raise DTypeError(complaint("quantize_model", "predicate", got, takes))
+        expected = "a bool, or a dict of settings"
+        raise DTypeError(bad_argument("quantize_model", f"predicate({path!r}, ...)", type_of(verdict), expected))
     return verdict
 
 

@@ -3,7 +3,7 @@
     from billfish.nn.transformers import BillfishConfig, load_model
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BillfishConfig("fp4", group_size=128))
-    model.save_pretrained(out)                 # from_pretrained(out) loads it again, and so does bf.load(out)
+    model.save_pretrained(out)                 # from_pretrained(out) and bf.open_checkpoint(out) read it
     model = load_model("model.gguf")           # or a GPTQ, AWQ, compressed-tensors, ModelOpt or MLX folder
 
 Loading goes through transformers' own loader in all cases, so that renamings, ties and missing weights are its own.
@@ -25,7 +25,7 @@ from billfish.checkpoints import Checkpoint, open_checkpoint
 from billfish.checkpoints.layouts.native import MARKER
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
-from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
+from billfish.core.errors import CheckpointError, FormatError, ShapeError, failure
 from billfish.core.extras import missing
 from billfish.core.format import get_format
 from billfish.core.format_tag import ABOUT
@@ -123,7 +123,13 @@ class BillfishConfig(QuantizationConfigMixin):
         for path, own in self.modules.items():
             odd = next((name for name in own if name not in SETTINGS), None)
             if odd is not None:
-                raise FormatError(complaint(call, f"modules[{path!r}]", repr(odd), ", ".join(SETTINGS)))
+                raise FormatError(
+                    failure(
+                        call,
+                        f"unknown setting {odd!r} in modules[{path!r}]",
+                        f"The settings are {', '.join(SETTINGS)}.",
+                    )
+                )
             if "format" in own:
                 own["format"] = get_format(own["format"], call).name
         self.modules_to_not_convert = modules_to_not_convert
@@ -245,7 +251,7 @@ class BillfishQuantizer(HfQuantizer):
             for matrix, shape in (plain or stack_shapes(path, module)).items():
                 statistics.check_matrix(call, f"{matrix}.weight", shape, method)
         elif method == "gptq":
-            raise FormatError(complaint(call, "statistics", "None", "statistics with X^T X, for method 'gptq'"))
+            raise FormatError(failure(call, "method 'gptq' needs statistics= with X^T X"))
 
     def _check_names(self, model: Any) -> None:
         """Raises for names that no layer has: whoever wrote them meant one."""
@@ -264,9 +270,9 @@ class BillfishQuantizer(HfQuantizer):
         }
         for argument, patterns in unused.items():
             if patterns:
-                got = f"{patterns[0]!r}, which no layer is called"
-                takes = f"names such as {', '.join(map(repr, linears[:3]))}"
-                raise FormatError(complaint("BillfishConfig", argument, got, takes))
+                problem = f"{argument} has {patterns[0]!r}, which matches no layer"
+                names = f"The layers have names such as {', '.join(map(repr, linears[:3]))}."
+                raise FormatError(failure("BillfishConfig", problem, names))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, name = param_name.rpartition(".")
@@ -297,8 +303,7 @@ class BillfishQuantizer(HfQuantizer):
         self.stacks.clear()
         for path, module in model.named_modules():
             if isinstance(module, QuantizedModule) and module.device.type == "meta":
-                takes = "a folder with all arrays of the layer"
-                raise CheckpointError(complaint("from_pretrained", path, "not all arrays", takes))
+                raise CheckpointError(failure("from_pretrained", f"the folder lacks arrays of the layer {path}"))
         self.note_layers(model)
         if isinstance(self.quantization_config, LoadConfig):
             self.quantization_config.source = None  # the file may be closed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from billfish.core.arrays import float_dtype
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 from billfish.core.typing import FloatType
 from billfish.nn.layer_base import kit_of
 
@@ -50,7 +50,7 @@ def warm_up(
         1
     """
     if not rows or any(not isinstance(m, int) or m < 1 for m in rows):
-        raise ShapeError(complaint(CALL, "rows", rows, "positive integers, such as (1, 8, 64, 512)"))
+        raise ShapeError(bad_argument(CALL, "rows", rows, "positive integers, such as (1, 8, 64, 512)"))
     name = float_dtype(CALL, dtype).name
     started, seen, found, products = time.perf_counter(), set(), 0, 0
     for kind, multiply in kit_of(CALL, model).warm_layers(model, name, chosen):

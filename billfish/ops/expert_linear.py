@@ -11,7 +11,7 @@ from billfish.backends.base import ExpertBlock, ExpertProduct
 from billfish.backends.cpu.experts import PackedExperts
 from billfish.core.activations import check_activations
 from billfish.core.arrays import FLOATS, Input, float_input
-from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, ShapeError, bad_argument, type_of
 from billfish.core.mixture import check_gate, checked_ids, checked_routing, ids_input, routing_input
 from billfish.core.quantized_experts import QuantizedExperts
 from billfish.core.renamed import renamed
@@ -52,11 +52,11 @@ def expert_linear(
     rows = rows_input(call, x)
     stack = _stack(call, "w", w)
     if len(rows.shape) not in (2, 3) or rows.shape[-1] != stack.shape[2]:
-        takes = f"[T, {stack.shape[2]}] or [T, k, {stack.shape[2]}] for w {list(stack.shape)}"
-        raise ShapeError(complaint(call, "x", f"shape {rows.shape}", takes))
+        expected = f"[T, {stack.shape[2]}] or [T, k, {stack.shape[2]}] for w {list(stack.shape)}"
+        raise ShapeError(bad_argument(call, "x.shape", rows.shape, expected))
     taken = ids_input(call, ids, rows.shape[0])
     if len(rows.shape) == 3 and rows.shape[:2] != taken.shape:
-        raise ShapeError(complaint(call, "ids", f"shape {taken.shape}", f"{rows.shape[:2]}, as x {list(rows.shape)}"))
+        raise ShapeError(bad_argument(call, "ids.shape", taken.shape, f"{rows.shape[:2]}, as x {list(rows.shape)}"))
     _check_place(call, rows, taken)
     added = _biases(call, "biases", biases, stack, rows)
     chosen = _choose(call, [stack], rows, taken, activations, backend)
@@ -135,8 +135,8 @@ def experts(
 
 def _stack(call: str, argument: str, stack: object) -> Stack:
     if not isinstance(stack, (QuantizedExperts, PackedExperts)):
-        takes = "QuantizedExperts [E, N, K], or what `prepack` made of them"
-        raise DTypeError(complaint(call, argument, f"a {type(stack).__name__}", takes))
+        expected = "QuantizedExperts [E, N, K], or what `prepack` made of them"
+        raise DTypeError(bad_argument(call, argument, type_of(stack), expected))
     return stack
 
 
@@ -144,20 +144,20 @@ def _check_sizes(call: str, x: Input, gate_up: list[Stack], down: Stack) -> int:
     """I, the rows of a gate; raises unless the stacks belong together and to x."""
     count, hidden, inner = down.shape
     if len(gate_up) not in (1, 2):
-        raise ShapeError(complaint(call, "gate_up", f"{len(gate_up)} stacks", "one stack [E, 2 I, H], or gate and up"))
+        raise ShapeError(bad_argument(call, "gate_up", f"{len(gate_up)} stacks", "one [E, 2 I, H], or gate and up"))
     wanted = (count, 2 * inner // len(gate_up), hidden)
     for stack in gate_up:
         if stack.shape != wanted:
-            takes = f"{list(wanted)} for down {list(down.shape)}"
-            raise ShapeError(complaint(call, "gate_up", list(stack.shape), takes))
+            expected = f"{list(wanted)} for down {list(down.shape)}"
+            raise ShapeError(bad_argument(call, "gate_up.shape", list(stack.shape), expected))
     if len(x.shape) != 2 or x.shape[1] != hidden:
-        raise ShapeError(complaint(call, "x", f"shape {x.shape}", f"[T, {hidden}] for down {list(down.shape)}"))
+        raise ShapeError(bad_argument(call, "x.shape", x.shape, f"[T, {hidden}] for down {list(down.shape)}"))
     return inner
 
 
 def _check_place(call: str, x: Input, other: Input) -> None:
     if other.place != x.place:
-        raise DTypeError(complaint(call, other.argument, f"an array on {other.place}", f"one on {x.place}, as x"))
+        raise DTypeError(bad_argument(call, f"device of {other.argument}", other.place, f"{x.place}, as x"))
 
 
 def _biases(call: str, argument: str, biases: Any, stack: Stack, x: Input) -> Input | None:
@@ -165,8 +165,8 @@ def _biases(call: str, argument: str, biases: Any, stack: Stack, x: Input) -> In
         return None
     taken = float_input(call, argument, biases)
     if taken.shape != stack.shape[:2]:
-        takes = f"{stack.shape[:2]}, one for each row of each expert"
-        raise ShapeError(complaint(call, argument, f"shape {taken.shape}", takes))
+        expected = f"{stack.shape[:2]}, one for each row of each expert"
+        raise ShapeError(bad_argument(call, f"shape of {argument}", taken.shape, expected))
     _check_place(call, x, taken)
     return taken
 
@@ -176,8 +176,8 @@ def _paired(call: str, biases: Any, stacks: int, pair: bool) -> Sequence[Any]:
     if biases is None:
         return [None] * stacks
     if pair != isinstance(biases, (list, tuple)) or (pair and len(biases) != stacks):
-        takes = "a pair, as gate_up is" if pair else "one array [E, 2 I], as gate_up is one stack"
-        raise ShapeError(complaint(call, "gate_up_biases", f"a {type(biases).__name__}", takes))
+        expected = "a pair, as gate_up is" if pair else "one array [E, 2 I], as gate_up is one stack"
+        raise ShapeError(bad_argument(call, "gate_up_biases", type_of(biases), expected))
     return biases if pair else [biases]
 
 
@@ -187,8 +187,8 @@ def _choose(call: str, stacks: Sequence[Stack], x: Input, ids: Input, activation
     packed = [isinstance(stack, PackedExperts) for stack in stacks]
     if any(packed):
         if backend not in (None, "cpu") or x.device != "cpu":
-            got = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
-            raise BackendUnavailable(complaint(call, "backend", got, "'cpu', for which the weights are packed"))
+            value = repr(backend) if x.device == "cpu" else f"{backend!r} for x on {x.device}"
+            raise BackendUnavailable(bad_argument(call, "backend", value, "'cpu', as the weights are packed"))
         backend = "cpu"
     if all(packed):
         return BACKENDS["cpu"]

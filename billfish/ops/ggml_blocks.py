@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import Input, float_input
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 from billfish.core.format import get_format
 from billfish.core.storage import check_array
 from billfish.core.tensor import QuantizedTensor
@@ -46,7 +46,7 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         taken = float_input(call, "x", x)
         format = get_format(name)
         if not taken.shape:
-            raise ShapeError(complaint(call, "x", f"shape {taken.shape}", "[..., K]"))
+            raise ShapeError(bad_argument(call, "x.shape", taken.shape, "[..., K]"))
         *leading, k = taken.shape
         format.check_k(call, k)
         check_method(call, method, takes_hessian=False)
@@ -61,7 +61,7 @@ def _pair(name: str) -> tuple[QuantizeBlocks, DequantizeBlocks]:
         call = f"dequantize_{name}"
         taken = Input(call, "blocks", blocks)
         if not taken.shape:
-            raise ShapeError(complaint(call, "blocks", f"shape {taken.shape}", "[..., bytes]"))
+            raise ShapeError(bad_argument(call, "blocks.shape", taken.shape, "[..., bytes]"))
         *leading, row_bytes = taken.shape
         blocks = check_array(call, "blocks", taken.numpy(), (np.uint8,), len(taken.shape))
         rows = blocks.reshape(math.prod(leading), row_bytes)

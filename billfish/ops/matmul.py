@@ -16,7 +16,7 @@ from billfish.backends.cpu.experts import PackedExperts
 from billfish.backends.cpu.packed import PackedWeights
 from billfish.core.activations import IntegerActivations, check_activations
 from billfish.core.arrays import FLOATS, Input, float_dtype, float_input, library_for
-from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import BackendUnavailable, DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import Format, get_format
 from billfish.core.formats.word_packing import WordFormat
 from billfish.core.quantized_experts import QuantizedExperts
@@ -91,14 +91,14 @@ def dequantize(
     """
     call = "dequantize"
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
-        raise DTypeError(complaint(call, "q", f"a {type(q).__name__}", "a QuantizedTensor, or QuantizedExperts"))
+        raise DTypeError(bad_argument(call, "q", type_of(q), "a QuantizedTensor, or QuantizedExperts"))
     if out is None:
         numbers, library = float_dtype(call, dtype), library_for(call, like, dtype)
         if library.kind == "mlx":  # whose arrays nobody writes to in place
             return library.from_numpy(dequantize(q, numbers, backend=backend))
         out = library.empty(q.shape, numbers.name, like)
     elif like is not None:
-        raise DTypeError(complaint(call, "like", "a value", "none beside `out`, which has a kind of its own"))
+        raise DTypeError(failure(call, "like= and out= exclude each other", "Pass one of them."))
     target = _writable(float_input(call, "out", out), q.shape)
     if isinstance(q, QuantizedExperts):
         for e, matrix in enumerate(q):
@@ -120,17 +120,17 @@ def _writable(taken: Input, shape: tuple[int, ...]) -> Input:
     """`out` as an array that a backend can write to; :func:`_written` comes after it."""
     call, out = taken.call, taken.source
     if taken.kind == "mlx":  # whose arrays nobody writes to in place
-        raise DTypeError(complaint(call, "out", "an mlx array", "an array of NumPy, torch or CuPy"))
+        raise DTypeError(bad_argument(call, "out", "an mlx array", "an array of NumPy, torch or CuPy"))
     if taken.shape != shape:
-        raise ShapeError(complaint(call, "out", f"shape {taken.shape}", f"{shape}"))
+        raise ShapeError(bad_argument(call, "out.shape", taken.shape, f"{shape}"))
     if taken.kind == "torch" and out.is_neg():  # a view with the opposite sign of its memory
         return taken.with_source(taken.adapter.empty_like(out))
     if taken.device == "cpu":
         flags, strides = (array := taken.numpy()).flags, array.strides
         if not flags.writeable:
-            raise DTypeError(complaint(call, "out", "a read-only array", "a writable one"))
+            raise DTypeError(bad_argument(call, "out", "a read-only array", "a writable one"))
         if not flags.c_contiguous and any(s == 0 and size > 1 for s, size in zip(strides, shape, strict=True)):
-            raise DTypeError(complaint(call, "out", "an array whose rows share memory", "one place for each number"))
+            raise DTypeError(bad_argument(call, "out", "an array whose rows overlap", "rows of their own memory"))
     return taken
 
 
@@ -194,8 +194,8 @@ def quantized_linear(
         tensor = weight
     else:
         if Input(call, "weight", weight).dtype_name in FLOATS:
-            takes = "quantized weights, as bf.quantize(w, format) makes them, or packed words uint32 [K/8, N]"
-            raise DTypeError(complaint(call, "weight", f"numbers ({weight.dtype})", takes))
+            expected = "a QuantizedTensor (bf.quantize returns one), or packed words uint32 [K/8, N] with scales="
+            raise DTypeError(bad_argument(call, "weight", f"an unquantized array ({weight.dtype})", expected))
         tensor = _from_words(call, weight, scales, zeros, format or "fp4", group_size)
     chosen, product = _choose(call, rows, tensor, bias, activations, backend)
     if out is None:
@@ -203,8 +203,8 @@ def quantized_linear(
     taken = float_input(call, "out", out)
     assert isinstance(product.x, Input)
     if taken.dtype_name != product.x.dtype_name or taken.device != "cpu" or product.x.device != "cpu":
-        got, takes = f"{taken.dtype_name} on {taken.device}", f"{product.x.dtype_name} in CPU memory, as x"
-        raise DTypeError(complaint(call, "out", got, takes))
+        expected = f"{product.x.dtype_name} in CPU memory, as x"
+        raise DTypeError(bad_argument(call, "out", f"{taken.dtype_name} on {taken.device}", expected))
     target = _writable(taken, (*product.x.shape[:-1], product.n))
     chosen.linears([product._replace(out=target)], activations)
     return _written(target, out)
@@ -236,18 +236,17 @@ def quantized_linears(
     shared = None if isinstance(x, (list, tuple)) else rows_input(call, x)
     for name, given in (("weights", weights), ("biases", biases)):
         if not isinstance(given, (list, tuple)) and (given is not None or name == "weights"):
-            raise DTypeError(complaint(call, name, f"a {type(given).__name__}", "a list or tuple"))
+            raise DTypeError(bad_argument(call, name, type_of(given), "a list or tuple"))
     for name, many in (("x", shared or x), ("biases", biases)):
         if isinstance(many, (list, tuple)) and len(many) != len(weights):
-            takes = f"{len(weights)}, one for each of the weights"
-            raise ShapeError(complaint(call, name, f"{len(many)} arrays", takes))
+            raise ShapeError(bad_argument(call, f"len({name})", len(many), f"{len(weights)}, one for each weight"))
     results: list[Any] = []
     waiting: list[Product] = []  # of one backend
     last = None
     for i, w in enumerate(weights):
         if not isinstance(w, (QuantizedTensor, PackedWeights)):
-            takes = "a QuantizedTensor, or what `prepack` made of one"
-            raise DTypeError(complaint(call, f"weights[{i}]", f"a {type(w).__name__}", takes))
+            expected = "a QuantizedTensor, or what `prepack` made of one"
+            raise DTypeError(bad_argument(call, f"weights[{i}]", type_of(w), expected))
         one = shared or float_input(call, f"x[{i}]", cast("Sequence[Any]", x)[i])
         bias = None if biases is None else biases[i]
         chosen, product = _choose(call, one, w, bias, activations, backend)
@@ -265,16 +264,14 @@ def _choose(
     """The backend for a product, and the product as it takes it."""
     (n, k), shape = tensor.shape, x.shape
     if not shape or shape[-1] != k:
-        raise ShapeError(complaint(call, x.argument, f"shape {shape}", f"[..., {k}] for weights [{n}, {k}]"))
+        raise ShapeError(bad_argument(call, f"shape of {x.argument}", shape, f"[..., {k}] for weights [{n}, {k}]"))
     m = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
     check_activations(call, activations)
     dtype = FLOATS[x.dtype_name]
     problem = Problem("matmul", tensor.format, tensor.group_size, m, n, k, dtype, x.kind, x.device, activations)
     if isinstance(tensor, PackedWeights):
         if backend not in (None, "cpu"):
-            raise BackendUnavailable(
-                complaint(call, "backend", repr(backend), "'cpu', for which the weights are packed")
-            )
+            raise BackendUnavailable(bad_argument(call, "backend", repr(backend), "'cpu', as the weights are packed"))
         chosen, weights = choose(call, problem, "cpu"), tensor
     else:
         chosen = choose(call, problem, backend)
@@ -311,8 +308,8 @@ def prepack(q: Quantized) -> PackedWeights | PackedExperts:
         (2, 32)
     """
     if not isinstance(q, (QuantizedTensor, QuantizedExperts)):
-        takes = "a QuantizedTensor, or QuantizedExperts"
-        raise DTypeError(complaint("prepack", "q", f"a {type(q).__name__}", takes))
+        expected = "a QuantizedTensor, or QuantizedExperts"
+        raise DTypeError(bad_argument("prepack", "q", type_of(q), expected))
     backend = BACKENDS["cpu"]
     packed = backend.pack_experts(q) if isinstance(q, QuantizedExperts) else backend.pack(q)
     assert isinstance(packed, (PackedWeights, PackedExperts))
@@ -322,22 +319,22 @@ def prepack(q: Quantized) -> PackedWeights | PackedExperts:
 def _bias(call: str, bias: Any, n: int) -> Input:
     taken = float_input(call, "bias", bias)
     if taken.shape != (n,):
-        raise ShapeError(complaint(call, "bias", f"shape {taken.shape}", f"({n},)"))
+        raise ShapeError(bad_argument(call, "bias.shape", taken.shape, f"({n},)"))
     return taken
 
 
 def rows_input(call: str, x: object) -> Input:
     """`x` as an argument; an error that says so where the weights stand in its place."""
     if isinstance(x, (QuantizedTensor, QuantizedExperts, PackedWeights, PackedExperts)):
-        takes = f"an array [..., K]; the weights come second: {call}(x, weights)"
-        raise DTypeError(complaint(call, "x", f"weights ({type(x).__name__})", takes))
+        expected = f"an array [..., K]. The weights come second: {call}(x, weights)."
+        raise DTypeError(bad_argument(call, "x", type_of(x), expected))
     return float_input(call, "x", x)
 
 
 def _check_absent(call: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise FormatError(complaint(call, name, "a value", "none beside a QuantizedTensor, which has its own"))
+            raise FormatError(failure(call, f"a QuantizedTensor has its own {name}", f"Leave {name}= out."))
 
 
 def _from_words(
@@ -345,13 +342,13 @@ def _from_words(
 ) -> QuantizedTensor:
     format = get_format(format, call)
     if not isinstance(format, WordFormat):
-        takes = "a format of packed words such as 'fp4', or a QuantizedTensor"
-        raise FormatError(complaint(call, "format", repr(format.name), takes))
+        expected = "a format of packed words such as 'fp4', or a QuantizedTensor"
+        raise FormatError(bad_argument(call, "format", repr(format.name), expected))
     if scales is None:
-        raise DTypeError(complaint(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
+        raise DTypeError(bad_argument(call, "scales", "None", "float16 [K/g, N] beside packed weights"))
     if format.has_zeros != (zeros is not None):
-        takes = "zeros [K/g, N] for u4, and none for other formats"
-        raise FormatError(complaint(call, "zeros", "None" if zeros is None else "a value", takes))
+        problem = f"the format {format.name} {'needs zeros= [K/g, N]' if zeros is None else 'has no zeros='}"
+        raise FormatError(failure(call, problem, "zeros= belongs to u4 alone."))
     arrays = {"weight": packed, "scales": scales} | ({"zeros": zeros} if format.has_zeros else {})
     taken = {name: Input(call, name, array).numpy() for name, array in arrays.items()}
     check_array(call, "weight", taken["weight"], (np.uint32,), 2)
@@ -399,15 +396,15 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
         weight = _from_blocks(call, "w_q4", w_q4, format or "q4_0")
     k = weight.shape[1]
     if k % 32:
-        raise ShapeError(complaint(call, "w_q4", f"K={k}", "a multiple of 32, as x_q8 has"))
+        raise ShapeError(bad_argument(call, "K of w_q4", k, "a multiple of 32, as in x_q8"))
     if weight.permutation is not None:
-        takes = "columns in order: x_q8 has a scale for each 32 of them"
-        raise FormatError(complaint(call, "w_q4", "columns in another order (act-order)", takes))
+        why = "w_q4 has permuted columns (act-order), and x_q8 has one scale per 32 columns"
+        raise FormatError(failure(call, why, "Use bf.quantized_linear."))
     if isinstance(x_q8, QuantizedTensor):
         given, like = x_q8, None
         if given.format.name not in ("q8_0", "q8_1") or given.shape[1] != k:
-            got = f"{given.format.name} with K={given.shape[1]}"
-            raise FormatError(complaint(call, "x_q8", got, f"q8_0 or q8_1 with K={k}"))
+            found = f"{given.format.name} with K = {given.shape[1]}"
+            raise FormatError(bad_argument(call, "x_q8", found, f"q8_0 or q8_1 with K = {k}"))
         blocks, name, m = Input(call, "x_q8", given.storage["blocks"]), given.format.name, given.shape[0]
     else:
         like = blocks = Input(call, "x_q8", x_q8)
@@ -415,8 +412,8 @@ def gemm_w4a8(x_q8: Any, w_q4: Any, *, format: FormatLike | None = None, backend
         by_row_bytes = {k // 32 * 34: "q8_0", k // 32 * 36: "q8_1"}
         row_bytes = like.shape[-1] if like.shape else 0
         if row_bytes not in by_row_bytes:
-            takes = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K={k}"
-            raise ShapeError(complaint(call, "x_q8", f"rows of {row_bytes} bytes", takes))
+            expected = " or ".join(f"{size} ({name})" for size, name in by_row_bytes.items()) + f" for K = {k}"
+            raise ShapeError(bad_argument(call, "row size of x_q8", f"{row_bytes} bytes", expected))
         if like.shape[0] == 0:
             return like.like(np.empty((0, weight.shape[0]), np.float32))
         name, m = by_row_bytes[row_bytes], like.shape[0]

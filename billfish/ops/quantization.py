@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from billfish.backends import BACKENDS, Problem
 from billfish.core.arrays import FLOATS, Input, float_input
 from billfish.core.device_array import DeviceArray
-from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DataError, DTypeError, FormatError, ShapeError, bad_argument, failure
 from billfish.core.format import METHODS, Format, Planes, get_format
 from billfish.core.gptq_solver import quantize_gptq
 from billfish.core.quantized_experts import QuantizedExperts
@@ -100,8 +100,8 @@ def quantize(
     taken = float_input("quantize", "w", w)
     weights: Any = DeviceArray.of(taken) if taken.kind == "torch" and taken.device == "cuda" else taken.numpy()
     if weights.ndim not in (2, 3) or 0 in weights.shape[:-1]:
-        takes = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
-        raise ShapeError(complaint("quantize", "w", f"shape {weights.shape}", takes))
+        expected = "a matrix [N, K], or a stack [E, N, K], with E > 0 and N > 0"
+        raise ShapeError(bad_argument("quantize", "w.shape", weights.shape, expected))
     if weights.ndim == 2:
         return quantize_matrix("quantize", "w", weights, format, group_size, method, options, importance, hessian)
     known = [_of_each(importance, 1, weights.shape[0]), _of_each(hessian, 2, weights.shape[0])]
@@ -117,7 +117,8 @@ def _of_each(known: Any, axes: int, experts: int) -> list[Any]:
     if known is None or len(getattr(known, "shape", ())) <= axes:  # what is no array is refused with each matrix
         return [known] * experts
     if known.shape[0] != experts:
-        raise ShapeError(complaint("quantize", "w", f"{known.shape[0]} experts' inputs for {experts}", "one for each"))
+        problem = f"w has {experts} experts, and the statistics of its inputs have {known.shape[0]}"
+        raise ShapeError(failure("quantize", problem))
     return [known[e] for e in range(experts)]
 
 
@@ -146,8 +147,9 @@ def quantize_matrix(
     _check_finite(call, argument, w)
     weights = None if importance is None else _importance(call, importance, k)
     if (method == "gptq") != (hessian is not None):
-        got, takes = ("None", f"[{k}, {k}]") if hessian is None else ("a value", "none")
-        raise FormatError(complaint(call, "hessian", got, f"{takes} for method {method!r}"))
+        if hessian is None:
+            raise FormatError(failure(call, f"method 'gptq' needs hessian= [{k}, {k}], which is X^T X of the inputs X"))
+        raise FormatError(failure(call, f"hessian= is for method 'gptq', and method is {method!r}", "Leave it out."))
     if hessian is not None:
         w = w.numpy() if isinstance(w, DeviceArray) else w
         planes = quantize_gptq(call, format, w, group_size, _hessian(call, hessian, k), weights, options)
@@ -155,8 +157,8 @@ def quantize_matrix(
         planes = format.quantize(w, group_size, method, weights, **options)
     for name, plane in planes.items():
         if plane.dtype.kind == "f" and not np.isfinite(plane).all():
-            got = f"weights whose {name} overflows {plane.dtype}"
-            raise DataError(complaint(call, argument, got, "smaller weights"))
+            problem = f"the {name} of {argument} overflows {plane.dtype}"
+            raise DataError(failure(call, problem, "Scale the weights down, or use a format with a wider scale."))
     if isinstance(planes["codes"], DeviceArray):
         return _packed_there(format, planes, group_size, options)
     return QuantizedTensor.owning(format, (n, k), group_size, format.pack(planes))
@@ -166,30 +168,30 @@ def _check_finite(call: str, argument: str, w: Any) -> None:
     finite = np.isfinite(w)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        got = f"{float(w[where])} at row {where[0]}, k {where[1]}"
-        raise DataError(complaint(call, argument, got, "finite numbers"))
+        value = f"{float(w[where])} at row {where[0]}, k {where[1]}"
+        raise DataError(bad_argument(call, argument, value, "finite numbers"))
 
 
 def _importance(call: str, given: Any, k: int) -> NDArray[Any]:
     importance = _statistics(call, "importance", given, (k,))
     if (importance < 0).any():
         at = int(np.argmax(importance < 0))
-        raise DataError(complaint(call, "importance", f"{importance[at]} at k {at}", "numbers of at least 0"))
+        raise DataError(bad_argument(call, f"importance[{at}]", importance[at], "0 or more"))
     return importance
 
 
 def _hessian(call: str, given: Any, k: int) -> NDArray[Any]:
     hessian = _statistics(call, "hessian", given, (k, k))
-    takes = "X^T X of the inputs X [tokens, K]"
+    expected = "X^T X of the inputs X [tokens, K]"
     diagonal = np.diagonal(hessian)
     if (diagonal < 0).any():
         at = int(np.argmax(diagonal < 0))
-        raise DataError(complaint(call, "hessian", f"{diagonal[at]} at [{at}, {at}]", takes))
+        raise DataError(bad_argument(call, f"hessian[{at}, {at}]", diagonal[at], f"0 or more, as in {expected}"))
     largest = float(np.abs(diagonal).max())
     for start in range(0, k, ASYMMETRY_ROWS):  # the whole difference would be another matrix of this size
         rows = slice(start, start + ASYMMETRY_ROWS)
         if (np.abs(hessian[rows] - hessian[:, rows].T) > ASYMMETRY * largest).any():
-            raise DataError(complaint(call, "hessian", "a matrix that is not symmetric", takes))
+            raise DataError(bad_argument(call, "hessian", "not symmetric", expected))
     return hessian
 
 
@@ -200,13 +202,13 @@ def _statistics(call: str, argument: str, given: Any, shape: tuple[int, ...]) ->
         taken = taken.with_source(given.detach().cpu())
     array = taken.numpy()
     if array.dtype not in (np.float32, np.float64):
-        raise DTypeError(complaint(call, argument, f"dtype {taken.dtype_name}", "float32 or float64"))
+        raise DTypeError(bad_argument(call, f"dtype of {argument}", taken.dtype_name, "float32 or float64"))
     if array.shape != shape:
-        raise ShapeError(complaint(call, argument, f"shape {array.shape}", f"{shape} for weights [N, {shape[0]}]"))
+        raise ShapeError(bad_argument(call, f"shape of {argument}", array.shape, f"{shape} for [N, {shape[0]}]"))
     finite = np.isfinite(array)
     if not finite.all():
         where = tuple(int(i) for i in np.argwhere(~finite)[0])
-        raise DataError(complaint(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
+        raise DataError(bad_argument(call, argument, f"{array[where]} at {list(where)}", "finite numbers"))
     return array
 
 
@@ -229,5 +231,5 @@ def check_method(call: str, method: str, *, takes_hessian: bool = True) -> None:
     """Raises unless there is such a method. GPTQ is only for calls that take a Hessian."""
     known = [repr(name) for name in METHODS if takes_hessian or name != "gptq"]
     if repr(method) not in known:
-        elsewhere = "; bf.quantize takes 'gptq', with hessian=" if method == "gptq" else ""
-        raise FormatError(complaint(call, "method", repr(method), " or ".join(known) + elsewhere))
+        elsewhere = ". bf.quantize has 'gptq', with hessian=" if method == "gptq" else ""
+        raise FormatError(bad_argument(call, "method", repr(method), " or ".join(known) + elsewhere))

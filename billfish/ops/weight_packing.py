@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.core.arrays import Input, float_dtype, float_input
-from billfish.core.errors import ShapeError, complaint
+from billfish.core.errors import ShapeError, bad_argument
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.typing import ArrayT, FloatType, Method
 from billfish.ops.matmul import dequantize
@@ -147,7 +147,7 @@ def unpack_u4_weights(
 def _pack(call: str, w_kn: Any, format: str, group_size: int, method: str, **options: str) -> tuple[Any, ...]:
     taken = float_input(call, "w_kn", w_kn)
     if len(taken.shape) != 2 or taken.shape[1] == 0:
-        raise ShapeError(complaint(call, "w_kn", f"shape {taken.shape}", "a matrix [K, N] with N > 0"))
+        raise ShapeError(bad_argument(call, "w_kn.shape", taken.shape, "a matrix [K, N] with N > 0"))
     check_method(call, method, takes_hessian=False)
     tensor = quantize_matrix(call, "w_kn", taken.numpy().T, format, group_size, method, options)
     return tuple(taken.like(np.array(array)) for array in tensor.storage.values())  # the tensor's own are read-only

@@ -18,7 +18,7 @@ from billfish.checkpoints.reports import ConversionReport
 from billfish.checkpoints.write.export import check_export, export
 from billfish.checkpoints.write.plan import Settings
 from billfish.checkpoints.write.selection import Quantization, Rule
-from billfish.core.errors import DataError, FormatError, complaint
+from billfish.core.errors import DataError, FormatError, bad_argument, failure
 from billfish.core.files import path_of
 from billfish.core.format import Format, parse_format
 from billfish.core.progress import OnProgress
@@ -80,7 +80,7 @@ def quantize_checkpoint(
         QuantizedTensor(q4_0, [32, 64], group_size=32, 1152 bytes)
     """
     if statistics is not None and calibrate:
-        raise DataError(complaint(CALL, "calibrate", "it and statistics", "one of them"))
+        raise DataError(failure(CALL, "calibrate= and statistics= exclude each other", "Pass one of them."))
     settings = _settings(dst, format, group_size, method, keep or {}, {}, only, to, requantize, raw_names, overwrite)
     checkpoint, out = opened(src), Path(dst)
     if statistics is None and (calibrate or method == "gptq"):
@@ -114,8 +114,8 @@ def quantize_to_bits(
     keep: rules of the user, which come first. The average is that of the plan, without them.
     """
     if group_size is not None:
-        takes = "group sizes in --formats, such as fp4:64"
-        raise DataError(complaint(CALL, "--group-size", f"{group_size} beside --bits", takes))
+        problem = "--group-size and --bits exclude each other"
+        raise DataError(failure(CALL, problem, "Write group sizes in --formats, as in fp4:64."))
     path, destination = path_of(CALL, source), Path(out)
     checkpoint, written = opened(path), None if plan_file is None else Path(plan_file)
     plan = BitPlan.load(written) if written is not None and written.exists() else None
@@ -185,10 +185,14 @@ def _settings(
     patterns = tuple(_pattern("only", pattern) for pattern in only)
     allowed = target.quantizes or target.formats
     if not allowed:
-        raise FormatError(complaint(CALL, "to", target.name, "a layout that holds quantized weights"))
+        raise FormatError(failure(CALL, f"the layout {target.name} cannot store quantized weights", "Choose another."))
     for used in (chosen, *(rule.format for rule in (*rules, *later))):
         if used is not None and target.own(used).name not in allowed:
-            raise FormatError(complaint(CALL, "format", used.name, f"one of {', '.join(allowed)} for {target.name}"))
+            raise FormatError(
+                failure(
+                    CALL, f"the layout {target.name} cannot store {used.name}", f"Its formats are {', '.join(allowed)}."
+                )
+            )
     quantization = Quantization(chosen, group_size, method, rules, patterns, mix, planned=later)
     return Settings(target, quantization, requantize, raw_names, overwrite=overwrite)
 
@@ -203,7 +207,7 @@ def _pattern(argument: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise FormatError(complaint(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
+        raise FormatError(bad_argument(CALL, argument, f"{pattern!r} ({error})", "a regular expression")) from None
 
 
 @contextlib.contextmanager

@@ -365,7 +365,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(model, tmp_path, capsys, comman
     arguments = [command, str(model), str(tmp_path / "out"), *(["--format", "u4b8"] if command == "quantize" else [])]
     assert main([*arguments, "--to", "compressed-tensors"]) == 2
     error = capsys.readouterr().err
-    assert f"{command}: {mine} is not ours. Move it away" in error
+    assert f"{command}: {mine} was not written by billfish. Move it" in error
     assert (mine / "thesis.txt").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == ["model", "out.partial"]
 

@@ -63,7 +63,7 @@ def test_info_says_why_a_backend_is_not_usable(capsys, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     text = told(capsys)
     assert re.search(r"^  reference +no: it is broken$", text, re.MULTILINE)
-    assert re.search(r"^  metal +no: Metal is a part of macOS$", text, re.MULTILINE)
+    assert re.search(r"^  metal +no: Metal needs macOS$", text, re.MULTILINE)
     assert re.search(r"^  tokenizers +-   pip install '\.\[llm\]'", text, re.MULTILINE)
     assert re.search(r"^  torch +-$", text, re.MULTILINE)
 

@@ -172,7 +172,7 @@ def test_scales_and_offsets_are_held_or_refused_as_in_explain(opened, format):
     named = [{"format": format.name, "codes": [3, 3], "scale": s, "offset": o} for s, o in states]
     for (scale, offset), seen in zip(states, shown(opened, *named), strict=True):
         refused = seen["lanes"][0]["hidden"]
-        assert refused == seen["held"].startswith("[explain]")
+        assert refused == seen["held"].startswith("explain: ")
         if refused:
             with pytest.raises(bf.DataError, match=re.escape(seen["held"])):
                 printed(format, 3, scale, offset)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
-from billfish.core.errors import DataError, DTypeError, complaint
+from billfish.core.errors import DataError, DTypeError, bad_argument, failure, type_of
 from billfish.core.progress import Progress
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
@@ -40,8 +40,8 @@ def calibrate(model: Any, batches: Iterable[Any], *, hessian: bool = False, prog
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
-        takes = "a torch.nn.Module; bf.calibrate_checkpoint is for files of language models"
-        raise DTypeError(complaint(CALL, "model", f"a {type(model).__name__}", takes))
+        expected = "a torch.nn.Module. For files, use bf.calibrate_checkpoint"
+        raise DTypeError(bad_argument(CALL, "model", type_of(model), expected))
     watch = Watch(model, hessian)
     total = len(batches) if isinstance(batches, Sized) else 0
     with Progress(total, "batches", enabled=progress and total > 0) as bar, watch, torch.no_grad():
@@ -118,10 +118,10 @@ class Watch:
     def found(self) -> dict[str, InputStatistics]:
         """The statistics of all matrices; raises for one that no batch came to."""
         if not self.shapes:
-            raise DataError(complaint(CALL, "model", f"a {type(self._model).__name__}", "a model with Linear layers"))
+            raise DataError(bad_argument(CALL, "model", type_of(self._model), "a model with Linear layers"))
         missing = next((name for name in self.shapes if name not in self._sums), None)
         if missing is not None:
-            raise DataError(complaint(CALL, missing, "no input in any batch", "batches that reach every layer"))
+            raise DataError(failure(CALL, f"no batch reached the layer {missing}", "Pass batches that reach it."))
         return {name: self._sums[name].finish(name) for name in self.shapes}
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Watch:
         def see(module: Any, arguments: Any, keywords: Any) -> None:
             x, chosen = [*arguments, *keywords.values()][:2]
             if chosen.shape[0] != x.shape[0]:
-                raise DataError(complaint(CALL, path, f"experts {tuple(chosen.shape)}", "[tokens, experts of each]"))
+                raise DataError(bad_argument(CALL, f"shape of experts of {path}", tuple(chosen.shape), "[tokens, k]"))
             x, chosen = self._counted(x), self._counted(chosen)
             for expert in range(module.gate_up_proj.shape[0]):
                 rows = x[(chosen == expert).any(dim=-1)]

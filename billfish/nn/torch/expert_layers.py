@@ -15,7 +15,7 @@ from torch import Tensor
 
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.activations import check_activations
-from billfish.core.errors import DTypeError, FormatError, ShapeError, complaint
+from billfish.core.errors import DTypeError, FormatError, ShapeError, bad_argument, failure, type_of
 from billfish.core.format import get_format
 from billfish.core.mixture import GATES, check_gate, open_gate
 from billfish.core.quantized_experts import QuantizedExperts
@@ -72,7 +72,7 @@ class ExpertStack(QuantizedModule):
     ) -> ExpertStack:
         """A module with a copy of this stack."""
         if bias is not None and tuple(bias.shape) != stack.shape[:2]:
-            raise ShapeError(complaint("from_quantized", "bias", f"shape {tuple(bias.shape)}", f"{stack.shape[:2]}"))
+            raise ShapeError(bad_argument("from_quantized", "bias.shape", tuple(bias.shape), f"{stack.shape[:2]}"))
         there = torch.empty(0, device=device or "cpu").device
         module = cls.__new__(cls)
         weights = Weights.pack(stack, there, cls.activations)
@@ -92,7 +92,7 @@ class ExpertStack(QuantizedModule):
     def _check_rest(self, call: str, arrays: dict[str, Any]) -> None:
         bias = arrays.get("bias")
         if bias is not None and tuple(bias.shape) != self.shape[:2]:
-            raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"{self.shape[:2]}"))
+            raise ShapeError(bad_argument(call, "bias.shape", tuple(bias.shape), f"{self.shape[:2]}"))
 
     def extra_repr(self) -> str:
         sizes = ", ".join(map(str, self.shape))
@@ -177,8 +177,8 @@ class MarlinExperts(torch.nn.Module):
         """
         reason = why_not(module)
         if reason:
-            got, takes = f"a {type(module).__name__}: {reason}", "transformers' experts in stacked parameters"
-            raise DTypeError(complaint("from_experts", "module", got, takes))
+            expected = f"experts of transformers in stacked parameters ({reason})"
+            raise DTypeError(bad_argument("from_experts", "module", type_of(module), expected))
         gate, up, down = (
             quantize(stack.cpu(), format, group_size=group_size, **{"method": method, **options, **own})
             for stack, own in zip(plain_stacks(module), known, strict=True)
@@ -260,7 +260,8 @@ def activation_of(module: Any) -> Gate:
     for name in GATES:
         if np.allclose(theirs, open_gate(gate.numpy(), up.numpy(), name), rtol=1e-5, atol=1e-5):
             return name  # type: ignore[return-value]  # one of them
-    raise FormatError(complaint(CALL, "activation", f"that of {type(module).__name__}", " or ".join(map(repr, GATES))))
+    problem = f"the activation of {type(module).__name__} is not supported"
+    raise FormatError(failure(CALL, problem, f"Supported are {', '.join(GATES)}."))
 
 
 def plain_stacks(module: Any) -> tuple[Tensor, Tensor, Tensor]:

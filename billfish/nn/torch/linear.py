@@ -10,7 +10,7 @@ from torch import Tensor
 
 from billfish.backends.base import Direct
 from billfish.core.activations import check_activations
-from billfish.core.errors import DTypeError, ShapeError, complaint
+from billfish.core.errors import DTypeError, ShapeError, bad_argument, failure, type_of
 from billfish.core.tensor import QuantizedTensor
 from billfish.core.torch_modes import is_watched, wants_gradient, wants_numbers_alone
 from billfish.core.typing import Activations, AnyArray, FormatLike, Method
@@ -166,8 +166,10 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
         :func:`billfish.quantized_linear`.
         """
         if not isinstance(linear, torch.nn.Linear):
-            raise DTypeError(complaint("from_linear", "linear", f"a {type(linear).__name__}", "a torch.nn.Linear"))
+            raise DTypeError(bad_argument("from_linear", "linear", type_of(linear), "a torch.nn.Linear"))
         weight = linear.weight.detach()
+        if weight.is_meta:
+            raise DTypeError(failure("from_linear", "the layer is on 'meta', without weights", "Load them first."))
         tensor = quantize(
             weight if weight.is_cuda else weight.cpu(),
             format,
@@ -310,7 +312,7 @@ class MarlinLinear(layer_base.MarlinLinear, QuantizedModule):
         n, k = self.out_features, self.in_features
         bias, order = arrays.get("bias"), arrays.get(ORDER)
         if bias is not None and tuple(bias.shape) != (n,):
-            raise ShapeError(complaint(call, "bias", f"shape {tuple(bias.shape)}", f"({n},)"))
+            raise ShapeError(bad_argument(call, "bias.shape", tuple(bias.shape), f"({n},)"))
         if order is not None and not order.is_meta:
             layer_base.check_order(call, order_array(order), k, self.features or self.all_features)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from billfish.core.errors import BackendUnavailable, DataError, complaint
+from billfish.core.errors import BackendUnavailable, DataError, failure
 from billfish.core.extras import folder_of
 from billfish.llm import grammar_process
 from billfish.llm.chat_template import ENVIRONMENT
@@ -62,7 +62,7 @@ class GrammarCompiler:
             try:
                 self._jobs.put_nowait(_Job(grammar, time.monotonic(), done))
             except queue.Full:
-                raise _queue_full(f"{QUEUE} schemas that wait already") from None
+                raise QueueFull(f"{QUEUE} schemas are waiting to be compiled. Retry later.") from None
         return done
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class GrammarCompiler:
             try:
                 self._check_open()
                 if time.monotonic() - job.since > QUEUE_SECONDS:
-                    raise _queue_full(f"a schema that has waited for {QUEUE_SECONDS:g} s")
+                    raise QueueFull(f"The schema waited {QUEUE_SECONDS:g} s to be compiled. Retry later.")
                 job.done.set_result(self._compiled(job.grammar))
             except BaseException as error:
                 job.done.set_exception(error)
@@ -97,7 +97,7 @@ class GrammarCompiler:
             error = self._process.try_schema(schema)
             self._check_open()  # closing ends the process
             if error:
-                raise DataError(complaint(CALL, "schema", error, "a JSON schema that llguidance can compile"))
+                raise DataError(failure(CALL, f"llguidance cannot compile the schema: {error}"))
         compiled = compile_grammar(grammar, self._vocabulary)
         with self._lock:
             self._tried[digest] = None
@@ -108,7 +108,7 @@ class GrammarCompiler:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise ServerClosing(complaint(CALL, "schema", "one while the server closes", "none any more"))
+            raise ServerClosing("The server is shutting down. Retry later.")
 
 
 class GrammarProcess:
@@ -126,10 +126,10 @@ class GrammarProcess:
         answer = self._ask(schema.encode())
         if answer is None:
             return (
-                f"one that takes more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
-                f"or {STACK_BYTES >> 20} MiB of stack to compile"
+                f"it needs more than {CPU_SECONDS} s, {MEMORY_BYTES >> 20} MiB of memory "
+                f"or {STACK_BYTES >> 20} MiB of stack"
             )
-        return f"one that fails ({answer['error']})" if "error" in answer else ""
+        return str(answer["error"]) if "error" in answer else ""
 
     def close(self) -> None:
         """End the process and its forks."""
@@ -171,12 +171,11 @@ class GrammarProcess:
                     start_new_session=True,  # Ctrl-C is for us alone, and `_end` ends its forks with it
                 )
             if _exchange(control, vocabulary, START_SECONDS) is None:
-                raise OSError("it does not start")
+                raise OSError("it did not start")
         except OSError as error:
             control.close()
             self._end()
-            got = f"no process to compile it in ({error})"
-            raise BackendUnavailable(complaint(CALL, "schema", got, "one more process")) from None
+            raise BackendUnavailable(failure(CALL, f"cannot start a process to compile the schema: {error}")) from None
         return control
 
     def _end(self) -> None:
@@ -230,7 +229,3 @@ def start_thread(work: Callable[[], None], name: str) -> threading.Thread:
         finally:
             threading.stack_size(usual)
     return thread
-
-
-def _queue_full(got: str) -> QueueFull:
-    return QueueFull(complaint(CALL, "schema", got, "another try, later"))

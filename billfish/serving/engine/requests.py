@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from billfish.core.errors import BillfishError, DataError, complaint
+from billfish.core.errors import BillfishError, DataError, bad_argument
 from billfish.llm.detokenizer import check_text_settings
 from billfish.llm.grammar import CompiledGrammar
 from billfish.llm.sampler import Sampling
@@ -43,7 +43,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise DataError(complaint(CALL, "max_tokens", repr(self.max_tokens), "a whole number from 1 on"))
+            raise DataError(bad_argument(CALL, "max_tokens", repr(self.max_tokens), "1 or more"))
         check_text_settings(CALL, self.stop, self.logprobs)
 
 
