@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from billfish.cli.model_arguments import DEFAULT, add_threads, set_threads
-from billfish.cli.paths import check_path
 from billfish.llm.model import default_model
 from billfish.quantizing.calibrate_checkpoint import calibrate_checkpoint
 
@@ -46,11 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the file; print one line about it."""
     set_threads("calibrate", arguments.threads)
-    model = default_model() if arguments.model is None else check_path("calibrate", arguments.model)
     if arguments.text is None:
         print("Calibrating with the built-in text; --text FILE uses another.", file=sys.stderr)
     statistics = calibrate_checkpoint(
-        model,
+        arguments.model or default_model(),
         arguments.out,
         text=arguments.text,
         hessian=arguments.hessian,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from billfish.checkpoints.conversion import convert
-from billfish.cli.paths import check_path
 
 LAYOUTS = "billfish, compressed-tensors, mlx, gptq, gptq_v2, awq or gguf"
 
@@ -47,7 +46,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     report = convert(
-        check_path("convert", arguments.source),
+        arguments.source,
         arguments.out,
         arguments.to,
         dtype=arguments.dtype,

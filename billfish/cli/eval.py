@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot:
         _check_plot(arguments.plot, arguments.against)
     text = read_text("eval", "--text", arguments.text)
-    against = None if arguments.against is None else load_quickly("eval", arguments.against, arguments.device, None)
+    against = None if arguments.against is None else load_quickly(arguments.against, arguments.device, None)
     truth: Truth | None = None
     records = []
     for path in arguments.models or [None]:

@@ -15,7 +15,6 @@ from billfish.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.mixes import FILE_TYPES, MIXES
 from billfish.checkpoints.tokenizer.tokenizer_json import chat_template
-from billfish.cli.paths import check_path
 from billfish.core.errors import BillfishError
 from billfish.core.tables import table, terminal_width
 
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    print_checkpoint(open_checkpoint(check_path("inspect", arguments.path)), arguments.json, sys.stdout)
+    print_checkpoint(open_checkpoint(arguments.path), arguments.json, sys.stdout)
 
 
 def print_checkpoint(checkpoint: Checkpoint, as_json: bool, out: TextIO) -> None:

@@ -8,7 +8,6 @@ import logging
 
 from billfish.backends.cpu import _cpu
 from billfish.backends.cpu.backend import check_threads
-from billfish.cli.paths import check_path
 from billfish.core.errors import DataError
 from billfish.core.machine import allowed_cores
 from billfish.llm.decoder_base import Decoder
@@ -89,15 +88,11 @@ def load_model(call: str, arguments: argparse.Namespace, path: str | None) -> Mo
         if arguments.cache_type is not None:
             decoder.set_cache_type(arguments.cache_type)
 
-    return load_quickly(call, path, arguments.device, arguments.quantize, check)
+    return load_quickly(path, arguments.device, arguments.quantize, check)
 
 
-def load_quickly(
-    call: str, path: str | None, device: str, quantize: str | None, check: CheckDecoder | None = None
-) -> Model:
+def load_quickly(path: str | None, device: str, quantize: str | None, check: CheckDecoder | None = None) -> Model:
     """As `load`. A vocabulary is a hundred thousand objects and no garbage: nobody need look for some meanwhile."""
-    if path is not None:
-        check_path(call, path)
     gc.disable()
     try:
         return load_checked(path, device=device, quantize=quantize, check=check)

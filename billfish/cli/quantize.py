@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from billfish.cli.convert import LAYOUTS, add_checkpoints, add_writing
-from billfish.cli.paths import check_path
 from billfish.core.errors import DataError, FormatError, readable
 
 USAGE = "billfish quantize IN OUT --format NAME"
@@ -111,7 +110,6 @@ def paths_and_text(arguments: argparse.Namespace) -> tuple[str, str, bool | str]
 def run(arguments: argparse.Namespace) -> None:
     """Write the checkpoint; print what became of each kind of tensors."""
     source, out, calibrate = paths_and_text(arguments)
-    check_path("quantize", source)
     float_type = FLOATS.get((arguments.format or "").lower())
     if float_type is not None:
         to = arguments.to or ("gguf" if out.endswith(".gguf") else "plain")

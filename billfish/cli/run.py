@@ -13,7 +13,6 @@ import time
 from typing import TextIO
 
 from billfish.cli.model_arguments import add_model_arguments, load_model, set_threads
-from billfish.cli.paths import check_path
 from billfish.core.errors import DataError, ModelError, readable
 from billfish.core.files import read_text
 from billfish.core.terminal import Style
@@ -99,8 +98,9 @@ def run(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     set_threads("run", arguments.threads)
     path, given = model_and_prompt(arguments)
-    if path is not None:
-        check_path("run", path)  # before standard input is read
+    if path is not None and " " in path and not os.path.lexists(path):
+        order = "the first argument is the model and the second the prompt"
+        raise DataError(f"run: no such file or folder: {readable(path)}. Without -m or -p, {order}.")
     chat = given is None and arguments.file is None and sys.stdin.isatty()
     if chat and arguments.json:
         raise DataError("run: A chat has no --json. Pass a prompt: -p TEXT, -f FILE or standard input.")

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from billfish.checkpoints.verification import verify
-from billfish.cli.paths import check_path
 from billfish.core.tables import terminal_width
 
 
@@ -17,6 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report. Returns 1 if any value differs."""
-    report = verify(check_path("verify", arguments.a), check_path("verify", arguments.b))
+    report = verify(arguments.a, arguments.b)
     print(report.text(terminal_width(sys.stdout)))
     return 0 if report.same else 1

@@ -264,7 +264,7 @@ def test_a_model_or_a_prompt_that_is_given_twice(path, line, capsys):
 def test_a_prompt_in_the_place_of_the_model_is_told(capsys):
     assert main(["run", "What is the capital of France?"]) == 2
     error = capsys.readouterr().err
-    assert "No such file" in error
+    assert "no such file" in error
     assert "first argument" in error
 
 
