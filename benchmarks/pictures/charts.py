@@ -356,8 +356,8 @@ def token_gpu() -> Drawing:
 # ---- KL divergence ----------------------------------------------------------------------------------------------
 
 METHODS = {
-    "rtn": ("rtn, no text", "grey"),
-    "mse": ("mse, no text", "blue"),
+    "rtn": ("rtn, no calibration", "grey"),
+    "mse": ("mse, no calibration", "blue"),
     "ggml": ("llama.cpp's quantizer, imatrix", "green"),
     "weighted": ("--calibrate", "orange"),
     "gptq": ("--calibrate, gptq", "pink"),
@@ -375,11 +375,11 @@ def kl() -> Drawing:
         rows.setdefault((round(record["bits_per_weight"], 2), name), []).append(record)
     order = sorted(rows, key=lambda key: (key[0], -min(r["divergence"] for r in rows[key])))
     title = "KL divergence by format and method, SmolLM2-135M"
-    about = "KL divergence from the unquantized file, by format and method, with bits per weight."
+    about = "KL divergence from the original file, by format and method, with bits per weight."
     drawing = Drawing(960, 150 + 34 * len(order) + 40, title, about)
     drawing.text(20, 32, title, size=18, bold=True)
     tokens = found[0]["tokens"]
-    words = f"From the file as it is, {tokens:,} predicted tokens of news; all matrices of the layers quantized."
+    words = f"From the Q4_1 file, on {tokens:,} predicted tokens of news; every matrix of the layers requantized."
     drawing.text(20, 54, f"{words} {results['date']}.", fill="dim")
     x = 20.0
     for label, fill in METHODS.values():
