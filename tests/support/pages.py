@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notes").glob("*.md")])
+PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in DOCS)]
 
 
 def page(name: str) -> str:
