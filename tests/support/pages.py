@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notes").glob("*.md")])
-PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in DOCS)]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def page(name: str) -> str:
