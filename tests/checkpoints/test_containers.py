@@ -180,7 +180,7 @@ def test_what_is_no_checkpoint(tmp_path):
     refused("folder", None, "no \\*.safetensors and no \\*.gguf")
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "folder" / "config.json").write_text("[" * 100_000)
-    refused("folder", None, "no JSON")
+    refused("folder", None, "not valid JSON")
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):
