@@ -126,7 +126,7 @@ def test_wrong_arguments_get_one_line(capsys, arguments, message):
 )
 def test_explain_refuses_what_the_format_cannot_hold(capsys, arguments, message):
     assert main(["explain", *arguments]) == 2
-    assert capsys.readouterr().err == f"billfish: [explain] {message}\n"
+    assert capsys.readouterr().err == f"billfish: explain: {message}.\n"
 
 
 def test_a_code_that_is_no_number(capsys):

@@ -91,7 +91,7 @@ def test_paths_that_are_no_text(tmp_path, capsys):
     assert "\\udcff" in capsys.readouterr().out
     assert bf.load(file).metadata["general.name"] == "in?"
     assert main(["inspect", str(tmp_path / f"none{ODD}")]) == 2
-    assert "No such file" in capsys.readouterr().err
+    assert "no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
