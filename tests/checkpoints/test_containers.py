@@ -174,13 +174,13 @@ def test_what_is_no_checkpoint(tmp_path):
     refused("missing", None, "no such file")
     refused("empty.gguf", b"", "is an empty file")
     refused("model.bin", b"PK\x03\x04 and so on", "a zip archive")
-    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged GGUF header")
-    refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged GGUF header")
+    refused("short.gguf", b"GGUF\x03\0\0\0", "damaged .* header")
+    refused("short.safetensors", b"\x10\0\0\0\0\0\0\0{", "damaged .* header")
     (tmp_path / "folder").mkdir()
     refused("folder", None, "no \\*.safetensors and no \\*.gguf")
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "folder" / "model.safetensors")
     (tmp_path / "folder" / "config.json").write_text("[" * 100_000)
-    refused("folder", None, "no JSON")
+    refused("folder", None, "not valid JSON")
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):

@@ -64,7 +64,7 @@ def test_errors_about_frameworks():
     program = "import sys; sys.modules['mlx'] = None; import billfish as bf; bf.MarlinLinear(256, 128, framework='mlx')"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "BackendUnavailable: MarlinLinear: " in run.stderr
-    assert "framework='mlx' needs it" in run.stderr
+    assert "framework='mlx' is not installed" in run.stderr
 
 
 # ---- arrays of every library -----------------------------------------------------------------------------------------
