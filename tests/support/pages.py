@@ -18,8 +18,3 @@ def page(name: str) -> str:
 def recorded(name: str) -> Any:
     """What benchmarks/results/`name` holds."""
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-
-
-def rows_after(text: str, name: str) -> list[str]:
-    """The rows, without the head, of the table that a page introduces by the name of its record: "... `name`):"."""
-    return text.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]
