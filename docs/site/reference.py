@@ -36,7 +36,9 @@ class PublicNames(ReferenceDirective):
 
     def row(self, public: PublicName) -> str:
         kind = "mod" if isinstance(public.value, ModuleType) else "obj"
-        shown = public.path.replace("billfish", "bf", 1) if public.module in ("billfish", "billfish.llm") else public.path
+        shown = (
+            public.path.replace("billfish", "bf", 1) if public.module in ("billfish", "billfish.llm") else public.path
+        )
         summary = " ".join(to_rest([public.summary], [])).strip()
         return f"   * - :py:{kind}:`{shown} <{public.path}>`\n     - {summary}"
 

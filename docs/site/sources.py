@@ -1,9 +1,7 @@
-"""Links that lead out of docs/: the README becomes the start page, and a source file a page with its text."""
+"""Links that lead out of docs/: a source file, and a page of the root, becomes a page with its text."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,6 @@ from sphinx.highlighting import PygmentsBridge
 
 ROOT = Path(__file__).parent.parent.parent
 LEXERS = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cuh": "cuda", ".cu": "cuda", ".metal": "cpp", ".toml": "toml"}
-
-
-def rebase_links(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """Of a file that a page includes: links relative to that file become relative to the page."""
-    folder, page = (Path(app.srcdir) / path).resolve().parent, Path(app.srcdir, parent).parent
-
-    def rebased(link: re.Match[str]) -> str:
-        target = folder / link[1]
-        return f"]({os.path.relpath(target, page)}{link[2] or ''})" if target.exists() else link[0]
-
-    content[0] = re.sub(r"\]\(([^)#:]+)(#[^)]*)?\)", rebased, content[0])
 
 
 def link_sources(app: Sphinx, doctree: nodes.document) -> None:
@@ -67,7 +54,6 @@ def forget(app: Sphinx, env: BuildEnvironment, docname: str) -> None:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Sphinx calls this."""
-    app.connect("include-read", rebase_links)
     app.connect("doctree-read", link_sources, priority=100)  # before Sphinx collects downloads
     app.connect("html-collect-pages", source_pages)
     app.connect("env-purge-doc", forget)

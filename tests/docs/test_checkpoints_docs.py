@@ -1,4 +1,4 @@
-"""docs/checkpoints.md and the README's lines on checkpoints do what they say."""
+"""docs/checkpoints.md does what it says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 import textwrap
 from pathlib import Path
 
-import checkpoint_samples as samples
 import pytest
 from checkpoint_folders import write_folder
 
@@ -16,14 +15,6 @@ from billfish.cli.main import main, parser_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
-README = (ROOT / "README.md").read_text()
-
-
-def test_the_example_of_the_readme_runs(tmp_path, capsys):
-    samples.gptq(tmp_path)
-    (example,) = (e for e in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "bf.load(folder)" in e)
-    exec(example, {"folder": tmp_path})
-    assert "layout='gptq', format=<format u4>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
@@ -50,7 +41,6 @@ def test_the_page_shows_what_the_commands_print(tmp_path, monkeypatch, capsys):
 
 
 def test_every_command_line_is_one_that_we_have():
-    for text in (PAGE, README):
-        for line in re.findall(r"^    billfish ((?:inspect|quantize|convert|verify) .*)$", text, re.MULTILINE):
-            words = [re.sub(r"\|.*", "", word.strip("[]'")) for word in line.split("#")[0].split()]
-            parser_of(words[0]).parse_args(words[1:])
+    for line in re.findall(r"^    billfish ((?:inspect|quantize|convert|verify) .*)$", PAGE, re.MULTILINE):
+        words = [re.sub(r"\|.*", "", word.strip("[]'")) for word in line.split("#")[0].split()]
+        parser_of(words[0]).parse_args(words[1:])

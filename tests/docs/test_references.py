@@ -43,7 +43,7 @@ def test_the_files_of_the_language_model_are_there():
 
 
 def test_the_formats_in_the_readme_exist():
-    (comment,) = re.findall(r"# or (.*), \.\.\.", page("README.md"))
+    (comment,) = re.findall(r"# or (.*), \.\.\.$", page("README.md"), re.MULTILINE)
     for name in comment.split(", "):
         assert name in bf.FORMATS
 

@@ -18,7 +18,7 @@ pytest.importorskip("sphinx", reason="needs billfish[docs]")
 
 from bits_programs import float_at, programs
 from docstrings import to_rest
-from public_names import GROUPS, MODULES, ORDER, PublicName, field_comments, in_group, public_names
+from public_names import FIRST, GROUPS, MODULES, ORDER, PublicName, field_comments, in_group, public_names
 
 from billfish.core.scales import encode_e4m3, encode_e8m0
 
@@ -90,6 +90,16 @@ def test_a_name_is_in_the_table_and_in_the_reference(pages, public):
     anchors = {public.path, f"module-{public.path}"} & pages[built_site() / place].anchors
     assert anchors
     assert {f"{place}#{anchor}" for anchor in anchors} & set(table.links)
+
+
+def test_the_reference_starts_with_the_names_of_the_readme(pages):
+    assert len(FIRST) == 10
+    text, readme = _text(built_site() / "api.html"), (ROOT / "README.md").read_text()
+    start = text[text.index("Start here") :]
+    places = [start.index(path.replace("billfish.", "bf.", path.count(".") < 3)) for path in FIRST]
+    assert places == sorted(places)
+    for path in FIRST:
+        assert path.replace("billfish.", "bf.", 1) in readme or path in readme, path
 
 
 @EACH_NAME
@@ -173,8 +183,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(pages):
 
 
 def test_links_to_the_code_lead_to_its_text(pages):
-    for page in ("index.html", "bits.html"):
-        assert "source/billfish/core/bits.py.html" in pages[built_site() / page].links
+    assert "source/billfish/core/bits.py.html" in pages[built_site() / "bits.html"].links
     assert "dequant_fp4_pair" in (built_site() / "source" / "billfish" / "core" / "bits.py.html").read_text()
 
 
