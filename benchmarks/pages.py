@@ -12,15 +12,13 @@ words instead of a table goes into a sentence: `<!-- generated: llm-h200-llama-r
 from __future__ import annotations
 
 import argparse
-import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks import code_tables, records
 from benchmarks.tables import TABLES, table
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
-from billfish.cli.formats import print_formats
 from billfish.cli.main import COMMANDS, parser_of
 from billfish.llm.architectures import ARCHITECTURES, ATTENTION, Architecture
 
@@ -29,13 +27,6 @@ MARKED = re.compile(r"(<!-- generated: ([\w ,-]+?) -->)(.*?)(<!-- end -->)", re.
 
 
 # ---- tables of the code -----------------------------------------------------------------------------------------
-
-
-def formats() -> str:
-    """Every format, as `billfish formats --markdown` prints it."""
-    out = io.StringIO()
-    print_formats(out, markdown=True)
-    return out.getvalue()
 
 
 def options(command: str) -> str:
@@ -97,7 +88,7 @@ def parts(own: Architecture) -> list[str]:
 
 
 CODE: dict[str, Callable[[], str]] = {
-    "formats": formats,
+    **code_tables.CODE,
     "architectures": architectures,
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},
 }

@@ -27,7 +27,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "first-hour-on-a-mac.md").read_text
 
 
 def test_the_page_has_two_commands_that_exist():
-    lines = re.findall(r"^    python -m benchmarks.products (.*)$", PAGE, re.MULTILINE)
+    lines = re.findall(r"^python -m benchmarks.products (.*)$", PAGE, re.MULTILINE)
     assert [len(products.parse(products.parser(), shlex.split(line)).cases) for line in lines] == [1, 14]
 
 

@@ -9,24 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from billfish.cli.main import parser_of
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 INSTALL = (ROOT / "docs" / "install.md").read_text()
-INDEX = (ROOT / "docs" / "index.md").read_text()
 MAC = (ROOT / "docs" / "first-hour-on-a-mac.md").read_text()
-COMMANDS = re.findall(r"^    billfish ([^#\n]+)", README + INSTALL + INDEX + MAC, re.MULTILINE)
 
 
 def test_the_readme_is_one_screen_and_some():
     assert len(README.splitlines()) <= 130
-
-
-@pytest.mark.parametrize("line", sorted({line.strip() for line in COMMANDS}))
-def test_every_command_line_is_one_that_we_have(line):
-    command, *words = shlex.split(line)
-    parser_of(command).parse_args(words)
 
 
 def test_the_extras_of_the_page_are_those_of_the_package():

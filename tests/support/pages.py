@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in sorted(folder.glob("*.md"))]
+FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "notes")
+PAGES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted(folder.glob("*.md"))]
 
 
 def page(name: str) -> str:
