@@ -27,18 +27,11 @@ from billfish.serving.http import app, metrics
 # ---- formats ----------------------------------------------------------------------------------------------------
 
 
-def columns(*names: str) -> str:
-    """Some columns of `billfish formats`."""
-    places = [COLUMNS.index(name) for name in names]
-    return table([list(names), *([row[place] for place in places] for row in format_rows())])
-
-
 def formats() -> str:
-    return columns("format", "bits/weight", "group", "element", "scale", "offset", "also called")
-
-
-def format_storage() -> str:
-    return columns("format", "storage")
+    """The first columns of `billfish formats`, and other names."""
+    shown = ("format", "bits/weight", "group", "element", "scale", "offset", "also called")
+    places = [COLUMNS.index(name) for name in shown]
+    return table([[*shown], *([row[place] for place in places] for row in format_rows())])
 
 
 def format_elements() -> str:
@@ -191,6 +184,11 @@ def server_paths() -> str:
     )
 
 
+def server_body() -> str:
+    """What is wrong with a body that is too slow or too large."""
+    return f"the body did not arrive within {app.BODY_SECONDS:g} s, or exceeds {app.BODY_BYTES >> 20} MiB"
+
+
 def accepted(body: type[Body], field: str) -> str:
     """The types and limits of a field, in the words of the server's errors."""
     schema = msgspec.json.schema(body)
@@ -254,11 +252,11 @@ def schema_limits() -> str:
 
 CODE: dict[str, Callable[[], str]] = {
     "formats": formats,
-    "format-storage": format_storage,
     "format-elements": format_elements,
     "mixes": mixes,
     "statistics-sizes": statistics_sizes,
     "server-paths": server_paths,
+    "server-body": server_body,
     "server-fields": server_fields,
     "embedding-fields": embedding_fields,
     "server-metrics": server_metrics,

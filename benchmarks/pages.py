@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import code_tables, records
+from benchmarks.pictures import PICTURES
 from benchmarks.tables import TABLES, table
 from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.cli.main import COMMANDS, parser_of
@@ -123,6 +124,11 @@ def main() -> None:
         text = path.read_text()
         if text != (again := rewritten(text)):
             path.write_text(again)
+            print(path.relative_to(ROOT))
+    for name, draw in PICTURES.items():
+        path, text = ROOT / "docs" / "pictures" / f"{name}.svg", str(draw())
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
             print(path.relative_to(ROOT))
 
 

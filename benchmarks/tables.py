@@ -386,6 +386,18 @@ def llm_gpu(results: Results, shapes: Iterable[str] = ("8b", "1b")) -> str:
     return table(rows)
 
 
+def token_gpu(results: Results) -> str:
+    """Microseconds that each part adds to a token: from the end of the kernel ahead of it to its own end."""
+    added, ahead = dict[str, list[float]](), 0.0
+    for launch in results["records"]:
+        added.setdefault(launch["part"], []).append(launch["end_us"] - ahead)
+        ahead = launch["end_us"]
+    rows = [["part", "kernels", "us", "of the token"]]
+    for part, us in sorted(added.items(), key=lambda item: -sum(item[1])):
+        rows.append([part, str(len(us)), f"{sum(us):.0f}", f"{100 * sum(us) / ahead:.0f} %"])
+    return table(rows)
+
+
 def llama_range(results: Results) -> str:
     """Words: the speed-up over llama.cpp in decoding with the model of 8e9 weights."""
     own = [r for r in results["records"] if r["shape"] == "8b" and not r["case"].startswith("prompt")]
@@ -487,6 +499,16 @@ def cosines(results: Results) -> str:
         found = [f"{r[method][key]:.4f}" for method in ("rtn", "mse") for key in ("mean", "worst")]
         layers = f"{r['layers']} of {r['of_layers']}"
         rows.append([r["format"], str(r["group_size"]), f"{r['bits_per_weight']:g}", layers, *found])
+    return table(rows)
+
+
+def attack(results: Results) -> str:
+    """Hostile files and calls, races and kills."""
+    rows = [["generator", "cases", "accepted", "refused", "failed", "worst, s", "worst, MB beyond 8 times the file"]]
+    for r in results["records"]:
+        counts = [f"{r[key]:,}" for key in ("cases", "accepted", "refused", "failed")]
+        beyond = f"{r['worst_memory'] / 2**20:.1f}" if r["worst_memory"] else ""
+        rows.append([r["generator"], *counts, f"{r['worst_seconds']:.2f}", beyond])
     return table(rows)
 
 
@@ -605,6 +627,7 @@ TABLES: Mapping[str, Table] = {
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
     "llm-h200-llama-range": Table("llm_cuda_h200.json", llama_range),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
+    "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
     "token-neoverse": Table(
         "inside_a_token.json", token, "python -m benchmarks.inside_a_token --threads 2 --json FILE"
     ),
@@ -691,6 +714,7 @@ TABLES: Mapping[str, Table] = {
     "metal-one-row": Table("metal_profile.json", one_row, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
+    "attack": Table("attack.json", attack, "make attack"),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),

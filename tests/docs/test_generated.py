@@ -69,3 +69,29 @@ def test_goals_of_metal():
             at_the_floor = mine["bound_by"][chip] == "memory" and theirs["m"] <= 4
             assert us <= most * theirs["estimated_us"][chip] or at_the_floor
         assert mine["threadgroup_memory"] <= 12288
+
+
+FIGURE = re.compile(r"^\d[\d,]*(\.\d+)?( ?%)?( \(.*\))?$")
+TYPED = {  # pages whose tables have yet to get their markers
+    "README.md",
+    "docs/cpu.md",
+    "docs/cuda.md",
+    "docs/metal.md",
+    "docs/experts.md",
+    "docs/formats.md",
+    "docs/layers.md",
+    "docs/llm.md",
+    "docs/serving.md",
+    "docs/vllm.md",
+    "docs/quality.md",
+    "docs/inside-a-token.md",
+    "docs/reliability.md",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if "/notes/" not in name and name not in TYPED])
+def test_no_table_of_figures_is_typed(name):
+    typed = pages.MARKED.sub("", PAGES[name])
+    for line in re.findall(r"^\|.*\|$", typed, re.MULTILINE):
+        figures = [cell for cell in line.strip("| ").split(" | ") if FIGURE.match(cell) and "." in cell]
+        assert len(figures) < 2, line

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDERS = (ROOT, ROOT / "docs", ROOT / "docs" / "notes")
-PAGES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in sorted(folder.glob("*.md"))]
+PATHS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path.relative_to(ROOT).as_posix() for path in PATHS]
 
 
 def page(name: str) -> str:
