@@ -89,6 +89,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
+	$(BIN)/python tests/support/words.py
 	$(BIN)/mypy
 
 format: $(VENV)/test.stamp

@@ -31,8 +31,8 @@ GROUPS = {
     "calibration": ("Calibration", r"billfish\.(statistics\b|nn\.torch\.calibration|quantizing\.calibration)"),
     "checkpoints": ("Checkpoints", r"billfish\.(checkpoints|quantizing)\b"),
     "layers": ("Layers", r"billfish\.nn\b"),
-    "products": (
-        "Products",
+    "matmul": (
+        "Matrix multiplication",
         r"billfish\.(ops\.matmul\.(quantized_linears?|gemm_\w+)$|ops\.expert_linear|backends(?!\.cpu\.(packed|experts)))",
     ),
     "formats": ("Formats", r"billfish\.core\.(format|formats|elements|scales|storage)\."),
@@ -51,7 +51,7 @@ FIRST = (
     "billfish.quantize_model",
     "billfish.nn.transformers.BillfishConfig",
 )
-ORDER = ("weights", "products", "formats", "layers", "calibration", "checkpoints", "models", "errors")
+ORDER = ("weights", "matmul", "formats", "layers", "calibration", "checkpoints", "models", "errors")
 
 
 class UngroupedName(Exception):
