@@ -89,10 +89,6 @@ def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
     return table(lines)
 
 
-def speed_in_short(results: Results) -> str:
-    return speed(results, ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start"))
-
-
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -228,20 +224,17 @@ def by_shape(results: Results) -> dict[tuple[str, int, int], list[Results]]:
     return found
 
 
-def beside_best(results: Results, formats: Iterable[str] | None = None, limits: bool = True) -> str:
+def beside_best(results: Results) -> str:
     """Speed-up over the fastest peer; in brackets, the part of the machine's limit."""
     found = {key: own for key, own in by_shape(results).items() if own[0]["peers"]}
     one_shape = len({key[1:] for key in found}) == 1
     columns = [f"M = {record['m']}" for record in next(iter(found.values()))]
     rows = [["format", *([] if one_shape else ["K x N"]), "fastest peer", *columns]]
     for (format, k, n), own in found.items():
-        if formats is not None and format not in formats:
-            continue
         best = dict.fromkeys(min(record["peers"], key=record["peers"].get) for record in own)
-        cells = [f"{min(record['peers'].values()) / record['seconds']:.2f}" for record in own]
-        if limits:
-            parts = (f" ({100 * record['limit_fraction']:.0f} %)" for record in own)
-            cells = [cell + part for cell, part in zip(cells, parts, strict=True)]
+        ratios = [min(record["peers"].values()) / record["seconds"] for record in own]
+        parts = [100 * record["limit_fraction"] for record in own]
+        cells = [f"{ratio:.2f} ({part:.0f} %)" for ratio, part in zip(ratios, parts, strict=True)]
         rows.append([format, *([] if one_shape else [f"{k} x {n}"]), ", ".join(best), *cells])
     return table(rows)
 
@@ -280,7 +273,8 @@ def dequantizing(results: Results) -> str:
 
 def calls(results: Results) -> str:
     """Microseconds of one Python call."""
-    return table([["call", "us"], *([name, f"{us:.0f}"] for name, us in results["microseconds"].items())])
+    found = {name.replace("products", "matmuls"): us for name, us in results["microseconds"].items()}
+    return table([["call", "us"], *([name, f"{us:.0f}"] for name, us in found.items())])
 
 
 def packing(results: Results) -> str:
@@ -317,15 +311,14 @@ def microseconds(seconds: float) -> str:
     return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
 
 
-def by_rows(results: Results, cell: Callable[[Results], str], rows: Iterable[int] = ()) -> str:
+def by_rows(results: Results, cell: Callable[[Results], str]) -> str:
     """A row for each M and a column for each K x N, of 4-bit integers in groups of 128."""
     own = [record for record in results["records"] if record["format"] == DENSE]
     shapes = dict.fromkeys(f"{r['k']} x {r['n']}" for r in own)
     lines: dict[int, list[str]] = {}
     for record in own:
         lines.setdefault(record["m"], []).append(cell(record))
-    kept = {m: cells for m, cells in lines.items() if not rows or m in rows}
-    return table([["M", *shapes], *([str(m), *cells] for m, cells in kept.items())])
+    return table([["M", *shapes], *([str(m), *cells] for m, cells in lines.items())])
 
 
 def gemm_times(results: Results) -> str:
@@ -333,9 +326,9 @@ def gemm_times(results: Results) -> str:
     return by_rows(results, lambda r: " / ".join(map(microseconds, (r["seconds"], *map(r["peers"].get, GPU_PEERS)))))
 
 
-def gemm_ratios(results: Results, rows: Iterable[int] = ()) -> str:
+def gemm_ratios(results: Results) -> str:
     """Speed-up over the faster of cuBLAS and humming-kernels."""
-    return by_rows(results, lambda r: f"{min(map(r['peers'].get, GPU_PEERS)) / r['seconds']:.2f}", rows)
+    return by_rows(results, lambda r: f"{min(map(r['peers'].get, GPU_PEERS)) / r['seconds']:.2f}")
 
 
 GPU_PEERS = ("cublas:f16", "humming")
@@ -612,15 +605,12 @@ XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
 GPU = "python -m benchmarks.cuda_products --json FILE"
 QUALITY = "python -m benchmarks.quality --ggml FOLDER"
 METAL = "python -m benchmarks.metal_profile --json FILE"
-README_LLM = ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start")
-README_FORMATS = ("q4_0", "q8_0", "q4_k", "mxfp4", "q4_1", "q5_0", "nvfp4")
 LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
 
 TABLES: Mapping[str, Table] = {
     # language models
     "llm-short": Table("llm_cuda_h200.json", beside_peers),
     "llm-neoverse": Table("llm_neoverse_n1.json", speed, LLM),
-    "llm-neoverse-short": Table("llm_neoverse_n1.json", partial(speed, rows=README_LLM), ""),
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
@@ -640,9 +630,6 @@ TABLES: Mapping[str, Table] = {
     # matmuls on CPUs
     "matmul-neoverse": Table(
         "cpu_neoverse_n1.json", beside_best, f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime,ggml --formats {MOST}"
-    ),
-    "matmul-neoverse-short": Table(
-        "cpu_neoverse_n1.json", partial(beside_best, formats=README_FORMATS, limits=False), ""
     ),
     "matmul-neoverse-kquants": Table(
         "cpu_neoverse_n1_kquants.json",
@@ -701,7 +688,6 @@ TABLES: Mapping[str, Table] = {
     # matmuls on an H200
     "matmul-h200": Table("cuda_h200.json", gemm_times, GPU),
     "matmul-h200-ratios": Table("cuda_h200.json", gemm_ratios, GPU),
-    "matmul-h200-short": Table("cuda_h200.json", partial(gemm_ratios, rows=(1, 16, 64, 256, 1024)), ""),
     "matmul-h200-cublas-range": Table("cuda_h200.json", cublas_range),
     "matmul-h200-reading": Table("cuda_h200.json", beside_reading, GPU),
     "matmul-h200-formats": Table("cuda_h200.json", gemm_formats, GPU),
