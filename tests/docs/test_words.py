@@ -10,7 +10,7 @@ from words import WORDS, Line, messages, pages, private
     ("text", "found"),
     [
         ("the keys and values of a text", ["keys and values"]),
-        ("8 streams together", ["8 streams", "streams together"]),
+        ("8 streams together", ["8 streams"]),
         ("Plain weights, and what they are multiplied with.", ["Plain weights", "multiplied with"]),
         ("a dot product, of course", []),
         ("the option --streams and the file benchmarks.products", []),
