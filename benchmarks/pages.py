@@ -6,7 +6,7 @@ A page says where by a pair of comments, and everything between them is written 
     <!-- end -->
 
 Names are those of benchmarks.tables.TABLES (`python -m benchmarks.tables` prints them all) and of CODE below. A name of
-words instead of a table goes into a sentence: `<!-- generated: llm-h200-llama-range --><!-- end -->`.
+words instead of a table goes into a sentence: `<!-- generated: packing-neoverse --><!-- end -->`.
 """
 
 from __future__ import annotations

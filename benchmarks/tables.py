@@ -127,7 +127,8 @@ def least(results: Results) -> str:
 
 def served(results: Results) -> str:
     """Whether vLLM gives the tokens of transformers."""
-    rows = [[r["folder"], f"`{r['arguments']}`", r["verdict"]] for r in results["records"]]
+    folders = {"llama, in numbers, billfish": "llama, unquantized, billfish"}
+    rows = [[folders.get(r["folder"], r["folder"]), f"`{r['arguments']}`", r["verdict"]] for r in results["records"]]
     return table([["folder", "arguments of `vllm.LLM`", "tokens"], *rows])
 
 
@@ -232,9 +233,8 @@ def beside_best(results: Results) -> str:
     rows = [["format", *([] if one_shape else ["K x N"]), "fastest peer", *columns]]
     for (format, k, n), own in found.items():
         best = dict.fromkeys(min(record["peers"], key=record["peers"].get) for record in own)
-        ratios = [min(record["peers"].values()) / record["seconds"] for record in own]
-        parts = [100 * record["limit_fraction"] for record in own]
-        cells = [f"{ratio:.2f} ({part:.0f} %)" for ratio, part in zip(ratios, parts, strict=True)]
+        ratios = (min(record["peers"].values()) / record["seconds"] for record in own)
+        cells = [f"{ratio:.2f} ({100 * r['limit_fraction']:.0f} %)" for ratio, r in zip(ratios, own, strict=True)]
         rows.append([format, *([] if one_shape else [f"{k} x {n}"]), ", ".join(best), *cells])
     return table(rows)
 
@@ -334,12 +334,6 @@ def gemm_ratios(results: Results) -> str:
 GPU_PEERS = ("cublas:f16", "humming")
 
 
-def cublas_range(results: Results) -> str:
-    """Words: the speed-up over cuBLAS at M = 1."""
-    found = [r["peers"]["cublas:f16"] / r["seconds"] for r in results["records"] if (r["format"], r["m"]) == (DENSE, 1)]
-    return f"{min(found):.1f} to {max(found):.1f}"
-
-
 def beside_reading(results: Results) -> str:
     """Microseconds beside a kernel that reads the same bytes; in brackets, the part of its rate."""
     found = {(r["m"], r["k"], r["n"]): r for r in results["records"] if r["format"] == DENSE}
@@ -389,13 +383,6 @@ def token_gpu(results: Results) -> str:
     for part, us in sorted(added.items(), key=lambda item: -sum(item[1])):
         rows.append([part, str(len(us)), f"{sum(us):.0f}", f"{100 * sum(us) / ahead:.0f} %"])
     return table(rows)
-
-
-def llama_range(results: Results) -> str:
-    """Words: the speed-up over llama.cpp in decoding with the model of 8e9 weights."""
-    own = [r for r in results["records"] if r["shape"] == "8b" and not r["case"].startswith("prompt")]
-    found = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in own]
-    return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def quantizing(results: Results) -> str:
@@ -492,16 +479,6 @@ def cosines(results: Results) -> str:
         found = [f"{r[method][key]:.4f}" for method in ("rtn", "mse") for key in ("mean", "worst")]
         layers = f"{r['layers']} of {r['of_layers']}"
         rows.append([r["format"], str(r["group_size"]), f"{r['bits_per_weight']:g}", layers, *found])
-    return table(rows)
-
-
-def attack(results: Results) -> str:
-    """Hostile files and calls, races and kills."""
-    rows = [["generator", "cases", "accepted", "refused", "failed", "worst, s", "worst, MB beyond 8 times the file"]]
-    for r in results["records"]:
-        counts = [f"{r[key]:,}" for key in ("cases", "accepted", "refused", "failed")]
-        beyond = f"{r['worst_memory'] / 2**20:.1f}" if r["worst_memory"] else ""
-        rows.append([r["generator"], *counts, f"{r['worst_seconds']:.2f}", beyond])
     return table(rows)
 
 
@@ -615,7 +592,6 @@ TABLES: Mapping[str, Table] = {
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
-    "llm-h200-llama-range": Table("llm_cuda_h200.json", llama_range),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
     "token-neoverse": Table(
@@ -688,7 +664,6 @@ TABLES: Mapping[str, Table] = {
     # matmuls on an H200
     "matmul-h200": Table("cuda_h200.json", gemm_times, GPU),
     "matmul-h200-ratios": Table("cuda_h200.json", gemm_ratios, GPU),
-    "matmul-h200-cublas-range": Table("cuda_h200.json", cublas_range),
     "matmul-h200-reading": Table("cuda_h200.json", beside_reading, GPU),
     "matmul-h200-formats": Table("cuda_h200.json", gemm_formats, GPU),
     "matmul-h200-8bit": Table("cuda_bytes_h200.json", byte_products, f"{GPU} --bytes"),
@@ -700,7 +675,6 @@ TABLES: Mapping[str, Table] = {
     "metal-one-row": Table("metal_profile.json", one_row, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
-    "attack": Table("attack.json", attack, "make attack"),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),
