@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from billfish.core.errors import ModelError, complaint
+from billfish.core.errors import ModelError, bad_argument, failure
 from billfish.llm.architectures import ARCHITECTURES as ARCHITECTURES
 from billfish.llm.architectures import Architecture, Windows
 from billfish.llm.rotary_embedding import Scaling, yarn_magnitude
@@ -112,7 +112,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         value = self.get(name, default)
         if value is None:
-            raise ModelError(complaint(CALL, f"{self.architecture}.{name}", "no such field", "a file that has it"))
+            raise ModelError(failure(CALL, f"the model has no field {self.architecture}.{name}"))
         good = isinstance(value, (int, float)) and -LARGEST < value < LARGEST  # a NaN is neither
         refuse(not good, name, repr(value), "a number")
         return value
@@ -136,17 +136,18 @@ def read_config(metadata: Mapping[str, Any], vocabulary: int) -> Config:
     """The configuration that GGUF's fields describe; raises if it is of a kind we do not run."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ModelError(complaint(CALL, "general.architecture", repr(architecture), f"{', '.join(ARCHITECTURES)}"))
+        problem = f"the architecture {architecture!r} is not supported"
+        raise ModelError(failure(CALL, problem, f"Supported are {', '.join(ARCHITECTURES)}."))
     fields, family = Fields(metadata, architecture), ARCHITECTURES[architecture]
     heads, hidden = fields.size("attention.head_count"), fields.size("embedding_length")
     refuse(heads < 1 or hidden < 1, "attention.head_count", f"{heads} heads of {hidden}", "positive sizes")
     head_size = fields.size("attention.key_length", hidden // heads)
     value_size = fields.number("attention.value_length", head_size)
-    refuse(value_size != head_size, "attention.value_length", value_size, f"{head_size}, the length of keys")
+    refuse(value_size != head_size, "attention.value_length", value_size, f"{head_size}, the key length")
     causal = fields.get("attention.causal", True)
-    refuse(not causal, "attention.causal", causal, "true: a token sees those before it, and no others")
+    refuse(not causal, "attention.causal", causal, "true (causal attention)")
     layers = fields.size("block_count")
-    refuse(layers < 1, "block_count", layers, "at least one layer, whose tensors tell all sizes")
+    refuse(layers < 1, "block_count", layers, "at least one layer")
     experts = _experts(fields, family)
     kv_heads = fields.size("attention.head_count_kv", heads)
     refuse(kv_heads < 1 or heads % kv_heads != 0, "attention.head_count_kv", kv_heads, f"a divisor of {heads} heads")
@@ -223,8 +224,8 @@ def _window(fields: Fields, windows: Windows | None) -> int:
         return 0
     name = "attention.sliding_window"
     window = fields.size(name, None if windows.required else 0)
-    takes = "the length of a window" if windows.required else "the length of a window, or 0 for none"
-    refuse(window < int(windows.required), name, window, takes)
+    expected = "the length of a window" if windows.required else "the length of a window, or 0 for none"
+    refuse(window < int(windows.required), name, window, expected)
     return window
 
 
@@ -235,22 +236,27 @@ def _pattern(fields: Fields, windows: Windows | None, layers: int) -> int | tupl
         refuse(pattern < 0, name, pattern, "a number of layers, or a list")
         return pattern
     listed = pattern if isinstance(pattern, (list, tuple, np.ndarray)) else []
-    refuse(len(listed) != layers, name, f"{len(listed)} layers", f"{layers}, or the step of layers that see all")
+    refuse(
+        len(listed) != layers,
+        name,
+        f"{len(listed)} layers",
+        f"{layers}, or the step of full attention",
+    )
     return tuple(bool(entry) for entry in listed)
 
 
 def _experts(fields: Fields, family: Architecture) -> Experts | None:
     routing, count = family.routing, fields.size("expert_count", 0)
     if routing is None or (count == 0 and not routing.required):
-        refuse(count != 0, "expert_count", count, f"no mixture of experts in {fields.architecture}")
+        refuse(count != 0, "expert_count", count, f"0: {fields.architecture} has no experts")
         return None
     refuse(count < 1, "expert_count", count, "at least one expert")
     chosen = fields.size("expert_used_count")
-    refuse(not 1 <= chosen <= count, "expert_used_count", chosen, f"a number from 1 to {count}, the experts there are")
+    refuse(not 1 <= chosen <= count, "expert_used_count", chosen, f"1 to {count}, the number of experts")
     groups = fields.number("expert_group_count", 1)
-    refuse(groups > 1, "expert_group_count", groups, "1: experts are chosen among all of them")
+    refuse(groups > 1, "expert_group_count", groups, "1: groups of experts are not supported")
     gating = fields.number("expert_gating_func", SOFTMAX_GATES[0])
-    refuse(gating not in SOFTMAX_GATES, "expert_gating_func", gating, "1 or 3, a softmax")
+    refuse(gating not in SOFTMAX_GATES, "expert_gating_func", gating, "1 or 3 (softmax)")
     usual = fields.get("feed_forward_length")
     feed_forward = fields.size("expert_feed_forward_length", usual)
     shared = fields.size("expert_shared_feed_forward_length", usual) if routing.shared else 0
@@ -266,6 +272,6 @@ def _experts(fields: Fields, family: Architecture) -> Experts | None:
     )
 
 
-def refuse(condition: bool, name: str, got: object, takes: str) -> None:
+def refuse(condition: bool, name: str, value: object, expected: str) -> None:
     if condition:
-        raise ModelError(complaint(CALL, name, got, takes))
+        raise ModelError(bad_argument(CALL, name, value, expected))

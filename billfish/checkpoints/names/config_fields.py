@@ -7,7 +7,7 @@ from typing import Any
 
 from billfish.checkpoints.names.rope_scaling import LARGEST, local_theta_of
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument
 
 Field = int | float | str | list[bool]
 EXPERTS = {"num_experts_per_tok": "expert_used_count", "num_local_experts": "expert_count"}
@@ -86,7 +86,7 @@ def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Fiel
     """What config.json sets beside sizes, in the words of GGUF. Raises CheckpointError for what GGUF cannot say."""
     for name, only in FIXED.get(model_type, {}).items():
         if config.get(name, only) != only:
-            raise CheckpointError(complaint(CALL, name, repr(config[name]), f"{only!r} for {model_type}"))
+            raise CheckpointError(bad_argument(CALL, name, repr(config[name]), f"{only!r} for {model_type}"))
     fields: dict[str, Field] = {}
     for name, field in NUMBERS.get(model_type, {}).items():
         value = config.get(name, config.get(OTHER_NAMES.get(name, name)))
@@ -110,7 +110,7 @@ def setting_fields(config: Mapping[str, Any], model_type: str) -> dict[str, Fiel
 def _number(name: str, value: Any) -> int | float:
     """A number that a field can hold. Those that are wrong for a model are refused where it is run."""
     if not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
-        raise CheckpointError(complaint(CALL, name, repr(value), "a number"))
+        raise CheckpointError(bad_argument(CALL, name, repr(value), "a number"))
     return value
 
 
@@ -125,7 +125,7 @@ def _pattern(config: Mapping[str, Any], model_type: str) -> dict[str, Field]:
         return {} if own == step else {"attention.sliding_window_pattern": int(_number("sliding_window_pattern", own))}
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-        raise CheckpointError(complaint(CALL, "layer_types", repr(kinds)[:80], f"{layers} of {' or '.join(known)}"))
+        raise CheckpointError(bad_argument(CALL, "layer_types", repr(kinds)[:80], f"{layers} of {' or '.join(known)}"))
     narrow = [kind == known[0] for kind in kinds]
     if narrow == [(i + 1) % step != 0 for i in range(layers)]:
         return {}
@@ -137,9 +137,9 @@ def _check_unrotated(config: Mapping[str, Any]) -> None:
     step, listed = config.get("no_rope_layer_interval", UNROTATED_STEP), config.get("no_rope_layers")
     usual = [int((i + 1) % UNROTATED_STEP != 0) for i in range(config["num_hidden_layers"])]
     if (listed is None and step != UNROTATED_STEP) or (listed is not None and listed != usual):
-        got = repr(listed)[:80] if listed is not None else f"every {step}"
-        takes = f"every {UNROTATED_STEP}th layer: GGUF has no field for it"
-        raise CheckpointError(complaint(CALL, "no_rope_layers", got, takes))
+        found = repr(listed)[:80] if listed is not None else f"every {step}th layer"
+        expected = f"every {UNROTATED_STEP}th layer, because GGUF has no field for it"
+        raise CheckpointError(bad_argument(CALL, "no_rope_layers", found, expected))
 
 
 def settings_of(fields: Mapping[str, Any], architecture: str, model_type: str, layers: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from billfish.checkpoints.names.hyperparameters import UnknownModel as UnknownMo
 from billfish.checkpoints.names.rope_scaling import FACTOR_TENSORS, factor_tensors
 from billfish.checkpoints.names.rope_scaling import ROTARY_FACTORS as ROTARY_FACTORS
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 
 # The modules of a decoder with gated feed-forward blocks: llama.cpp's names, and those of transformers.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -78,7 +78,7 @@ NEIGHBOURS = ("llama", "granitemoe", "smollm3")
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 SINKS = "self_attn.sinks"  # a parameter of its own in transformers, and no `.weight` of a module
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # old folders have it for each layer; it follows from the configuration
-TAKES = "the tensors of a decoder with gated feed-forward blocks"
+ONLY_DECODERS = "Supported are language models: decoders with gated feed-forward blocks."
 
 
 # ---- checkpoints under other names --------------------------------------------------------------------------------
@@ -101,8 +101,8 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     fields = checkpoint.metadata
     if fields.get("general.architecture") not in ARCHITECTURES:
-        got = f"architecture {fields.get('general.architecture')!r}"
-        raise UnknownModel(complaint(CALL, str(checkpoint.path), got, ", ".join(ARCHITECTURES)))
+        problem = f"{checkpoint.path} has the architecture {fields.get('general.architecture')!r}"
+        raise UnknownModel(failure(CALL, problem, f"Supported are {', '.join(ARCHITECTURES)}."))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
         new = model_name(name, str(fields["general.architecture"]))
@@ -110,7 +110,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
             entries[new] = _translated(checkpoint.entry(name), name, new, fields, to_gguf=False)
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
     return checkpoint.view(entries, origins)
 
 
@@ -128,9 +128,9 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
             continue
         new = gguf_name(name, architecture)
         if new is None:
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
         if new in entries:
-            raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
+            raise CheckpointError(failure(CALL, f"two tensors would be named {new}, one of them {name}"))
         entries[new] = _translated(stacked.entry(name), new, new, fields, to_gguf=True)
         origins.append(stacked.origins.get(name, name))
     if architecture.startswith("gemma") and HEAD in entries and config.get("tie_word_embeddings", True):
@@ -229,8 +229,8 @@ def heads_of(fields: Mapping[str, Any], architecture: str, name: str) -> int:
         keys = [f"{architecture}.attention.head_count_kv", *keys]
     heads = next((fields[key] for key in keys if fields.get(key)), 0)
     if not isinstance(heads, int) or heads < 1:
-        takes = "the number of heads, the same in all layers"
-        raise CheckpointError(complaint(CALL, keys[0], repr(heads), takes))
+        expected = "one number of heads for all layers"
+        raise CheckpointError(bad_argument(CALL, keys[0], repr(heads), expected))
     return heads
 
 
@@ -240,6 +240,6 @@ def row_order(about: Description, heads: int, to_gguf: bool) -> NDArray[np.int64
         return None
     n = about.shape[0] if about.shape else 0
     if n % (2 * heads) or n == 0:
-        raise CheckpointError(complaint(CALL, about.name, f"{n} rows for {heads} heads", "an even number for each"))
+        raise CheckpointError(failure(CALL, f"{about.name} has {n} rows for {heads} heads, not an even number each"))
     half = n // heads // 2
     return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()

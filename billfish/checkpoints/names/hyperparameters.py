@@ -19,7 +19,7 @@ from billfish.checkpoints.names.rope_scaling import (
     theta_of,
 )
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 
 # transformers' types of models, and the architectures of llama.cpp that they are.
 ARCHITECTURE_OF = {
@@ -75,7 +75,7 @@ Fields = dict[str, Field]
 
 
 class UnknownModel(CheckpointError):
-    """A model that we have no other names for."""
+    """A model whose tensors cannot be renamed between GGUF and Hugging Face."""
 
 
 def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
@@ -84,20 +84,20 @@ def fields_of(config: Mapping[str, Any], path: Path) -> Fields:
     model_type = str(config.get("model_type"))
     architecture = ARCHITECTURE_OF.get(model_type)
     if architecture is None:
-        got = f"model_type {config.get('model_type')!r}" if config else "no config.json beside it"
-        takes = f"a config.json whose model_type is one of {', '.join(ARCHITECTURE_OF)}"
-        raise UnknownModel(complaint(CALL, str(path), got, takes))
+        what = f"model_type {config.get('model_type')!r} in config.json" if config else "no config.json"
+        fix = f"Supported are {', '.join(ARCHITECTURE_OF)}."
+        raise UnknownModel(failure(CALL, f"{path} has {what}", fix))
     for name in NEEDED:
         if type(config.get(name)) is not int or not 1 <= config[name] < 1 << 31:
-            raise UnknownModel(complaint(CALL, f"{path}: {name}", repr(config.get(name)), "a positive size"))
+            raise UnknownModel(bad_argument(CALL, f"{name} of {path}", repr(config.get(name)), "a positive integer"))
     _refuse_variants(config, architecture)
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or HEAD_SIZES.get(architecture) or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
     for name, size in (("head_dim", head_size), ("num_key_value_heads", kv_heads)):
         if type(size) is not int or not 1 <= size <= LARGEST_HEAD:
-            takes = f"a size from 1 to {LARGEST_HEAD}"
-            raise UnknownModel(complaint(CALL, f"{path}: {name}", repr(size), takes))
+            argument = f"{name} in config.json of {path}"
+            raise UnknownModel(bad_argument(CALL, argument, repr(size), f"1 to {LARGEST_HEAD}"))
     known = {
         **config,
         "num_key_value_heads": kv_heads,
@@ -130,11 +130,11 @@ def _refuse_variants(config: Mapping[str, Any], architecture: str) -> None:
     }
     share = rotary_share_of(config)
     if architecture != "phi3" and share != 1:
-        raise CheckpointError(complaint(CALL, "partial_rotary_factor", share, f"1 for {architecture}"))
-    for name, takes in only.items():
-        if config.get(name) and config[name] not in takes:
-            allowed = " or ".join(map(repr, takes)) or "none"
-            raise CheckpointError(complaint(CALL, name, repr(config[name]), f"{allowed} for {architecture}"))
+        raise CheckpointError(bad_argument(CALL, "partial_rotary_factor", share, f"1 for {architecture}"))
+    for name, known in only.items():
+        if config.get(name) and config[name] not in known:
+            allowed = " or ".join(map(repr, known)) or "none"
+            raise CheckpointError(bad_argument(CALL, name, repr(config[name]), f"{allowed} for {architecture}"))
 
 
 def _context(config: Mapping[str, Any], architecture: str) -> int | None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from billfish.checkpoints.safetensors_files import CALL, section
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 
 ROTARY_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -52,7 +52,7 @@ def local_theta_of(config: Mapping[str, Any]) -> float:
     rule = section(section(config, "rope_parameters"), "sliding_attention")
     kind = rule.get("rope_type", "default")
     if kind != "default":
-        raise CheckpointError(complaint(CALL, "rope_parameters.sliding_attention", repr(kind), "'default'"))
+        raise CheckpointError(bad_argument(CALL, "rope_parameters.sliding_attention", repr(kind), "'default'"))
     return positive("rope_local_base_freq", rule.get("rope_theta") or config.get("rope_local_base_freq") or LOCAL_THETA)
 
 
@@ -63,7 +63,7 @@ def _rule(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return section(rule, "full_attention")
     whole = isinstance(rule, dict) and not any(isinstance(part, dict) for part in rule.values())  # not by kind of layer
     if not whole:
-        raise CheckpointError(complaint(CALL, "rope_scaling", repr(rule), f"one of {', '.join(SCALINGS)}"))
+        raise CheckpointError(bad_argument(CALL, "rope_scaling", repr(rule), f"one of {', '.join(SCALINGS)}"))
     return dict(rule)
 
 
@@ -73,15 +73,15 @@ def scaling_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = rule.get("rope_type", rule.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in SCALINGS:
-        raise CheckpointError(complaint(CALL, "rope_scaling", repr(kind), f"one of {', '.join(SCALINGS)}"))
+        raise CheckpointError(bad_argument(CALL, "rope_scaling", repr(kind), f"one of {', '.join(SCALINGS)}"))
     numbers = {name: rule.get(name) for name in NEEDED[kind]}
     if ORIGINAL in numbers:
         numbers[ORIGINAL] = rule.get(ORIGINAL) or config.get(ORIGINAL)
     numbers |= {name: rule[name] for name in OPTIONAL.get(kind, ()) if rule.get(name)}
     checked = {name: positive(f"rope_scaling.{name}", number) for name, number in numbers.items()}
     if kind == "yarn" and rule.get("truncate", True) != (config.get("model_type") != "gpt_oss"):
-        takes = "false for gpt_oss, true for others: GGUF has no field for it"
-        raise CheckpointError(complaint(CALL, "rope_scaling.truncate", repr(rule.get("truncate", True)), takes))
+        expected = "false for gpt_oss and true for other models, because GGUF has no field for it"
+        raise CheckpointError(bad_argument(CALL, "rope_scaling.truncate", repr(rule.get("truncate", True)), expected))
     return kind, checked
 
 
@@ -141,15 +141,15 @@ def factor_tensors(config: Mapping[str, Any], rope_size: int) -> dict[str, NDArr
 
 def _divisors(name: str, listed: Any, pairs: int) -> NDArray[np.float32]:
     if not isinstance(listed, list) or len(listed) != pairs:
-        got = f"{len(listed)} numbers" if isinstance(listed, list) else repr(listed)
-        raise CheckpointError(complaint(CALL, f"rope_scaling.{name}", got, f"a list of {pairs}"))
+        found = f"a list of {len(listed)}" if isinstance(listed, list) else repr(listed)
+        raise CheckpointError(bad_argument(CALL, f"rope_scaling.{name}", found, f"a list of {pairs} numbers"))
     return np.array([positive(f"rope_scaling.{name}", number) for number in listed], np.float32)
 
 
 def positive(name: str, number: Any) -> float:
     """A number of a configuration as it is; raises unless it is positive, and a float can hold it."""
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < LARGEST:
-        raise CheckpointError(complaint(CALL, name, repr(number), "a positive number"))
+        raise CheckpointError(bad_argument(CALL, name, repr(number), "a positive number"))
     return number
 
 
@@ -165,7 +165,7 @@ def llama3_rule(factors: NDArray[np.float32], theta: float) -> dict[str, float]:
     """The rule that these divisors follow from; raises if it is not Llama 3's."""
     rule = {"factor": float(factors.max()), **LLAMA3}
     if not np.allclose(llama3_factors(2 * len(factors), theta, rule), factors, rtol=1e-5):
-        raise CheckpointError(complaint(CALL, ROTARY_FACTORS, "divisors of another rule", "those of Llama 3"))
+        raise CheckpointError(failure(CALL, f"{ROTARY_FACTORS} is not Llama 3's RoPE scaling: it cannot be converted"))
     return rule
 
 
@@ -177,9 +177,9 @@ def rule_of(scaling: Mapping[str, Any], theta: float, factors: Mapping[str, NDAr
         lists = {"long_factor": factors[LONG_FACTORS].tolist(), "short_factor": factors[SHORT_FACTORS].tolist()}
         return {"rope_type": "longrope", **original, "attention_factor": scaling.get("attn_factor", 1.0), **lists}
     if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
-        got = f"rotary positions scaled by {kind!r}" + ("" if divisors is None else f" and by {ROTARY_FACTORS}")
-        takes = "'none', 'linear', 'yarn', 'longrope' or Llama 3's divisors: nothing else is translated"
-        raise CheckpointError(complaint(CALL, "rope.scaling.type", got, takes))
+        found = repr(kind) if divisors is None else f"{kind!r} beside {ROTARY_FACTORS}"
+        expected = "'none', 'linear', 'yarn', 'longrope', or the factors of Llama 3"
+        raise CheckpointError(bad_argument(CALL, "rope.scaling.type", found, expected))
     if kind == "none":
         return {} if divisors is None else {"rope_type": "llama3", **llama3_rule(divisors, theta)}
     rule = {"rope_type": kind, "factor": scaling["factor"], **original}
