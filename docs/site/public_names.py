@@ -42,7 +42,7 @@ GROUPS = {
 # What the README shows comes first, in the tables and on each page.
 FIRST = (
     "billfish.llm.load",
-    "billfish.load",
+    "billfish.open_checkpoint",
     "billfish.quantize_checkpoint",
     "billfish.convert",
     "billfish.verify",
