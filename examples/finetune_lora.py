@@ -45,9 +45,7 @@ def train(model: PeftModel, batches: torch.Tensor, steps: int, rate: float) -> l
 def main(arguments: list[str] | None = None) -> PeftModel:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a GGUF file (default: SmolLM2)")
-    parser.add_argument(
-        "--text", type=Path, default=TEXT, help="what to learn (default: that of `calibrate`)"
-    )
+    parser.add_argument("--text", type=Path, default=TEXT, help="what to learn (default: that of `calibrate`)")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--passages", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128, help="in each passage (default: 128)")

@@ -138,7 +138,7 @@ def test_our_docstrings_become_rest(text, rest):
 def test_parameters_and_shapes_are_rendered(pages):
     text = _text(built_site() / "api" / "weights.html")
     assert "group_size -- how many consecutive weights along K share a scale; -1 for all of K" in text
-    assert "x [..., K] -> q4_0 blocks, uint8 [..., bytes]" in text
+    assert "Returns uint8 [..., K/32 * 18]" in text
     assert "data: NDArray[uint8]" in text
     assert "nbytes -- in the file, scales and all" in _text(built_site() / "api" / "checkpoints.html")
 
