@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,26 +27,18 @@ from billfish.core.errors import BillfishError, DataError, complaint
 from billfish.core.files import path_of, read_text, replacing
 from billfish.core.progress import Progress
 from billfish.core.version import __version__
-from billfish.llm.config import read_config
-from billfish.llm.cpu import CpuDecoder, Observe
+from billfish.llm.cpu import CpuDecoder, Observe, inputs_of
 from billfish.llm.model import load
 from billfish.llm.model_files import open_source
-from billfish.llm.model_weights import ATTENTION, FEED_FORWARD, ROUTER, SHARED, STACKS, ModelTensors
+from billfish.llm.model_weights import ModelTensors
+from billfish.models import describe
+from billfish.models.description import Matrix, Stack
 from billfish.statistics.inputs import CALL, InputStatistics, Sums
 from billfish.statistics.statistics import Statistics
 from billfish.statistics.statistics_file import About, Inputs, Part, check_suffix, output_file
 
 TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
-# The matrices that multiply each input of a layer, in the order of the native decoder's LayerInput. No layer has all.
-INPUTS = (
-    ATTENTION[:3],
-    ATTENTION[3:],
-    (*FEED_FORWARD[:2], ROUTER, *SHARED[:2]),
-    (FEED_FORWARD[2], SHARED[2]),
-    STACKS[:2],
-    STACKS[2:],
-)
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
 
@@ -69,7 +61,7 @@ class Calibration:
     ) -> Calibration:
         """Raises for a model, a text or sizes that it cannot be computed for."""
         source = open_source(path)
-        config = read_config(source.fields, source.vocabulary)
+        config = describe(source.fields, source.vocabulary, source.tensors)
         window = min(WINDOW, config.context) if window is None else window
         if not 1 <= window <= config.context:
             raise DataError(complaint(CALL, "window", window, f"from 1 to {config.context}, the model's context"))
@@ -93,27 +85,19 @@ class Calibration:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all matrices and stacks of experts, by GGUF's names."""
-        parts = self.tensors.matrices.values()
-        matrices = {part.name: (part.rows or part.shape[0], part.shape[1]) for part in parts}
-        return matrices | {f"{place}.weight": shape for place, shape in self.tensors.stacks.items()}
+        return {f"{part.name}.weight": part.shape for part in self.tensors.weights}
 
     @functools.cached_property
     def inputs(self) -> list[dict[int, Inputs]]:
         """The inputs of each layer, by LayerInput, and last that of the head."""
-        layers = [[[f"blk.{i}.{matrix}" for matrix in same] for same in INPUTS] for i in range(self.layers)]
-        found = [[(number, self._names(places)) for number, places in enumerate(layer)] for layer in layers]
-        found.append([(HEAD_INPUT, self._names(["head"]))])
-        return [{number: self._inputs(names) for number, names in layer if names} for layer in found]
+        layers = [inputs_of(block) for block in self.tensors.config.blocks]
+        found = [{i: self._inputs(parts) for i, parts in enumerate(layer) if parts} for layer in layers]
+        return [*found, {HEAD_INPUT: self._inputs((self.tensors.config.head,))}]
 
-    def _names(self, places: list[str]) -> tuple[str, ...]:
-        """The tensors for those of the places that the model has. A file may hold several as one."""
-        matrices, stacks = self.tensors.matrices, self.tensors.stacks
-        there = [place for place in places if place in matrices or place in stacks]
-        return tuple(dict.fromkeys(f"{p}.weight" if p in stacks else matrices[p].name for p in there))
-
-    def _inputs(self, names: tuple[str, ...]) -> Inputs:
-        """What these matrices multiply."""
-        *experts, _, k = self.shapes[names[0]]
+    def _inputs(self, parts: Sequence[Matrix | Stack]) -> Inputs:
+        """What these matrices multiply. A file may hold several as one."""
+        *experts, _, k = parts[0].shape
+        names = tuple(dict.fromkeys(f"{part.name}.weight" for part in parts))
         return Inputs(names, (*experts, k), self.hessian)
 
     @property
@@ -174,8 +158,8 @@ class Layers:
         decoder, windows = self._decoder, self._calibration.windows
         cache = decoder.cache(max(map(len, windows)))
         with replacing(self._room / str(layer + 1)) as file:
-            for states in self._states(layer):
-                decoder.run_layer(layer, states, cache, observe)
+            for tokens, states in zip(windows, self._states(layer), strict=True):
+                decoder.run_layer(layer, tokens, states, cache, observe)
                 file.write(states.data)
                 self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
 

@@ -10,13 +10,13 @@ import pytest
 from llm_models import Small, write_model
 
 from billfish.cli.main import parser_of
-from billfish.llm.config import read_config
+from billfish.llm.cpu import inputs_of
 from billfish.llm.model import default_model
 from billfish.llm.model_files import open_source
-from billfish.llm.model_weights import ATTENTION, FEED_FORWARD
+from billfish.models import describe
 from billfish.quantizing import sensitivity
 from billfish.quantizing.bit_plan import BitPlan
-from billfish.quantizing.calibrate_checkpoint import INPUTS, TOKENS, WINDOW, default_text
+from billfish.quantizing.calibrate_checkpoint import TOKENS, WINDOW, default_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "calibration.md").read_text()
 
@@ -55,10 +55,9 @@ def test_the_numbers_of_a_plan_are_those_of_the_code():
 
 def test_the_sizes_are_those_of_the_code():
     source = open_source(default_model())
-    config = read_config(source.fields, source.vocabulary)
-    widths = [config.hidden, config.heads * config.head_size, config.hidden, config.feed_forward]
-    dense = [same for same in INPUTS if {*same} & {*ATTENTION, *FEED_FORWARD}]
-    assert len(widths) == len(dense)
+    config = describe(source.fields, source.vocabulary, source.tensors)
+    widths = [matrices[0].columns for matrices in inputs_of(config.blocks[0]) if matrices]
+    assert len(widths) == 4
     layer = sum(4 * k * k for k in widths)
     on_disk = config.layers * layer + 4 * config.hidden**2
     assert f"{on_disk / 1e6:.0f} MB on disk, {layer / 1e6:.0f} MB in memory" in PAGE

@@ -22,7 +22,7 @@ import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.llm import devices, load
-from billfish.llm.architectures import ARCHITECTURES
+from billfish.models import ARCHITECTURES
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -316,7 +316,7 @@ def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings,
     ("name", "features"),
     [
         ("gpt-oss", "experts, sliding windows, attention sinks, rotations with a magnitude"),
-        ("gemma3", "sliding windows, norms behind attention and feed-forward part, layers that rotate differently, "
+        ("gemma3", "sliding windows, post-norms, layers that rotate differently, "
                    "queries with a scale of their own"),
         ("olmoe", "experts, norms over all heads"),
     ],

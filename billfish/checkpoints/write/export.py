@@ -42,7 +42,6 @@ from billfish.checkpoints.names.gguf_names import (
     is_gguf_name,
     model_config,
 )
-from billfish.checkpoints.names.hyperparameters import ARCHITECTURE_OF
 from billfish.checkpoints.reports import ConversionReport, Done, Remark, Written
 from billfish.checkpoints.safetensors_files import TYPES
 from billfish.checkpoints.write.plan import Plan, Settings, plan, refuse
@@ -60,6 +59,7 @@ from billfish.core.errors import BackendUnavailable, CheckpointError, ModelError
 from billfish.core.files import read_whole
 from billfish.core.progress import OnProgress
 from billfish.core.version import __version__
+from billfish.models import MODEL_TYPES
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
@@ -161,7 +161,7 @@ def _named_for_gguf(call: str, checkpoint: Checkpoint, settings: Settings) -> Ch
     if not translated and not settings.raw_names and not all(map(is_gguf_name, checkpoint)):
         got = f"a model that GGUF has no names for here (model_type {checkpoint.config.get('model_type')!r})"
         takes = (
-            f"{', '.join(ARCHITECTURE_OF)} with all sizes in config.json;"
+            f"{', '.join(MODEL_TYPES)} with all sizes in config.json;"
             " --raw-names (raw_names=True) keeps the names, in a file that bf.load reads and no program runs"
         )
         raise CheckpointError(complaint(call, str(checkpoint.path), got, takes))
