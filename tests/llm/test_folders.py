@@ -256,7 +256,7 @@ def test_eval_refuses_another_vocabulary(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba'; takes a config.json whose model_type is one of gemma, gemma2"),
+        ({"model_type": "mamba"}, "model_type 'mamba'; takes a config.json whose model_type is one of ernie4_5, gemma"),
         ({"model_type": "mixtral"}, "num_experts_per_tok: got None; takes a number"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_size": None}, "hidden_size: got None; takes a positive size"),

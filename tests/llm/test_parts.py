@@ -83,7 +83,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
     save_file({"t": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "pickle.bin").write_bytes(b"PK\x03\x04 and so on")
     (tmp_path / "empty").mkdir()
-    no_config = "no config.json beside it; takes a config.json whose model_type is one of gemma, gemma2,"
+    no_config = "no config.json beside it; takes a config.json whose model_type is one of ernie4_5, gemma,"
     for path, got in (
         (tmp_path, no_config),
         (tmp_path / "model.safetensors", no_config),
@@ -99,7 +99,7 @@ def test_paths_that_hold_no_model_are_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("small", "message"),
     [
-        (Small("mamba"), "general.architecture: got 'mamba'; takes gemma, gemma2, gemma3, "),
+        (Small("mamba"), "general.architecture: got 'mamba'; takes ernie4_5, gemma, gemma2, "),
         (Small(without=("blk.1.ffn_up.weight",)), "blk.1.ffn_up.weight: got no such tensor; takes a llama model"),
         (Small(without=("output_norm.weight",)), "output_norm.weight: got no such tensor"),
         (Small("qwen3", fields={"qwen3.expert_count": 8}), "expert_count: got 8; takes no mixture of experts in qwen3"),

@@ -86,6 +86,55 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "phi3": ("phi3", "phi3", {"sliding_window": 7, "pad_token_id": 2}),
     "phi3-longrope": ("phi3", "phi3", {"rope_parameters": LONGROPE, "head_dim": 16, "pad_token_id": 2}),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5}),
+    "olmo2": ("olmo2", "olmo2", {"head_dim": 16}),
+    "olmo3": (
+        "olmo2",
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "glm4moe": (
+        "glm4moe",
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "glm4moe-air": (
+        "glm4moe",
+        "glm4_moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 2,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"use_bias": True}),
+    "seed_oss": ("seed_oss", "seed_oss", {"attention_out_bias": True}),
+    "ministral3": (
+        "mistral3",
+        "ministral3",
+        {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
+    ),
 }
 TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
 
