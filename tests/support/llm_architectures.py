@@ -136,6 +136,41 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}},
     ),
 }
+GEMMA4 = {
+    "sliding_window": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "final_logit_softcapping": 3.0,
+}
+MODELS |= {
+    "gemma4": (  # as E2B
+        "gemma4",
+        "gemma4_text",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+        },
+    ),
+    "gemma4-moe": (  # as 26B-A4B
+        "gemma4",
+        "gemma4_text",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
+}
 TOKENS = [3 + (7 * i * i + 3 * i) % 64 for i in range(48)]
 
 
