@@ -1,20 +1,17 @@
 """Time where one token goes: the picture and the table of docs/inside-a-token.md.
 
 SmolLM2-135M-Instruct; the parts are timed by the decoder itself, all that they leave is Python (embedding, calls).
-With --from nothing is measured: the picture is of what was recorded.
 """
 
 from __future__ import annotations
 
-import json
 import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import command, machine, plots, records, tables
+from benchmarks import command, machine, records, tables
 from billfish.backends.cpu import _cpu
 from billfish.llm import load
 
@@ -56,13 +53,9 @@ def measured(threads: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = command.parser(__spec__, __doc__, threads=2)
-    parser.add_argument("--from", dest="record", type=Path, metavar="FILE", help="record to draw (default: measure)")
-    parser.add_argument("--plot", type=command.new_file, metavar="FILE", help="picture; needs matplotlib")
     flags = parser.parse_args()
-    results = json.loads(flags.record.read_text()) if flags.record else measured(flags.threads)
+    results = measured(flags.threads)
     print(tables.token(results) + tables.least(results))
-    if flags.plot:
-        plots.save(plots.token(results, tables.PARTS), flags.plot)
     records.write(flags.json, results)
 
 

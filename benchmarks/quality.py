@@ -9,7 +9,7 @@ the documentation. With --ggml FOLDER, the shared libraries of llama-cpp-python,
 Then come the embeddings of MiniLM, and the memory that calibration takes.
 
 A run takes long. The same command goes on where it was stopped: what benchmarks/results/quality.json has is not
-measured again. At the end, the page is written anew (tables.py).
+measured again. At the end, the pages with its tables are written anew (pages.py).
 
 Methods: rtn, mse; weighted, which is mse with the mean squares of the inputs; gptq; bits, which is weighted with a
 format for each matrix (`--bits 4.6`); ggml.
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from benchmarks import command, records, tables
+from benchmarks import command, pages, records
 from benchmarks.checkpoint_memory import peak_bytes
 from benchmarks.peers.ggml import TYPES
 from benchmarks.sentence_embeddings import embeddings, mini_lm
@@ -283,7 +283,7 @@ def main() -> None:
             results.content["memory"] = calibration_memory(folder)
             results.save()
     if flags.json == RESULTS:
-        tables.main(passage for passage in tables.PASSAGES if passage.results == RESULTS.name)
+        pages.main()
 
 
 if __name__ == "__main__":

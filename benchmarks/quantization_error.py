@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import billfish as bf
-from benchmarks import command, machine, records
+from benchmarks import command, machine, records, tables
 
 VECTORS = Path(__file__).parent.parent / "tests" / "support" / "vectors"
 sys.path.insert(0, str(VECTORS))
@@ -30,11 +30,9 @@ def main() -> None:
     flags = command.parser(__spec__, __doc__).parse_args()
     recorded = json.loads((VECTORS / "ggml.json").read_text())["formats"]
     found = []
-    print("| format | gaussian: mse/rtn | mse/ggml | Student t, 4: mse/rtn | mse/ggml | seconds for 64M weights |")
-    print("|---|---|---|---|---|---|")
     for name in bf.FORMATS:
         record: dict[str, Any] = {"format": name}
-        cells, seconds, weights = [], 0.0, 0
+        seconds, weights = 0.0, 0
         for label, w in reference_matrices().items():
             started = time.perf_counter()
             tensor = bf.quantize(w, name, method="mse")
@@ -43,12 +41,13 @@ def main() -> None:
             searched, plain = mean_squared_error(w, tensor), mean_squared_error(w, bf.quantize(w, name, method="rtn"))
             ggml = recorded.get(name, {}).get("mean_squared_error", {}).get(label)
             record[label] = {"mse": searched, "rtn": plain, "ggml": ggml}
-            cells += [f"{searched / plain:.3f}", f"{searched / ggml:.3f}" if ggml else ""]
         record["seconds_64m"] = seconds / weights * 64e6
         found.append(record)
-        print(f"| {name} | " + " | ".join(cells) + f" | {record['seconds_64m']:.0f} |", flush=True)
+        print(name, flush=True)
     about = {"machine": platform.machine()} | machine.versions("numpy") | {"ggml": "0.25.3"}
-    records.write(flags.json, {"about": about, "records": found})
+    results = {"about": about, "records": found}
+    print(tables.search(results))
+    records.write(flags.json, results)
 
 
 if __name__ == "__main__":

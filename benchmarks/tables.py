@@ -1,37 +1,51 @@
-"""What README.md and docs/ take from benchmarks/results: run this to write it anew.
+"""The tables and figures that pages take from benchmarks/results, by name.
 
-    python -m benchmarks.tables
-
-`make lint` (tests/docs) fails where a page says something else than the results.
+`python -m benchmarks.pages` writes them between the markers of README and docs; `python -m benchmarks.tables NAME`
+prints one.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from benchmarks import records
 
-ROOT = records.RESULTS.parents[1]
 Results = dict[str, Any]
 
 
-class Passage(NamedTuple):
-    """Part of a page that is made from results."""
+class Table(NamedTuple):
+    """A table, or words of a sentence, made from one record."""
 
-    page: str
-    results: str
-    pattern: str  # what it looks like there
+    results: str  # the record's name in benchmarks/results
     write: Callable[[Results], str]
+    command: str | None = None  # that measures a table again; "" in a short one, None for words of a sentence
 
-    def rewritten(self, text: str) -> str:
-        """The page with this passage as the results have it."""
+    def text(self) -> str:
+        """Markdown. A table is followed by where and when it was measured, and by its command."""
         results = records.read(self.results)
-        again, count = re.subn(self.pattern, lambda _: self.write(results), text, flags=re.DOTALL)
-        assert count == 1, f"{count} passages like {self.pattern!r} in {self.page}"
-        return again
+        body = self.write(results)
+        if self.command is None:
+            return body
+        again = f" Measure again: `{self.command}`." if self.command else ""
+        return f"{body}{source(results)}{again}\n"
+
+
+def source(results: Results) -> str:
+    """The machine, its threads, the date and the versions of a record, as far as it has them."""
+    about = results.get("about", {})
+    found = {**results, **about}
+    place = found.get("machine", {})
+    found |= place if isinstance(place, dict) else {"architecture": place}
+    where = next((str(found[key]) for key in ("gpu", "cpu", "architecture") if found.get(key)), "")
+    kind = found.get("isa") or found.get("arch") or ""
+    count = f"{found['threads']} threads" if found.get("threads") else ""
+    if "compiler" in found:
+        where, kind, count = f"counted in emulation, compiled by {found['compiler']}", "", ""
+    return ", ".join(filter(None, (where, str(kind), count, found["date"]))) + "."
 
 
 def table(rows: list[list[str]]) -> str:
@@ -44,23 +58,23 @@ def table(rows: list[list[str]]) -> str:
 
 PEERS = ("llama.cpp", "ik_llama.cpp")
 ROWS = {
-    "generation": "128 tokens, empty context",
-    "generation after 1024": "32 tokens after 1024",
-    "generation after 4096": "32 tokens after 4096",
-    "prompt of 512": "prompt of 512 tokens",
-    "prompt of 4096": "prompt of 4096 tokens",
-    "streams: 1": "one stream",
-    **{f"streams: {n}": f"{n} streams together" for n in (2, 4, 8, 16)},
-    "cold start": "cold start to the first token, prompt of 20 tokens",
+    "generation": "decode, 128 tokens from an empty context",
+    "generation after 1024": "decode, 32 tokens after 1024",
+    "generation after 4096": "decode, 32 tokens after 4096",
+    "prompt of 512": "prefill, 512 tokens",
+    "prompt of 4096": "prefill, 4096 tokens",
+    "streams: 1": "decode, one sequence",
+    **{f"streams: {n}": f"decode, batch of {n}" for n in (2, 4, 8, 16)},
+    "cold start": "process start to first token, prompt of 20 tokens",
 }
 
 
 def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
-    """How fast, beside those of llama.cpp and ik_llama.cpp that ran; in brackets, times as fast as the second."""
+    """tok/s beside llama.cpp and ik_llama.cpp where they ran; in brackets, speed-up over ik_llama.cpp."""
     about, found = results["about"], {(r["what"], r["who"]): r for r in results["records"]}
     beside = [name for name in PEERS if name in about["peers"]]
     who = [*beside, *(f"billfish {activations}" for activations in ("q8", "q16", "exact"))]
-    lines = [[f"{about['cpu']}, {about['threads']} threads", *beside, "q8", "q16", "exact"]]
+    lines = [["SmolLM2-135M, Q4_1", *beside, *(f"billfish, {name}" for name in ("q8", "q16", "exact"))]]
     for what in rows:
         cells, best = [], found[what, PEERS[-1]]["seconds"]
         for name in who:
@@ -82,21 +96,31 @@ def speed_in_short(results: Results) -> str:
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
-    return "Peers: " + ", ".join(f"{found[name]['version']} ({found[name]['date']})" for name in PEERS) + "."
+    return ", ".join(f"{found[name]['version']} ({found[name]['date']})" for name in PEERS if name in found)
 
 
-# Products first, then what lies between them.
-PARTS = ("q, k, v", "attention output", "gate and up", "down", "head")
-PARTS += ("norms", "rotation and cache", "attention", "gate", "Python")
+# Matmuls first, then what lies between them: the names in records, and the field's.
+PARTS = {
+    "q, k, v": "QKV",
+    "attention output": "attention output",
+    "gate and up": "gate and up",
+    "down": "down",
+    "head": "LM head",
+    "norms": "RMSNorm",
+    "rotation and cache": "RoPE, KV cache",
+    "attention": "attention",
+    "gate": "SwiGLU",
+    "Python": "Python",
+}
 
 
 def token(results: Results) -> str:
     """Milliseconds of one token, by part."""
     found = results["records"]
-    rows = [["ms", *(f"{r['activations']}, after {r['context']}" for r in found)]]
+    rows = [["ms", *(f"{r['activations']}, context {r['context']}" for r in found)]]
     parts = [part for part in PARTS if part in found[0]["milliseconds"]]
-    rows += [[part, *(f"{r['milliseconds'][part]:.2f}" for r in found)] for part in parts]
-    return table([*rows, ["all", *(f"{sum(r['milliseconds'].values()):.2f}" for r in found)]])
+    rows += [[PARTS[part], *(f"{r['milliseconds'][part]:.2f}" for r in found)] for part in parts]
+    return table([*rows, ["sum", *(f"{sum(r['milliseconds'].values()):.2f}" for r in found)]])
 
 
 def least(results: Results) -> str:
@@ -115,22 +139,23 @@ def served_speed(results: Results) -> str:
     """How fast, beside vLLM's own kernels."""
     speeds = results["tokens per second"]
     names = {"float32": "float32", "w4a8": "W4A8", "billfish": "billfish, q8"}
-    kinds = {"prompts": "prompts of 512 tokens", "1": "one stream"}
-    rows = [[f"{results['cpu']}, {results['threads']} threads, tok/s", *(names[engine] for engine in speeds)]]
+    kinds = {"prompts": "prefill, 512 tokens", "1": "decode, one sequence"}
+    rows = [["tok/s in vLLM", *(names[engine] for engine in speeds)]]
     for kind in speeds["billfish"]:
-        rows.append([kinds.get(kind, f"{kind} streams together"), *(f"{own[kind]:.0f}" for own in speeds.values())])
+        rows.append([kinds.get(kind, f"decode, batch of {kind}"), *(f"{own[kind]:.0f}" for own in speeds.values())])
     return table(rows)
 
 
 def eight_clients(results: Results) -> str:
     """How fast `billfish serve` is, beside the decoder without a server and llama.cpp's server."""
-    about, found = results["about"], {(r["who"], r["what"]): r for r in results["records"]}
+    found = {(r["who"], r["what"]): r for r in results["records"]}
     whats = [f"first token, {state}" for state in ("idle", "busy")]
-    rows = [[f"{about['cpu']}, {about['threads']} threads", "8 clients together", *whats]]
+    names = {"the decoder": "decoder without a server, batch of 8"}
+    rows = [["", "8 clients", "time to first token, idle", "time to first token, 8 clients busy"]]
     for who in dict.fromkeys(r["who"] for r in results["records"]):
         waits = [found.get((who, what)) for what in whats]
         cells = [f"{1000 * wait['seconds']:.0f} ms" if wait else "" for wait in waits]
-        rows.append([who, f"{found[who, '8 streams']['tokens_per_s']:.0f} tok/s", *cells])
+        rows.append([names.get(who, who), f"{found[who, '8 streams']['tokens_per_s']:.0f} tok/s", *cells])
     return table(rows)
 
 
@@ -175,7 +200,7 @@ def embeddings(results: Results) -> str:
 
 def others(results: Results) -> str:
     """What else was measured with the mixed text: llama.cpp's quantizer, few tokens, a format for each matrix."""
-    rows = [["further", "bits per weight", "calibration tokens", "KL divergence", "same best token", "perplexity"]]
+    rows = [["further", "bits per weight", "calibration tokens", "KL divergence", "same top-1 token", "perplexity"]]
     for record in results["records"]:
         name = "`--bits 4.6`, weighted" if record["method"] == "bits" else f"{record['format']}, {record['method']}"
         if record["method"] in ("bits", "ggml") or 0 < record["calibration_tokens"] < 32768:
@@ -192,30 +217,299 @@ def plan(results: Results) -> str:
     return f"```\n{found}```"
 
 
-# ---- CUDA: x in 8 bits ------------------------------------------------------------------------------------------
+# ---- matmuls on the CPU -----------------------------------------------------------------------------------------
+
+
+def by_shape(results: Results) -> dict[tuple[str, int, int], list[Results]]:
+    """The records of each format and K x N, in the order of M."""
+    found: dict[tuple[str, int, int], list[Results]] = {}
+    for record in results["records"]:
+        found.setdefault((record["format"], record["k"], record["n"]), []).append(record)
+    return found
+
+
+def beside_best(results: Results, formats: Iterable[str] | None = None, limits: bool = True) -> str:
+    """Speed-up over the fastest peer; in brackets, the part of the machine's limit."""
+    found = {key: own for key, own in by_shape(results).items() if own[0]["peers"]}
+    one_shape = len({key[1:] for key in found}) == 1
+    columns = [f"M = {record['m']}" for record in next(iter(found.values()))]
+    rows = [["format", *([] if one_shape else ["K x N"]), "fastest peer", *columns]]
+    for (format, k, n), own in found.items():
+        if formats is not None and format not in formats:
+            continue
+        best = dict.fromkeys(min(record["peers"], key=record["peers"].get) for record in own)
+        cells = [f"{min(record['peers'].values()) / record['seconds']:.2f}" for record in own]
+        if limits:
+            parts = (f" ({100 * record['limit_fraction']:.0f} %)" for record in own)
+            cells = [cell + part for cell, part in zip(cells, parts, strict=True)]
+        rows.append([format, *([] if one_shape else [f"{k} x {n}"]), ", ".join(best), *cells])
+    return table(rows)
+
+
+def milliseconds(results: Results, beside: str = "") -> str:
+    """Of matmuls; in brackets, times those of the record `beside`."""
+    other = {(r["format"], r["m"]): r["seconds"] for r in records.read(beside)["records"]} if beside else {}
+    found = by_shape(results)
+    rows = [["ms", *(f"M = {record['m']}" for record in next(iter(found.values())))]]
+    for (format, *_), own in found.items():
+        ratios = [f" ({r['seconds'] / other[format, r['m']]:.2f})" if beside else "" for r in own]
+        cells = [f"{1e3 * r['seconds']:.2f}{ratio}" for r, ratio in zip(own, ratios, strict=True)]
+        rows.append([format, *cells])
+    return table(rows)
+
+
+def rounding(results: Results) -> str:
+    """Relative RMS errors of int8 activations, ours and the peers': of random activations, and with one outlier."""
+    contenders = ("billfish", "ggml", "onnxruntime")
+    rows = [["format", "M", *contenders]]
+    for record in results["records"]:
+        found = {"billfish": record["error"], **record["peer_errors"]}
+        cells = [" / ".join(f"{error:.2g}" for error in found.get(who, ())) for who in contenders]
+        rows.append([record["format"], str(record["m"]), *cells])
+    return table(rows)
+
+
+def dequantizing(results: Results) -> str:
+    rows = [["format", "billfish, GB/s", "ggml, GB/s", "speed-up", "of memset's rate"]]
+    for record in results["records"]:
+        ours, ggml, limit = (record["gbps"].get(who) for who in ("billfish", "ggml", "memset"))
+        beside = [f"{ggml:.1f}", f"{ours / ggml:.1f}"] if ggml else ["", ""]
+        rows.append([record["format"], f"{ours:.1f}", *beside, f"{100 * ours / limit:.0f} %"])
+    return table(rows)
+
+
+def calls(results: Results) -> str:
+    """Microseconds of one Python call."""
+    return table([["call", "us"], *([name, f"{us:.0f}"] for name, us in results["microseconds"].items())])
+
+
+def packing(results: Results) -> str:
+    """Words: how long packing 4096 x 4096 takes."""
+    found = results["packing_milliseconds"].values()
+    return f"{min(found):.0f} to {max(found):.0f} ms"
+
+
+def thread_pools(results: Results) -> str:
+    rows = [["us", "matmul", "GELU", "alternating, two thread pools", "alternating, torch's threads alone"]]
+    for own, shared in zip(results["own"]["microseconds"], results["torch"]["microseconds"], strict=True):
+        times = (own["product"], own["gelu"], own["in turns"], shared["in turns"])
+        rows.append([f"M = {own['m']}", *(f"{us:.0f}" for us in times)])
+    return table(rows)
+
+
+def experts_cpu(results: Results) -> str:
+    """Milliseconds; in brackets, speed-up over ggml's mul_mat_id."""
+    rows = [["format", "part", "tokens", "billfish", "ggml", "ggml, repacked"]]
+    for record in results["rows"]:
+        ms = record["milliseconds"]
+        beside = [f"{ms[who]:.3f} ({ms[who] / ms['billfish']:.2f})" for who in ("ggml", "ggml-repack")]
+        rows.append([record["format"], record["part"], str(record["tokens"]), f"{ms['billfish']:.3f}", *beside])
+    return table(rows)
+
+
+# ---- matmuls on the GPU -----------------------------------------------------------------------------------------
+
+DENSE = "u4b8:128"
+
+
+def microseconds(seconds: float) -> str:
+    us = 1e6 * seconds
+    return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
+
+
+def by_rows(results: Results, cell: Callable[[Results], str], rows: Iterable[int] = ()) -> str:
+    """A row for each M and a column for each K x N, of 4-bit integers in groups of 128."""
+    own = [record for record in results["records"] if record["format"] == DENSE]
+    shapes = dict.fromkeys(f"{r['k']} x {r['n']}" for r in own)
+    lines: dict[int, list[str]] = {}
+    for record in own:
+        lines.setdefault(record["m"], []).append(cell(record))
+    kept = {m: cells for m, cells in lines.items() if not rows or m in rows}
+    return table([["M", *shapes], *([str(m), *cells] for m, cells in kept.items())])
+
+
+def gemm_times(results: Results) -> str:
+    """Microseconds: ours / cuBLAS with float16 weights / humming-kernels."""
+    return by_rows(results, lambda r: " / ".join(map(microseconds, (r["seconds"], *map(r["peers"].get, GPU_PEERS)))))
+
+
+def gemm_ratios(results: Results, rows: Iterable[int] = ()) -> str:
+    """Speed-up over the faster of cuBLAS and humming-kernels."""
+    return by_rows(results, lambda r: f"{min(map(r['peers'].get, GPU_PEERS)) / r['seconds']:.2f}", rows)
+
+
+GPU_PEERS = ("cublas:f16", "humming")
+
+
+def cublas_range(results: Results) -> str:
+    """Words: the speed-up over cuBLAS at M = 1."""
+    found = [r["peers"]["cublas:f16"] / r["seconds"] for r in results["records"] if (r["format"], r["m"]) == (DENSE, 1)]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
+def beside_reading(results: Results) -> str:
+    """Microseconds beside a kernel that reads the same bytes; in brackets, the part of its rate."""
+    found = {(r["m"], r["k"], r["n"]): r for r in results["records"] if r["format"] == DENSE}
+    rows = [["K x N", "reading alone", "M = 1", "M = 1, no overlap of launches", "M = 8"]]
+    for _, k, n in (key for key in found if key[0] == 1):
+        one, eight = found[1, k, n], found[8, k, n]
+        alone = one["seconds_reading_weights"]
+        times = one["seconds"], one["seconds_without_overlap"], eight["seconds"]
+        cells = [f"{microseconds(own)} ({100 * alone / own:.0f} %)" for own in times]
+        rows.append([f"{k} x {n}", microseconds(alone), *cells])
+    return table(rows)
+
+
+def gemm_formats(results: Results) -> str:
+    """Microseconds; in brackets, times those of u4b8:128 in the same run."""
+    found: dict[str, list[Results]] = {}
+    for record in results["records"]:
+        if record["format"] != DENSE:
+            found.setdefault(record["format"], []).append(record)
+    rows = [["format", *(f"M = {r['m']}" for r in next(iter(found.values())))]]
+    for format, own in found.items():
+        rows.append([format, *(f"{microseconds(r['seconds'])} ({r['seconds'] / r['seconds_u4b8']:.2f})" for r in own)])
+    return table(rows)
+
+
+def llm_gpu(results: Results, shapes: Iterable[str] = ("8b", "1b")) -> str:
+    """tok/s; in brackets, our speed-up over the peer."""
+    peers = {"llama.cpp": "llama.cpp", "transformers fp16": "transformers, float16"}
+    names = {"generate": "decode, one sequence", "prompt": "prefill, {} tokens", "streams": "decode, batch of {}"}
+    rows = [["tok/s", "billfish", *peers.values()]]
+    for record in results["records"]:
+        if record["shape"] in shapes:
+            ours, (kind, _, count) = record["tok_per_s"], record["case"].partition("_")
+            found = ((record["peers"].get(name)) for name in peers)
+            beside = [f"{theirs:,.0f} ({ours / theirs:.2f})" if theirs else "" for theirs in found]
+            rows.append([f"{record['shape'].upper()}: {names[kind].format(count)}", f"{ours:,.0f}", *beside])
+    return table(rows)
+
+
+def token_gpu(results: Results) -> str:
+    """Microseconds that each part adds to a token: from the end of the kernel ahead of it to its own end."""
+    added, ahead = dict[str, list[float]](), 0.0
+    for launch in results["records"]:
+        added.setdefault(launch["part"], []).append(launch["end_us"] - ahead)
+        ahead = launch["end_us"]
+    rows = [["part", "kernels", "us", "of the token"]]
+    for part, us in sorted(added.items(), key=lambda item: -sum(item[1])):
+        rows.append([part, str(len(us)), f"{sum(us):.0f}", f"{100 * sum(us) / ahead:.0f} %"])
+    return table(rows)
+
+
+def llama_range(results: Results) -> str:
+    """Words: the speed-up over llama.cpp in decoding with the model of 8e9 weights."""
+    own = [r for r in results["records"] if r["shape"] == "8b" and not r["case"].startswith("prompt")]
+    found = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in own]
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
+def quantizing(results: Results) -> str:
+    """Seconds for the weights of an 8B model."""
+    found: dict[str, dict[str, float]] = {}
+    for record in results["records"]:
+        found.setdefault(record["format"], {})[record["method"]] = record["seconds"]
+    return table(
+        [["seconds", "`rtn`", "`mse`"], *([f, f"{s['rtn']:.1f}", f"{s['mse']:.1f}"] for f, s in found.items())]
+    )
+
+
+def calls_gpu(results: Results) -> str:
+    """Milliseconds of a token of transformers; in brackets, the speed-up over float16."""
+    milli = results["token_milliseconds"]
+    rows = [["ms a token", "eager", "CUDA graph"]]
+    for name, written in {"float16": "float16", "quantized": DENSE, "quantized, merged": f"{DENSE}, merged"}.items():
+        ratios = {way: milli["float16"][way] / milli[name][way] for way in ("eager", "graph")}
+        rows.append([written, *(f"{milli[name][way]:.2f} ({ratio:.2f})" for way, ratio in ratios.items())])
+    return table(rows)
+
+
+def experts_gpu(results: Results) -> str:
+    """Milliseconds of an expert block, beside the roofline and as many rows through one dense expert."""
+    chosen = results["shape"]["chosen"]
+    rows = [["tokens", "(token, expert) pairs", "roofline, ms", "measured, ms", "dense, ms"]]
+    for record in results["records"]:
+        times = (record[f"seconds{kind}"] for kind in ("_predicted", "", "_dense"))
+        rows.append([str(record["tokens"]), str(chosen * record["tokens"]), *(f"{1e3 * s:.3f}" for s in times)])
+    return table(rows)
+
+
+def activation_rounding(results: Results) -> str:
+    """KL divergence from float32 activations; in brackets, how often the top-1 token is the same."""
+    found: dict[str, list[str]] = {}
+    for record in results["records"]:
+        lost = f"{record['divergence']:.3g}" if record["divergence"] > 1e-6 else f"{record['divergence']:.1e}"
+        found.setdefault(record["weights"], []).append(f"{lost} ({100 * record['same_best']:.1f} %)")
+    head = ["weights", "FP8, a scale a row", "int8, a scale a row", "q8 (CPU), a scale for 32", "q16 (CPU)"]
+    return table([head, *([weights, *cells] for weights, cells in found.items())])
 
 
 def byte_products(results: Results) -> str:
-    """Microseconds; in brackets, cuBLAS's time and that of x in float16, divided by ours."""
+    """Microseconds; in brackets, speed-up over cuBLAS in float16, and over the same weights with float16 activations.
+
+    "float16": the plan takes the float16 kernel at this M."""
     found = {(r["format"], r["activations"], r["k"], r["n"], r["m"]): r for r in results["records"]}
     rows = sorted({m for *_, m in found})
-    lines = [["weights, x", "K x N", *map(str, rows)]]
+    lines = [["weights, activations", "K x N", *(f"M = {m}" for m in rows)]]
     for format, way, k, n in dict.fromkeys(key[:-1] for key in found if key[1] != "exact"):
         line = [f"{format} {way}", f"{k} x {n}"]
         for m in rows:
             record, exact = found[format, way, k, n, m], found[format, "exact", k, n, m]
             seconds, cublas = record["seconds"], record["peers"]["cublas:f16"]
             in_bytes = record["kernel"] == "marlin_gemm_bytes"
-            gain = f"{exact['seconds'] / seconds:.2f}" if in_bytes else "as it is"
+            gain = f"{exact['seconds'] / seconds:.2f}" if in_bytes else "float16"
             line.append(f"{1e6 * seconds:.{1 if seconds < 1e-4 else 0}f} ({cublas / seconds:.2f}, {gain})")
         lines.append(line)
     return table(lines)
 
 
-def prompts(results: Results) -> str:
+def prefill_fp8(results: Results) -> str:
+    """Words: prefill with float16 and FP8 activations."""
     found = results["prompts"]
-    rates = f'{found["float16"]:,.0f} tokens a second, and with `activations="fp8"` at {found["fp8"]:,.0f}'
-    return f"prompts of {found['tokens']} tokens at {rates}: {found['fp8'] / found['float16']:.2f}\ntimes."
+    rates = f"{found['float16']:,.0f} tok/s with float16 activations and {found['fp8']:,.0f} with FP8"
+    return f"{rates} ({found['fp8'] / found['float16']:.2f} times, {found['tokens']} tokens)"
+
+
+# ---- formats, checkpoints and layers ----------------------------------------------------------------------------
+
+
+def search(results: Results) -> str:
+    """Mean squared errors of method "mse" over those of "rtn" and of ggml."""
+    head = ["format", "Gaussian: mse / rtn", "mse / ggml", "Student t, 4: mse / rtn", "mse / ggml", "s for 64M weights"]
+    rows = [head]
+    for record in results["records"]:
+        cells = []
+        for kind in ("gaussian", "student_t4"):
+            own = record[kind]
+            cells += [f"{own['mse'] / own['rtn']:.3f}", f"{own['mse'] / own['ggml']:.3f}" if own["ggml"] else ""]
+        rows.append([record["format"], *cells, f"{record['seconds_64m']:.0f}"])
+    return table(rows)
+
+
+def memory(results: Results) -> str:
+    rows = [[f"`{r['command']}`", f"{r['peak_bytes'] / 1e9:.2f} GB"] for r in results["records"]]
+    return table([[f"command, on a checkpoint of {results['checkpoint_bytes'] / 1e9:.2f} GB", "peak memory"], *rows])
+
+
+def cosines(results: Results) -> str:
+    """Cosine between the embeddings of the quantized and the float32 model."""
+    rows = [["format", "group", "bits per weight", "layers", "rtn: mean", "worst", "mse: mean", "worst"]]
+    for r in results["records"]:
+        found = [f"{r[method][key]:.4f}" for method in ("rtn", "mse") for key in ("mean", "worst")]
+        layers = f"{r['layers']} of {r['of_layers']}"
+        rows.append([r["format"], str(r["group_size"]), f"{r['bits_per_weight']:g}", layers, *found])
+    return table(rows)
+
+
+def attack(results: Results) -> str:
+    """Hostile files and calls, races and kills."""
+    rows = [["generator", "cases", "accepted", "refused", "failed", "worst, s", "worst, MB beyond 8 times the file"]]
+    for r in results["records"]:
+        counts = [f"{r[key]:,}" for key in ("cases", "accepted", "refused", "failed")]
+        beyond = f"{r['worst_memory'] / 2**20:.1f}" if r["worst_memory"] else ""
+        rows.append([r["generator"], *counts, f"{r['worst_seconds']:.2f}", beyond])
+    return table(rows)
 
 
 # ---- Metal ------------------------------------------------------------------------------------------------------
@@ -274,39 +568,136 @@ def metal_products(results: Results) -> str:
     return table(rows)
 
 
-# ---- the pages --------------------------------------------------------------------------------------------------
+# ---- by name ----------------------------------------------------------------------------------------------------
 
-LLM, INSIDE, VLLM, QUALITY = "docs/llm.md", "docs/inside-a-token.md", "docs/vllm.md", "docs/quality.md"
-CUDA, BYTES, METAL, PROFILE = "docs/cuda.md", "cuda_bytes_h200.json", "docs/metal.md", "metal_profile.json"
-SPEED = r"\| [^|\n]* threads \| llama\.cpp \|.*?\n\n"
-SPEED_BESIDE_IK = r"\| [^|\n]* threads \| ik_llama\.cpp \|.*?\n\n"
-PASSAGES = (
-    Passage(LLM, "llm_neoverse_n1.json", SPEED, speed),
-    Passage(LLM, "llm_neoverse_n1.json", r"Peers: [^\n]*\.", peers),
-    Passage(LLM, "llm_xeon.json", SPEED_BESIDE_IK, speed),
-    Passage("README.md", "llm_neoverse_n1.json", SPEED, speed_in_short),
-    Passage(INSIDE, "inside_a_token.json", r"\| ms \|.*?\n\n", token),
-    Passage(INSIDE, "inside_a_token.json", r"Reading \d+ MB of weights takes at least [\d.]+ ms\.", least),
-    Passage(VLLM, "vllm_tokens.json", r"\| folder \| arguments of.*?\n\n", served),
-    Passage(VLLM, "vllm_xeon.json", r"\| Intel[^|\n]* threads, tok/s \|.*?\n\n", served_speed),
-    Passage("docs/serving.md", "serving_neoverse_n1.json", r"\| [^|\n]* threads \| 8 clients.*?\n\n", eight_clients),
-    Passage("docs/calibration.md", "quality.json", r"```\n# [^`]* bits per weight\..*?```", plan),
-    Passage(QUALITY, "quality.json", r"\| format, group size \| bits per weight \| `rtn`.*?\n\n", language),
-    Passage(QUALITY, "quality.json", r"\| further \|.*?\n\n", others),
-    Passage(QUALITY, "quality.json", r"\| format, group size \| bits per weight \| embeddings.*?\n\n", embeddings),
-    Passage(CUDA, BYTES, r"\| weights, x \| K x N \|.*?\n\n", byte_products),
-    Passage(CUDA, BYTES, r"prompts of \d+ tokens at [\d,]+ tokens a second, and with [^\n]*\ntimes\.", prompts),
-    Passage(METAL, PROFILE, r"\| element \| decoded by \|.*?\n\n", decoding),
-    Passage(METAL, PROFILE, r"\| format \| at most \|.*?\n\n", one_row),
-    Passage(METAL, PROFILE, r"\| format \| M \| ours \|.*?\n\n", beside_mlx),
-    Passage(METAL, PROFILE, r"\| format \| M \| kernel \|.*?\n\n", metal_products),
-)
+NEOVERSE = "python -m benchmarks.products --threads 2 --json FILE --shapes 4096x4096"
+ROWS_OF_M = "--m 1,4,16,64"
+MOST = "q4_0,u4b8:128,q8_0,q4_k,mxfp4,fp4:32,q4_1,q5_0,q5_1,nvfp4"
+XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
+GPU = "python -m benchmarks.cuda_products --json FILE"
+QUALITY = "python -m benchmarks.quality --ggml FOLDER"
+METAL = "python -m benchmarks.metal_profile --json FILE"
+README_LLM = ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start")
+README_FORMATS = ("q4_0", "q8_0", "q4_k", "mxfp4", "q4_1", "q5_0", "nvfp4")
+LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
+
+TABLES: Mapping[str, Table] = {
+    # language models
+    "llm-neoverse": Table("llm_neoverse_n1.json", speed, LLM),
+    "llm-neoverse-short": Table("llm_neoverse_n1.json", partial(speed, rows=README_LLM), ""),
+    "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
+    "llm-xeon": Table("llm_xeon.json", speed, LLM),
+    "llm-xeon-peers": Table("llm_xeon.json", peers),
+    "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
+    "llm-h200-llama-range": Table("llm_cuda_h200.json", llama_range),
+    "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
+    "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
+    "token-neoverse": Table(
+        "inside_a_token.json", token, "python -m benchmarks.inside_a_token --threads 2 --json FILE"
+    ),
+    "token-neoverse-floor": Table("inside_a_token.json", least),
+    "serving-neoverse": Table(
+        "serving_neoverse_n1.json", eight_clients, "python -m benchmarks.serving_speed --json FILE"
+    ),
+    "vllm-tokens": Table("vllm_tokens.json", served, "make test-vllm"),
+    "vllm-xeon": Table("vllm_xeon.json", served_speed, "build/vllm/bin/python -m benchmarks.vllm_speed --json FILE"),
+    # matmuls on CPUs
+    "matmul-neoverse": Table(
+        "cpu_neoverse_n1.json", beside_best, f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime,ggml --formats {MOST}"
+    ),
+    "matmul-neoverse-short": Table(
+        "cpu_neoverse_n1.json", partial(beside_best, formats=README_FORMATS, limits=False), ""
+    ),
+    "matmul-neoverse-kquants": Table(
+        "cpu_neoverse_n1_kquants.json",
+        beside_best,
+        f"{NEOVERSE} {ROWS_OF_M} --peers ggml --formats q5_k,q6_k,q3_k,q2_k",
+    ),
+    "matmul-neoverse-512": Table(
+        "cpu_neoverse_n1_512.json",
+        beside_best,
+        f"{NEOVERSE} --m 512 --peers onnxruntime,ggml --formats q4_0,u4b8:128,q8_0,q4_k,mxfp4",
+    ),
+    "matmul-neoverse-shapes": Table(
+        "cpu_neoverse_n1_shapes.json",
+        beside_best,
+        f"{NEOVERSE.replace('4096x4096', '4096x14336,14336x4096')} {ROWS_OF_M} --peers onnxruntime,ggml"
+        " --formats q4_0,q8_0,q4_k",
+    ),
+    "matmul-neoverse-q16": Table(
+        "cpu_neoverse_n1_q16.json",
+        partial(milliseconds, beside="cpu_neoverse_n1.json"),
+        f"{NEOVERSE} {ROWS_OF_M} --activations q16 --peers none --formats q4_0,q8_0,mxfp4",
+    ),
+    "matmul-neoverse-exact": Table(
+        "cpu_neoverse_n1_exact.json",
+        beside_best,
+        f"{NEOVERSE} {ROWS_OF_M} --activations exact --peers onnxruntime,numpy --formats q4_0,fp4:32",
+    ),
+    "matmul-neoverse-errors": Table(
+        "cpu_neoverse_n1_errors.json",
+        rounding,
+        f"{NEOVERSE} --m 1,16 --peers onnxruntime,ggml --formats q4_0,u4b8:128,q8_0,q4_k",
+    ),
+    "matmul-xeon": Table("cpu_xeon_avx512_2_threads.json", beside_best, f"{XEON} --formats q4_0,u4b8:128,q8_0"),
+    "matmul-xeon-exact": Table(
+        "cpu_xeon_avx512_exact.json", beside_best, f"{XEON},numpy --activations exact --formats q4_0"
+    ),
+    "matmul-xeon-8-threads": Table(
+        "cpu_xeon_avx512_8_threads.json",
+        beside_best,
+        f"{XEON.replace('--threads 2', '--threads 8')} --formats q4_0,q8_0,u4b8:128",
+    ),
+    "matmul-xeon-avx2": Table(
+        "cpu_xeon_avx2_2_threads.json",
+        milliseconds,
+        f"BILLFISH_ISA=avx2 {NEOVERSE} {ROWS_OF_M} --peers none --formats q4_0,mxfp4",
+    ),
+    "dequantize-neoverse": Table(
+        "dequantize_neoverse_n1.json",
+        dequantizing,
+        "BILLFISH_GGML_LIB=FOLDER python -m benchmarks.dequantize --json FILE",
+    ),
+    "calls-neoverse": Table("calls_neoverse_n1.json", calls, "python -m benchmarks.calls --json FILE"),
+    "packing-neoverse": Table("calls_neoverse_n1.json", packing),
+    "experts-neoverse": Table("experts_neoverse_n1.json", experts_cpu, "python -m benchmarks.experts --json FILE"),
+    "thread-pools-xeon": Table("beside_torch_xeon.json", thread_pools, "python -m benchmarks.beside_torch --json FILE"),
+    # matmuls on an H200
+    "matmul-h200": Table("cuda_h200.json", gemm_times, GPU),
+    "matmul-h200-ratios": Table("cuda_h200.json", gemm_ratios, GPU),
+    "matmul-h200-short": Table("cuda_h200.json", partial(gemm_ratios, rows=(1, 16, 64, 256, 1024)), ""),
+    "matmul-h200-cublas-range": Table("cuda_h200.json", cublas_range),
+    "matmul-h200-reading": Table("cuda_h200.json", beside_reading, GPU),
+    "matmul-h200-formats": Table("cuda_h200.json", gemm_formats, GPU),
+    "matmul-h200-8bit": Table("cuda_bytes_h200.json", byte_products, f"{GPU} --bytes"),
+    "experts-h200": Table("experts_h200.json", experts_gpu, "python -m benchmarks.experts_cuda --json FILE"),
+    "quantize-h200": Table("quantize_h200.json", quantizing, "python -m benchmarks.quantize_cuda --json FILE"),
+    "calls-h200": Table("calls_h200.json", calls_gpu, "python -m benchmarks.calls --device cuda --json FILE"),
+    # Metal, counted in emulation
+    "metal-decode": Table("metal_profile.json", decoding, METAL),
+    "metal-one-row": Table("metal_profile.json", one_row, METAL),
+    "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
+    "metal-matmul": Table("metal_profile.json", metal_products, METAL),
+    "attack": Table("attack.json", attack, "make attack"),
+    # quality
+    "quality-llm": Table("quality.json", language, QUALITY),
+    "quality-llm-others": Table("quality.json", others, QUALITY),
+    "quality-embeddings": Table("quality.json", embeddings, QUALITY),
+    "quality-plan": Table("quality.json", plan),
+    "activations-kl": Table("activations.json", activation_rounding, "python -m benchmarks.activations --json FILE"),
+    "search-errors": Table("quantization_error.json", search, "python -m benchmarks.quantization_error --json FILE"),
+    "sentence-embeddings": Table(
+        "sentence_embeddings.json", cosines, "python -m benchmarks.sentence_embeddings --json FILE"
+    ),
+    "checkpoint-memory": Table(
+        "checkpoint_memory.json", memory, "python -m benchmarks.checkpoint_memory FOLDER --json FILE"
+    ),
+}
 
 
-def main(passages: Iterable[Passage] = PASSAGES) -> None:
-    for passage in passages:
-        path = ROOT / passage.page
-        path.write_text(passage.rewritten(path.read_text()))
+def main() -> None:
+    for name in sys.argv[1:] or TABLES:
+        print(f"{name}\n\n{TABLES[name].text()}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from benchmarks import command, machine, plots, records
+from benchmarks import command, machine, records
 from benchmarks.metal_profile.cost import CHIPS
 from benchmarks.metal_profile.counts import MLX, Count, count_product
 from benchmarks.metal_profile.operations import Operations, count_operations
@@ -37,8 +37,6 @@ def parser() -> command.Parser:
     made.listed("--formats", "formats", "u4b8,q4_0,fp4,mxfp4,nvfp4,u4,q4_1,q4_k,q8_0,affine4")
     made.listed("--shapes", "KxN of the weights", "4096x4096,4096x14336", command.shapes)
     made.listed("--m", "rows of x", "1,2,4,8,64,512", command.positives)
-    picture = "picture to draw; needs matplotlib"
-    made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
     return made
 
 
@@ -58,8 +56,6 @@ def main(words: Sequence[str] | None = None) -> None:
     flags = made.parse_args(words)
     with command.errors_end(made):
         formats = formats_of(flags)
-        if flags.plot is not None:
-            plots.require()
         counts, operations = count_all(formats, flags.shapes, flags.m), count_operations()
     print_counts(counts, sys.stdout)
     print()
@@ -71,8 +67,6 @@ def main(words: Sequence[str] | None = None) -> None:
     }
     content = {"records": [asdict(count) for count in counts], "decode": [asdict(each) for each in operations]}
     records.write(flags.json, about | {"compiler": counted_with()} | content)
-    if flags.plot is not None:
-        plots.save(plots.profile(counts, operations, **about), flags.plot)
 
 
 def versions() -> dict[str, str]:

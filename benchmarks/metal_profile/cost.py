@@ -1,7 +1,7 @@
 """How long a launch should take on an Apple GPU: the longest of five things that it needs, each taken by itself.
 
-Estimates, not times. docs/metal.md says where each figure comes from, what is assumed, and how far the model is from
-what others have measured.
+Estimates, not times. docs/notes/2026-11-17-metal-cost-model.md says where each figure comes from, what is assumed, and
+how far the model is from what others have measured.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Count:
     m: int
     k: int
     n: int
-    cycles_per_weight: float  # of lanes, see docs/metal.md
+    cycles_per_weight: float  # of lanes, see docs/notes/2026-11-17-metal-cost-model.md
     device_bytes: int  # read and written
     estimated_us: dict[str, float]  # by chip
     bound_by: dict[str, str]  # by chip

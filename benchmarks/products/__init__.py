@@ -20,9 +20,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from benchmarks import command, machine, plots, records
+from benchmarks import command, machine, records
 from benchmarks.machine import Limits
 from benchmarks.peers import Case, Peer, Prepared, select
+from benchmarks.pictures.charts import roofline
 from benchmarks.products.engines import OUTLIER, CpuEngine, MetalEngine, errors
 from benchmarks.timing import take_turns
 from billfish.backends.cpu import _cpu
@@ -50,8 +51,7 @@ def parser() -> command.Parser:
     threads = "CPU threads of all contenders (default: all cores)"
     made.add_argument("--threads", type=command.positive, metavar="N", help=threads)
     made.option("--peers", "all, none, or names such as ggml,numpy", "all", str, "LIST")
-    picture = "roofline picture to draw; needs matplotlib"
-    made.add_argument("--plot", type=command.new_file, metavar="FILE.png", help=picture)
+    made.add_argument("--plot", type=command.new_file, metavar="FILE.svg", help="roofline to draw (default: none)")
     report = "with --backend metal: file for checks, times and counts, to be sent"
     made.add_argument("--report", type=command.new_file, metavar="FILE", help=report)
     # Seconds for each contender of a measurement; bytes of weights that no cache holds, by default as the engine says.
@@ -220,8 +220,6 @@ class Bench:
 
 def run(settings: argparse.Namespace, limits: Limits | None = None, out: TextIO | None = None) -> Report:
     """Measure, print the table, write the files. `limits` are measured unless given."""
-    if settings.plot is not None:
-        plots.require()  # before the work, not after it
     before = _cpu.threads()
     try:
         bench = Bench(settings, limits)
@@ -236,7 +234,8 @@ def run(settings: argparse.Namespace, limits: Limits | None = None, out: TextIO 
     print(*report.notes, sep="\n", end="\n" if report.notes else "", file=sys.stderr)
     print_report(report, sys.stdout if out is None else out)
     if settings.plot is not None and report.records:
-        plots.save(plots.roofline(report.records, report.limits, report.machine, report.versions), settings.plot)
+        drawing = roofline(report.records, report.limits, report.machine, title="Matmul beside its roofline and peers")
+        settings.plot.write_text(str(drawing))
     return report
 
 

@@ -12,6 +12,7 @@ Loading goes through transformers' own loader in all cases, so that renamings, t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from billfish.checkpoints import Checkpoint, load
+from billfish.checkpoints.layouts.native import MARKER
 from billfish.checkpoints.names.gguf_names import by_model_names, is_gguf
 from billfish.core.activations import check_activations
 from billfish.core.errors import CheckpointError, FormatError, ShapeError, complaint
@@ -171,6 +173,8 @@ class BillfishQuantizer(HfQuantizer):
             source = by_model_names(load(Path(checkpoint_files[0]).parent))
             places = find_places(model, source)
             refuse_others(model, source, places)
+        marked = {re.escape(f"{path}.{MARKER}") + "$" for path in places.names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *marked}
         for path in places.experts:
             block = make_experts(model.get_submodule(path), path, source, places, config.activations)
             model.set_submodule(path, block)
@@ -309,6 +313,12 @@ class BillfishQuantizer(HfQuantizer):
             elif isinstance(module, MarlinExperts):
                 model.set_submodule(path, to_plain(module, skeleton.get_submodule(path), dtype or torch.float32))
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
+        """Add the markers of checkpoints/layouts/native.py: transformers without this plug-in refuses the file."""
+        layers = [path for path, module in model.named_modules() if isinstance(module, MarlinLinear)]
+        markers = {f"{path}.{MARKER}": torch.empty(0, dtype=torch.uint8) for path in layers}
+        return {**model.state_dict(), **markers}, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return not self.parallel

@@ -75,10 +75,8 @@ def test_a_peer_that_is_not_measured_keeps_its_records():
         "billfish q8": 0.5,
     }
     assert set(both["about"]["peers"]) == {"llama.cpp", "ik_llama.cpp"}
-    assert tables.speed(both, ["generation"]).splitlines()[-2:] == [
-        "| 128 tokens, empty context | 64 tok/s | 128 tok/s | 256 tok/s (2.00) |  |  |",
-        "",
-    ]
+    *_, row, _ = tables.speed(both, ["generation"]).splitlines()
+    assert row.endswith("| 64 tok/s | 128 tok/s | 256 tok/s (2.00) |  |  |")
 
 
 def test_medians_are_recorded():

@@ -1,205 +1,122 @@
-"""Pictures say where their numbers come from, nothing in them is cut off, and each style has one meaning."""
+"""docs/pictures: each file is what its script draws, no text is cut off or covered, layouts are those of the code."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import re
+from collections import Counter
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from benchmarks import plots, tables
-from benchmarks.machine import GpuLimits, Limits
-from benchmarks.metal_profile.counts import MLX, Count
-from benchmarks.metal_profile.operations import Operations
-from billfish.cli import pictures
+import billfish as bf
+from benchmarks.machine import Limits
+from benchmarks.pictures import PICTURES, diagrams, formats, layouts
+from benchmarks.pictures.charts import roofline
+from benchmarks.pictures.svg import SMALLEST, Axis, Drawing
+from billfish.backends.cpu import _cpu
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-MACHINE = {"cpu": "Abacus", "architecture": "wood", "isa": "beads", "threads": 2, "date": "2026-01-31"}
-VERSIONS = {"billfish": "1.2", "ggml": "3.4"}
-
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs billfish[bench]")
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 
 
-def recorded(name):
-    return json.loads((RESULTS / name).read_text())
+@pytest.fixture(scope="module")
+def drawn():
+    return {name: draw() for name, draw in PICTURES.items()}
 
 
-def rooflines():
-    """From what was recorded: one panel, and many with peers that are not in all of them."""
-    results = recorded("cpu_neoverse_n1.json")
-    about = Limits(**results["limits"]), results["machine"], results["versions"]
-    yield plots.roofline(results["records"][:1], *about), results
-    yield plots.roofline(results["records"], *about), results
+def test_every_picture_is_what_its_script_draws(drawn):
+    assert {path.stem for path in FOLDER.glob("*.svg")} == drawn.keys()
+    for name, drawing in drawn.items():
+        assert (FOLDER / f"{name}.svg").read_text() == str(drawing), f"{name}: python -m benchmarks.pages"
 
 
-def profiles():
-    results = recorded("metal_profile.json")
-    counts = [Count(**record) for record in results["records"]]
-    operations = [Operations(**each) for each in results["decode"]]
-    yield plots.profile(counts, operations, MACHINE, VERSIONS), results
-    yield plots.profile(counts[:1], operations[:1], MACHINE, VERSIONS), results
+@pytest.mark.parametrize("name", PICTURES)
+def test_texts_can_be_read(drawn, name):
+    drawing = drawn[name]
+    for label in drawing.labels:
+        assert label.left >= 0, label
+        assert label.right <= drawing.width, label
+        assert label.bottom <= drawing.height, label
+    for a, b in combinations(drawing.labels, 2):
+        apart = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
+        assert apart, (a.text, b.text)
+    root = ElementTree.fromstring(str(drawing))
+    sizes = [float(text.get("font-size")) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert min(sizes) >= SMALLEST
 
 
-def tokens():
-    results = recorded("inside_a_token.json")
-    yield plots.token(results, tables.PARTS), results
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_have_two_colour_schemes_and_load_nothing(drawn, name):
+    text = str(drawn[name])
+    assert "prefers-color-scheme:dark" in text
+    assert not re.search(r"href|url\(|<script|@import", text)
+    used = set(re.findall(r"\b[fs]-(\w+)", text.partition("</style>")[2]))
+    assert used - {"none"} <= set(re.findall(r"--(\w+):", text))
 
 
-FIGURES = pytest.mark.parametrize("make", [rooflines, profiles, tokens])
+def test_a_text_that_leaves_its_box_is_an_error():
+    drawing = Drawing(100, 100, "title", "about")
+    with pytest.raises(AssertionError, match="far too long"):
+        drawing.box(0, 0, 60, 60, "far too long for this")
 
 
-def entries(figure):
-    """The legend: label, handle."""
-    (legend,) = figure.legends
-    return dict(zip([text.get_text() for text in legend.get_texts()], legend.legend_handles, strict=True))
+@pytest.mark.parametrize("name", [name for names in formats.FAMILIES.values() for name in names])
+def test_every_bit_of_a_format_has_one_meaning(name):
+    format = bf.FORMATS[name]
+    found = Counter(bit for array in formats.bits_of(format) for bit in array)
+    codes = {(bit.index, bit.place) for bit in found if bit.plane == "codes"}
+    assert set(found.values()) == {1}
+    assert codes == {(k, place) for k in range(formats.WEIGHTS) for place in range(format.element.bits)}
+    assert len(found) == format.bits_per_weight(format.default_group_size) * formats.WEIGHTS
 
 
-def words(text):
-    return text.replace("\n", " ").replace("\N{NO-BREAK SPACE}", " ")
+def test_the_stream_is_that_of_the_kernels():
+    if not _cpu.levels()[0].startswith("neon"):
+        pytest.skip("the picture has NEON's tiles")
+    q = bf.quantize(np.random.default_rng(0).standard_normal((layouts.TILE, layouts.BLOCK), np.float32), "q4_0")
+    stream = np.frombuffer(np.ascontiguousarray(bf.prepack(q).data), np.uint8)
+    scales, codes = stream[: layouts.SCALES], stream[layouts.SCALES : layouts.SCALES + layouts.CODES]
+    planes = q.format.unpack(q.storage)
+    assert scales.view(np.float16).tolist() == planes["scale"][:, 0].tolist()
+    for row in range(layouts.TILE):
+        for k in range(layouts.BLOCK):
+            byte, bit = layouts.stream_place(row, k)
+            stored = planes["codes"][row, k] ^ (8 if bit else 0)  # less 8, in four bits
+            assert codes[byte] >> bit & 15 == stored
 
 
-# ---- all of them ----------------------------------------------------------------------------------------------------
+def test_a_brick_holds_each_code_once():
+    places = layouts.brick_places()
+    assert len(set(places.values())) == len(places) == 16 * 128
+    assert {byte for byte, _ in places.values()} == set(range(layouts.Q4_0.code_bytes))
 
 
-@FIGURES
-def test_no_text_is_cut_off(make):
-    """At the picture's edge; and what is written inside of a frame, at the frame."""
-    for figure, _ in make():
-        figure.draw_without_rendering()
-        whole = figure.get_tightbbox().padded(-0.01)  # of all artists, in inches
-        assert min(whole.x0, whole.y0) >= 0
-        assert whole.x1 <= figure.get_figwidth()
-        assert whole.y1 <= figure.get_figheight()
-        for axes in figure.axes:
-            frame = axes.get_window_extent()
-            for text in axes.texts:
-                box = text.get_window_extent()
-                assert frame.x0 <= box.x0, text
-                assert box.x1 <= frame.x1, text
+def test_requests_of_the_picture_are_served_whole():
+    for request, cells in diagrams.simulate():
+        assert sum(int(cell) for cell in cells if cell.isdecimal()) == request.prompt
+        assert (request.read, request.answer) == (request.prompt, 0)
 
 
-@FIGURES
-def test_no_bar_and_no_point_is_cut_off(make):
-    for figure, _ in make():
-        figure.draw_without_rendering()
-        for axes in figure.axes:
-            (left, right), (low, high) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
-            for bar in axes.patches:
-                assert left <= bar.get_x() <= bar.get_x() + bar.get_width() < right
-            for points in axes.collections:
-                for x, y in points.get_offsets():
-                    assert left < x < right
-                    assert low < y < high
+def test_the_rooms_are_those_of_the_contract():
+    assert {room for floor in diagrams.layers() for room in floor} == diagrams.ROOMS.keys()
 
 
-@FIGURES
-def test_the_caption_says_what_the_record_does(make):
-    for figure, results in make():
-        caption = words(figure.get_suptitle())
-        machine = results["machine"] if make is rooflines else MACHINE
-        if make is tokens:
-            about = results["about"]
-            where = f"{about['cpu']}, {about['kernels']}, {about['threads']} threads, {about['date']}"
-            versions = f"billfish {about['billfish']}, numpy {about['numpy']}, python {about['python']}"
-            assert caption == f"SmolLM2-135M-Instruct · {where} · {versions}"
-            continue
-        versions = results["versions"] if make is not profiles else VERSIONS
-        assert caption.startswith(
-            f"{machine['cpu']}, {machine['isa']}, {machine['threads']} threads, {machine['date']}"
-        )
-        for name, version in versions.items():
-            assert f"{name} {version}" in caption
+def test_a_roofline_of_one_record():
+    record = {"format": "q4_0", "activations": "q8", "m": 1, "k": 64, "n": 32, "seconds": 2.0, "gops": 8.0}
+    record |= {"weight_gbps": 4.0, "peers": {"ggml": 4.0}}
+    drawing = roofline([record], Limits(10e9, 100e9, 25e9), {"cpu": "Abacus", "date": "2026-01-31"}, title="Beads")
+    text = str(drawing)
+    assert all(
+        word in text for word in ("Abacus, 2026-01-31", "q4_0, int8", "64 x 32", "10 GB/s", "100 GOP/s", ">ggml<")
+    )
+    ours, peer = (float(y) for y in re.findall(r'<circle[^>]* cy="([\d.]+)"', text)[-1:-3:-1])
+    assert ours < peer  # higher up
 
 
-def test_a_caption_leaves_out_what_nobody_knows():
-    caption = plots.caption
-    assert words(caption(MACHINE, VERSIONS)) == "Abacus, beads, 2 threads, 2026-01-31 · billfish 1.2, ggml 3.4"
-    assert caption({"gpu": "H200", "cpu": "x", "arch": "sm_90a"}, {}) == "H200, sm_90a"
-    assert caption({"architecture": "wood", "threads": 1}, {}) == "wood, 1 thread"
-    assert caption({}, {}) == ""
-
-
-# ---- the legends ----------------------------------------------------------------------------------------------------
-
-
-def test_every_contender_of_the_roofline_is_in_the_legend():
-    from matplotlib.colors import to_hex
-
-    for figure, results in rooflines():
-        shown = entries(figure)
-        drawn = {}
-        for axes in figure.axes:
-            for points in axes.collections:
-                style = to_hex(points.get_edgecolor()[0]), points.get_paths()[0].vertices.tobytes()
-                drawn.setdefault(points.get_label(), set()).add(style)
-        assert set(shown) == {plots.ROOF, *drawn}
-        assert all(len(styles) == 1 for styles in drawn.values())
-        assert len(set.union(*drawn.values())) == len(drawn)  # no two look alike
-        for name, (style,) in drawn.items():
-            assert to_hex(shown[name].get_edgecolor()[0]) == style[0]
-        if len(figure.axes) > 1:
-            assert {"billfish", *(peer for record in results["records"] for peer in record["peers"])} == set(drawn)
-
-
-def test_contenders_never_look_alike():
-    names = [str(i) for i in range(40)]
-    styles = plots.styles_of(names)
-    assert list(styles) == ["billfish", *names]
-    assert len(set(styles.values())) == 41
-
-
-def test_the_roof_is_named_as_what_it_is():
-    for limits, word in ((Limits(1e9, 4e9, 1e9), "float32"), (GpuLimits(1e9, 4e9, 1e9), "float16")):
-        record = {"format": "q4_0", "activations": "exact", "m": 1, "k": 64, "n": 64, "peers": {}}
-        record |= {"seconds": 1e-5, "gops": 0.8, "weight_gbps": 0.2}
-        figure = plots.roofline([record], limits, MACHINE, VERSIONS)
-        assert figure.axes[0].get_title().endswith(f"memory 1 GB/s, {word} 1 GOP/s")
-
-
-def test_colours_and_hatches_of_the_profile_have_one_meaning():
-    from matplotlib.colors import to_hex
-
-    figure, results = next(profiles())
-    shown = entries(figure)
-    colours = list(plots.CLASSES.values())
-    assert len(set(colours)) == len(colours)
-    bars = [bar for axes in figure.axes for bar in axes.patches]
-    drawn = {to_hex(bar.get_facecolor()).upper() for bar in bars if bar.get_width()}
-    assert drawn == set(colours)
-    named = {name: to_hex(handle.get_facecolor()).upper() for name, handle in shown.items()}
-    hatched = {name for name, handle in shown.items() if handle.get_hatch()}
-    assert hatched == {plots.THEIRS}
-    assert {colour for name, colour in named.items() if name not in hatched} == set(colours)
-    assert {bar.get_hatch() for bar in bars} == {None, plots.HATCH}
-    assert any(record["owner"] == MLX for record in results["records"])
-
-
-def test_the_number_behind_a_bar_is_that_of_the_record():
-    figure, results = next(profiles())
-    first, axes = results["records"][0], figure.axes[0]
-    assert f" {first['cycles_per_weight'] / first['m']:.2f} " in axes.texts[0].get_text()
-    assert f"M1 {first['estimated_us']['M1']:,.0f} us" in axes.texts[0].get_text()
-
-
-def test_every_part_of_a_token_is_in_the_legend():
-    figure, results = next(tokens())
-    parts = results["records"][0]["milliseconds"]
-    assert set(entries(figure)) == {*parts, "reading the weights"}
-    colours = {bar.get_facecolor() for bar in figure.axes[0].patches}
-    assert len(colours) == len(parts)
-
-
-def test_the_picture_in_the_documentation_is_that_of_the_record(tmp_path):
-    again = tmp_path / "again.svg"
-    figure, _ = next(tokens())
-    plots.save(figure, again)
-    labels = [text for text in (ROOT / "docs" / "inside-a-token.svg").read_text().splitlines() if "<!--" in text]
-    assert labels == [text for text in again.read_text().splitlines() if "<!--" in text]
-    assert len(labels) > 20
-
-
-def test_a_picture_is_a_png():
-    figure, _ = next(rooflines())
-    assert pictures.png(figure).startswith(b"\x89PNG")
+def test_an_axis_maps_and_ticks():
+    axis = Axis(1, 100, 0, 200, log=True)
+    assert [axis(value) for value in (1, 10, 100)] == pytest.approx([0, 100, 200])
+    assert axis.ticks() == [1, 10, 100]
+    assert Axis(15, 90, 0, 1, log=True).ticks() == [20, 50]

@@ -275,17 +275,6 @@ def test_the_machine_has_a_name():
     assert machine_limits.machine()["cpu"]
 
 
-# ---- the picture ------------------------------------------------------------------------------------------------
-
-
-def test_without_matplotlib_the_error_comes_before_the_work(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["--plot", str(tmp_path / "picture.png")])
-    assert caught.value.code == 2
-    assert "[bench]'" in capsys.readouterr().err
-
-
 # ---- the peers --------------------------------------------------------------------------------------------------
 
 # How far a peer may be from the exact product of the same weights: with int8 activations, with float arithmetic; and a

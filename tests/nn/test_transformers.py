@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoint_folders import matrices, write_folder, write_gguf
 from common import assert_same_bits
 from llm_models import Small, write_model
@@ -84,6 +85,56 @@ def test_saving_and_loading_changes_nothing(format, tmp_path):
     assert bf.load(tmp_path / "out").layouts == {"billfish", "plain"}
     assert torch.equal(logits(load_model(tmp_path / "out", activations="q16")), logits(model))
     assert isinstance(AutoModel.from_pretrained(tmp_path / "out").layers[0].mlp.up_proj, MarlinLinear)
+
+
+@pytest.mark.parametrize("writer", ["save_pretrained", "quantize_checkpoint"])
+def test_transformers_without_the_plug_in_refuses_a_folder(writer, tmp_path):
+    """Rather than run it with random weights."""
+    write_folder(tmp_path / "in", "plain")
+    if writer == "save_pretrained":
+        config = BillfishConfig("q8_0")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=config).save_pretrained(
+            tmp_path / "out"
+        )
+    else:
+        bf.quantize_checkpoint(tmp_path / "in", tmp_path / "out", format="q8_0", method="rtn")
+    program = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / 'out')!r})"
+    alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert alone.returncode != 0
+    assert "size mismatch" in alone.stderr
+    assert not any(AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1].values())
+
+
+IDS = torch.arange(5, 15)[None]
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
+# Models whose _init_weights reads `.weight` of every layer: name, settings, input.
+OTHERS = {
+    "T5ForConditionalGeneration": (T5, {"input_ids": IDS, "decoder_input_ids": IDS}),
+    "UMT5ForConditionalGeneration": (T5, {"input_ids": IDS, "decoder_input_ids": IDS}),
+    "MambaForCausalLM": ({"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 100}, {"input_ids": IDS}),
+    "SiglipVisionModel": (
+        {"image_size": 16, "patch_size": 8, **SMALL},
+        {"pixel_values": torch.linspace(-1, 1, 768).reshape(1, 3, 16, 16)},
+    ),
+    "Wav2Vec2Model": (
+        {"conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 16, **SMALL},
+        {"input_values": torch.sin(torch.arange(400.0))[None]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_quantized_while_they_are_loaded(name, tmp_path):
+    model_class, (settings, inputs) = getattr(transformers, name), OTHERS[name]
+    torch.manual_seed(0)
+    plain = model_class(model_class.config_class(**settings)).eval()
+    plain.save_pretrained(tmp_path)
+    model = model_class.from_pretrained(tmp_path, quantization_config=BillfishConfig("q8_0")).eval()
+    assert any(isinstance(module, MarlinLinear) for module in model.modules())
+    with torch.no_grad():
+        expected, actual = plain(**inputs)[0], model(**inputs)[0]
+    assert (actual - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_layers_that_were_put_into_a_model_are_saved_as_ours(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def page(name: str) -> str:
@@ -18,8 +18,3 @@ def page(name: str) -> str:
 def recorded(name: str) -> Any:
     """What benchmarks/results/`name` holds."""
     return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-
-
-def rows_after(text: str, name: str) -> list[str]:
-    """The rows, without the head, of the table that a page introduces by the name of its record: "... `name`):"."""
-    return text.split(f"{name}`):")[1].split("\n\n")[1].splitlines()[2:]

@@ -1,12 +1,11 @@
 """The CPU engine: C++ kernels for every format, compiled for several ISA levels, chosen when the module loads.
 
-To pack W (docs/words.md has the words):
-    structure.py  whether the kernels read a format's storage as it is
+To pack W (docs/cpu.md draws the stream):
     source.py     where codes and scales lie in the storage
     axes.py       which codes and which scales of the kernels a format is made of
     packed.py     the result: one stream of bytes, in the order in which the kernels read
     experts.py    the same of a stack of matrices
-    unpack.py     the way back
-    tensors.py    the result as tensors of torch
-To multiply: x and the stream go to the native core, and y comes back. torch_threads.py says on whose threads.
+    unpack.py     the packed stream back to storage
+    tensors.py    the packed stream as torch tensors
+To multiply: backend.py passes x and the stream to the native core (_cpu). torch_threads.py chooses the thread pool.
 """

@@ -37,9 +37,9 @@ class PackedExperts:
     """W [E, N, K] in one stream, each expert padded to whole tiles: what :func:`billfish.prepack` makes of a stack.
 
     kind: the name of the format, or of one of PLAIN_TYPES. shape: (E, N, K). data: the stream of all experts.
-    level, axes: as of PackedWeights, and the same for all experts; None for plain weights.
+    level, axes: as of PackedWeights, and the same for all experts; None for unquantized weights.
     factors: float32 [E], where experts have factors of their own in the place of that of `axes`.
-    group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Plain weights have neither.
+    group_size, rest: as of PackedWeights; planes that are kept are [E, ...]. Unquantized weights have neither.
     """
 
     kind: str

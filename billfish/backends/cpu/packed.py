@@ -199,7 +199,7 @@ def check_stream(
 # ---- weights that are not quantized ----------------------------------------------------------------------------------
 
 
-# Types of plain weights, numbered behind CODES in the enum Codes of layout/problem.h.
+# Types of unquantized weights, numbered behind CODES in the enum Codes of layout/problem.h.
 PLAIN_TYPES = ("float32", "float16", "bfloat16")
 NO_SCALES = len(SCALES)  # the last of the enum Scales
 GROUP = 32  # any size does, as there are no scales

@@ -158,7 +158,7 @@ def scaled_tables(format: Format) -> NDArray[np.uint8] | None:
 
 
 def field_of(values: NDArray[Any], words: bool = False, looked_up: bool = False) -> _cpu.Field:
-    """[N, groups], or turned, [groups, N], beside words."""
+    """[N, groups], or transposed, [groups, N], beside words."""
     kind = FIELD_KINDS.index("looked_up" if looked_up else values.dtype.name)
     item, row = values.itemsize, values.itemsize * values.shape[1]
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)

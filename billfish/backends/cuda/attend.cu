@@ -1,10 +1,10 @@
-// softmax(q K^T) V by mma.m16n8k16, over the pages of a text, 64 keys at a time.
+// Attention over a paged KV cache: softmax(q K^T) V by mma.m16n8k16, 64 keys at a time, with a running maximum (flash attention).
 //
-// Sixteen rows of q are a warp's operand. Heads that share keys go together: row i of a CTA is the head i % GROUP of the position i / GROUP.
+// Sixteen rows of q are a warp's operand. Heads of a GQA group go together: row i of a CTA is the head i % GROUP of the position i / GROUP.
 //
-// FEW: one position of a text, so up to 16 heads. The warps of a CTA share out the keys of a tile, sixteen each; the CTAs of a cluster
-// share out the tiles. In the end all add up what they found, in a fixed order.
-// Otherwise: WARPS * 16 rows of one passage. Every warp sees all keys up to its own positions.
+// FEW: a decode step, one position of a sequence, so up to 16 heads. The warps of a CTA split the keys of a tile, sixteen each; the CTAs of
+// a cluster split the tiles. Partial results are added in a fixed order.
+// Otherwise: prefill, WARPS * 16 rows of one sequence. Every warp attends to all keys up to its own positions.
 //
 // Compiled with TYPE, HEAD, GROUP, WARPS, STAGES (tiles of keys and values in shared memory) and FEW.
 #include "hopper.cuh"
@@ -56,7 +56,7 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], u32 address) {
 }
 DEVICE float power_of_two(float v) { float r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v)); return r; }
 
-// What several have found for a row: the largest score, the sum of powers, and two numbers of the values times powers.
+// Partial results of a row: the largest score, the sum of powers of two, and two columns of the weighted values.
 struct Sum {
   float largest, sum, low, high;
 };
@@ -80,11 +80,11 @@ template <int COUNT, class Of, class Values> DEVICE Sum add_up(Of of, Values val
   return all;
 }
 
-// What a warp has found for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers, and values times powers.
+// A warp's partial results for its sixteen rows: of the rows g and g + 8, the largest score, the sum of powers and the weighted values.
 struct Found {
   float largest[2] = {-INFINITE, -INFINITE}, sum[2] = {}, out[EIGHTS][4] = {};
 
-  // Takes in COUNT keys from `first` on, whose tile is at `keys` and `values`; row h sees those below `seen[h]`.
+  // Adds COUNT keys from `first` on, whose tile is at `keys` and `values`; row h attends to those below `seen[h]`.
   template <int COUNT> __device__ __forceinline__ void take(const u32 (&q)[STEPS][4], u32 keys, u32 values, int first, int from, const int (&seen)[2], int lane, bool masked) {
     float s[COUNT / 8][4] = {};
     const int i = lane >> 3, r = lane & 7, c = lane & 3;
@@ -144,7 +144,7 @@ struct Found {
 };
 
 // q: rows of queries, `q_stride` numbers apart, as marlin_rotate left them. blocks [gridDim.x]: the first row of a block of queries, how many positions it has, its
-// text and its first position; of FEW there are none, as row i is text i. out [m, heads * HEAD].
+// sequence and its first position; FEW has none, as row i is sequence i. out [m, heads * HEAD].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, const int4* __restrict__ blocks, const u64* __restrict__ pages, u16* __restrict__ out,
               int q_stride, int heads, int kv_heads, int layer, int pages_of_text) {
@@ -200,7 +200,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
         a[step][j * 2 + h] = valid && at < HEAD ? *(const u32*)(from + at) : 0;
       }
   }
-  // Of a warp's rows, the first sees the fewest keys and the last the most.
+  // Of a warp's rows, the first attends to the fewest keys and the last to the most.
   const int least = first_position + (FEW ? 0 : warp * 16 / GROUP) + 1, most = first_position + (FEW ? 0 : min(count - 1, (warp * 16 + 15) / GROUP)) + 1;
   Found found;
   u32 parity = 0;
@@ -208,7 +208,7 @@ marlin_attend(const u16* __restrict__ q, const int* __restrict__ positions, cons
     const int stage = i % STAGES, tile = part + i * parts, from = tile * PAGE;
     tiles.wait(stage, parity);
     const u32 keys = tiles.keys + stage * TILE_BYTES, values = tiles.values + stage * TILE_BYTES;
-    if (from + PAGE > length) {  // what lies behind the text is anything: 0 * NaN is NaN
+    if (from + PAGE > length) {  // memory past the end of the sequence may hold NaN, and 0 * NaN is NaN
       for (int at = (length - from) * ROW_BYTES + threadIdx.x * 16; at < TILE_BYTES; at += WARPS * 32 * 16) store_shared16(values + at, make_float4(0, 0, 0, 0));
       __syncthreads();
     }

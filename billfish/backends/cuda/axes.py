@@ -23,9 +23,9 @@ from billfish.core.formats.meaning import E4M3, E8M0, HALVED, decodes_plainly, m
 from billfish.core.scales import decode_e4m3
 from billfish.core.tensor import QuantizedTensor
 
-COURSE, BRICK = 16, 128  # rows of a course, k of a brick
+COURSE, BRICK = 16, 128  # rows of a course (a row block of W), k of a brick
 GROUPS = {128: 1, 64: 2, 32: 4, 16: 8}  # group size -> groups in a brick
-ELEMENTS = ("Int4", "Int8", "E2M1", "E4M3", "Table4", "Half")  # Half: plain weights
+ELEMENTS = ("Int4", "Int8", "E2M1", "E4M3", "Table4", "Half")  # Half: unquantized weights
 SCALES = ("ScaleF16", "ScaleF32", "ScaleE5M2", "ScaleE5M3")
 OFFSETS = ("NONE", "ZERO", "MINIMUM")
 

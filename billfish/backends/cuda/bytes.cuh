@@ -5,7 +5,7 @@
 //
 //     element   x      a byte is                      made of it by
 //     Int4      FP8    E4M3, (code - 8) * 2^-9        the distance to 8, and a sign: E4M3's first 16 bytes are those integers
-//     Int4      INT8   int8, (code - 8) * 16          the nibble at the top of its byte, its first bit turned
+//     Int4      INT8   int8, (code - 8) * 16          the nibble at the top of its byte, its first bit flipped
 //     E2M1      FP8    E5M2, number * 2^-14           the upper byte of its float16
 //
 // FOLDED: groups of E2M1 with powers of two. The product of both is a float16 whose lower byte is zero, so E5M2 has it, and no scale is left:

@@ -1,10 +1,10 @@
-// The next token of each row of scores [m, vocabulary], as llm/sampling.py's choose_token has it: the best one, or, with a temperature,
-// the token where the sum of probabilities, in the order of tokens, passes `random` of the whole. It goes where the next step reads
-// it, and the position moves on.
+// Sampling: the next token of each row of logits [m, vocabulary], as choose_token of llm/sampler.py has it. Greedy, or with a temperature
+// the token where the cumulative probability, in the order of tokens, passes `random` of the total. The token goes where the next step
+// reads it, and the position is incremented.
 //
-// Probabilities are whole numbers of 2^-40 of the best one's, so that no sum depends on its order. The CTAs of a cluster share a row,
-// each with its tokens. What top_k and top_p leave is all above a limit, and the first `ties` that are equal to it; the limit is found
-// ten bits at a time, by histograms of 1024 bins.
+// Probabilities are integers, multiples of 2^-40 of the largest one, so that no sum depends on its order. The CTAs of a cluster split a row
+// of the vocabulary. top_k and top_p keep all tokens above a threshold, and the first `ties` that are equal to it. The threshold is found
+// by radix selection: ten bits at a time, by histograms of 1024 bins.
 //
 // Compiled for 1024 threads.
 #include "hopper.cuh"

@@ -228,7 +228,7 @@ template <class T> struct Table4 {
   }
 };
 
-// Plain weights: float16 numbers, a word for each pair.
+// Unquantized weights: float16 numbers, a word for each pair.
 template <class T> struct Half {
   static constexpr int words = 4;
   static constexpr float raw = 1;
@@ -299,7 +299,7 @@ struct Brick {
   static constexpr int group_fragments = 8 / GROUPS;  // fragments in a group
   static_assert(GROUPS * SCALE::bytes >= 2, "a lane's scales fill at least one word");
 
-  // Bricks of eight courses are neighbours, then comes k, then the next eight courses (the last may be fewer).
+  // A course is a row block, 16 rows. Bricks of eight courses are neighbours, then comes k, then the next eight courses (the last may be fewer).
   DEVICE size_t at(int course, int brick, int courses, int bricks) {
     const int first = course & ~7;
     return ((size_t)first * bricks + (size_t)brick * min(8, courses - first) + (course - first)) * bytes;

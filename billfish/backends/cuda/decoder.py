@@ -1,15 +1,15 @@
 """A language model's layers on a GPU: the launches of one step, in their order.
 
     embed, then for each layer
-        normalize, q k v, rotate, attend, o,
+        normalize (RMSNorm), q k v, rotate (RoPE), attend, o,
         normalize, gate up, down;
-    at last normalize, head, choose
+    at last normalize, LM head, choose (sampling)
 
-Matrices of one kind that share x are one product: q, k and v, or gate and up, whose rows alternate by eights, so that
-the gate is the product's epilogue. Others are products one after the other.
+Matrices of one kind that share x are one GEMM: q, k and v, or gate and up, whose rows alternate by eights, so that
+SwiGLU is the epilogue. Others are GEMMs one after the other.
 
-Hidden states are float32. Between products numbers have 16 bits. A step has rows, one for each token. A row belongs to
-a *text*, whose pages hold keys and values of 64 positions each (pages.cuh). backends/cpu/decoder is the CPU's.
+Hidden states are float32, inputs and outputs of GEMMs have 16 bits. A step has rows, one for each token. A row belongs
+to a *text*, a sequence, whose KV cache is in pages of 64 positions (pages.cuh). backends/cpu/decoder is the CPU's.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Layer:
 class StepMemory:
     """The memory of a step: what it reads (tokens, positions, texts, pages, blocks, scored), and all between products.
 
-    tokens, positions, texts int32 [rows]: a token, where it is in its text, and the text's number
+    tokens, positions, texts int32 [rows]: a token, its position in its sequence, and the sequence's number
     pages uint64 [texts, pages_of_text]: addresses
     blocks int32 [blocks, 4]: of queries, where a text has several rows: the first row, how many positions, the text,
     and the first position
@@ -183,7 +183,7 @@ THREADS = 256  # of reorder.cu
 class DeviceDecoder:
     """All layers on one device. Numbers between products are float16, or bfloat16.
 
-    batch_invariant: a text gets the same bits, whatever texts are beside it.
+    batch_invariant: a sequence gets the same bits in any batch.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class DeviceDecoder:
             self.score(stream, step, scored)
 
     def score(self, stream: int, step: StepMemory, rows: int) -> None:
-        """Scores of rows of x, which are normalized."""
+        """Logits of normalized rows of x."""
         self.products(stream, step, (self.head,), step.at("x"), step.at("scores"), rows, float_y=True)
 
     def parts_for(self, rows: int) -> int:
@@ -309,7 +309,7 @@ class DeviceDecoder:
     def normalize(
         self, stream: int, step: StepMemory, rows: int, weight: Buffer, *, added: bool = True, which: int = 0
     ) -> None:
-        """Hidden states take in what the last product added, and are normalized for the next."""
+        """Add the last GEMM's output to the residual stream and normalize it for the next (RMSNorm)."""
         s, at = self.shape, step.at
         threads = min(1024, max(32, -(-s.hidden // 8 // 32) * 32))
         macros = {"TYPE": self._type, "HIDDEN": s.hidden, "THREADS": threads, "ADD": int(added)}
@@ -347,7 +347,7 @@ class DeviceDecoder:
             y += 2 * rows * n
 
     def open(self, stream: int, step: StepMemory, gate_up: Sequence[DeviceMatrix], rows: int) -> None:
-        """The gated numbers of the feed-forward part."""
+        """activation(gate) * up of the feed-forward network."""
         s, at = self.shape, step.at
         if len(gate_up) == 1:
             self.products(stream, step, gate_up, at("x"), at("opened"), rows, gate=s.gate)
@@ -382,7 +382,7 @@ class DeviceDecoder:
         return (q, k, v), (q_stride, k_stride, v_stride)
 
     def rotate(self, stream: int, step: StepMemory, rows: int, i: int) -> None:
-        """Queries and keys of layer i turn by their positions; keys and values go to their pages."""
+        """RoPE of queries and keys of layer i; keys and values go to their pages of the KV cache."""
         s, at, layer = self.shape, step.at, self.layers[i]
         together = 1 if rows < ROTATED_ROWS else max(1, ROTATED_ROWS * 64 // s.wide)
         macros = {
@@ -421,7 +421,7 @@ class DeviceDecoder:
         self._launch(stream, "attend", macros, grid, warps * 32, *pointers, *numbers, **shape)
 
     def choose(self, stream: int, step: StepMemory, rows: int) -> None:
-        """The token that `choices` say for each row of scores becomes the next step's, a position further on."""
+        """Sample the next token of each row of logits, as `choices` say, and increment the positions."""
         at, parts = step.at, 1
         if self.device.capability >= (9, 0):
             parts = power_of_two(self.device.multiprocessors // rows, MOST_PARTS)

@@ -37,7 +37,7 @@ from billfish.core.tensor import QuantizedTensor
 OUTPUTS = {"float32": "float", "float16": "Stored<F16>", "bfloat16": "Stored<BF16>"}
 # gridDim.y of gemm_small, at most 65,535, counts rows of x; a CTA has 8 of them or more where there are many.
 ROWS_AT_ONCE = 1 << 18
-ROWS_SENT = 4096  # of a plain matrix at a time
+ROWS_SENT = 4096  # of an unquantized matrix at a time
 PLAIN = Kind("Half", "ScaleF16", "NONE", 1)
 PRODUCTS_KEPT = 1024  # of one matrix, each for another number of rows
 

@@ -1,7 +1,7 @@
-// The beginning of a token's way: its row of the embedding, in float32, and the angles by which pairs rotate at its position.
+// A token's row of the embedding, in float32, and cosines and sines of RoPE at its position.
 //
-// One warp for each row of x and 128 k: it decodes the brick that has the token's row. The first of a row's warps turn the angles, in
-// float64, as positions are large and angles are wanted to the last bit.
+// One warp for each row of x and 128 k decodes the brick that has the token's row. The first warps of a row compute the angles, in
+// float64, because positions are large and the last bit counts.
 //
 // Compiled with ELEMENT, SCALE, OFFSET, GROUPS.
 #define TYPE F16  // every code of every element is exact in it

@@ -1,8 +1,8 @@
 """Experts on the device: their weights, the launches of a call in their order, and arrays of each library.
 
-route     visits sorted by expert, and the table of tiles      (route.cu)
+route     visits, the (token, expert) pairs, sorted by expert, and the table of tiles   (route.cu)
 gather    rows of x in that order                              (gather.cu)
-multiply  gate and up, the gate being the epilogue             (gemm_small.cu, gemm_large.cu)
+multiply  gate and up, with the activation as epilogue         (gemm_small.cu, gemm_large.cu)
 multiply  down, rows back in the order of tokens
 mix       the weighted sum of a token's experts                (mix.cu)
 
@@ -77,7 +77,7 @@ class DeviceExperts:
 
 
 def pack_gate_up(stacks: Sequence[QuantizedExperts], place: str) -> list[DeviceExperts]:
-    """One stack whose rows are gate and up by turns, where they can be; else gate, and up."""
+    """One stack whose rows alternate between gate and up, where that is possible; else two stacks, gate and up."""
     inner = stacks[0].shape[1] // (1 if len(stacks) == 2 else 2)
     whole = stacks[0] if len(stacks) == 1 else joined(*stacks)
     if whole is not None and inner % GATE_ROWS == 0:
@@ -131,7 +131,7 @@ NOTHING = Numbers(0, "float32")
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """One call's visits, sorted: how many rows of x each expert has is known on the device alone.
+    """The (token, expert) pairs of one call, sorted. Only the device knows how many rows of x each expert has.
 
     bfloat16: the type of x; else it is float16. The device is current.
     """
@@ -147,7 +147,7 @@ class Visits:
 
     @cached_property
     def _sorted(self) -> tuple[Memory, Memory]:
-        """The table and the order of visits, as rows.cuh has them: launches route.cu."""
+        """The table and the order of pairs, as rows.cuh has them: launches route.cu."""
         routing, width = self.routing, self.routing.width(self.device)
         table, order = self.room.empty(ENTRY_BYTES * (1 + routing.entries(width))), self.room.empty(4 * routing.visits)
         warps, shared = route_shape(routing, self.device)
@@ -158,7 +158,7 @@ class Visits:
         return table, order
 
     def gathered(self, x: Numbers, k: int, together: int, y: int = 0, n: int = 0) -> tuple[Memory, Numbers]:
-        """Rows of x, of which each is that of `together` visits. y [visits, n]: rows of bad ids become NaN there."""
+        """Rows of x in the order of experts; `together` pairs share one. y [visits, n]: rows of bad ids become NaN."""
         (table, order), stride, visits = self._sorted, row_stride(k), self.routing.visits
         out = self.room.empty(2 * visits * stride)
         pointers = x.at, address(table), address(order), address(out), y
@@ -169,7 +169,7 @@ class Visits:
     def multiply(
         self, weights: DeviceExperts, x: Numbers, bias: Numbers, y: int, *, gate: str | None = None, sorted: bool
     ) -> None:
-        """y [visits, n]: x has sorted rows. sorted: those of y are, too; else they are in the order of visits."""
+        """y [visits, n] of sorted rows of x. sorted: those of y are sorted, too; else in the order of tokens."""
         (table, order), (_, n, k), visits = self._sorted, weights.shape, self.routing.visits
         if isinstance(self.room, TorchRoom):
             weights.note(self.room.stream)
@@ -184,7 +184,7 @@ class Visits:
         plan.launch(self.room.ordinal, self.room.stream, box, *held, x.at, bias.at, y, *routed, visits, n, k, x.stride)
 
     def open_gate(self, gate: int, up: int, activation: str, inner: int) -> tuple[Memory, Numbers]:
-        """Gated numbers, of two products [visits, inner]."""
+        """activation(gate) * up, of two products [visits, inner]."""
         stride, visits = row_stride(inner), self.routing.visits
         out = self.room.empty(2 * visits * stride)
         macros = {"TYPE": self._type, "GATE": GATES[activation]}
@@ -225,7 +225,7 @@ def route_shape(routing: ExpertRouting, device: Device) -> tuple[int, int]:
 
 
 def launch_linear(visits: Visits, weights: DeviceExperts, x: Numbers, together: int, bias: Numbers, y: int) -> None:
-    """y [visits, n], in the order of visits; `together` visits share a row of x."""
+    """y [visits, n], in the order of tokens; `together` pairs share a row of x."""
     _, n, k = weights.shape
     _held, rows = visits.gathered(x, k, together, y, n)
     visits.multiply(weights, rows, bias, y, sorted=False)
@@ -263,7 +263,7 @@ def launch_block(
 
 
 class Caller(ABC):
-    """The library whose arrays a call has: it lends memory, and takes the result. It lives as long as the call."""
+    """The library whose arrays a call has: it allocates memory and takes the result. It lives as long as the call."""
 
     room: Room
 

@@ -1,5 +1,5 @@
-// out = gate(a) * b, where gate and numbers were two products: weights of two kinds cannot be rows of one matrix. Rows of `columns` numbers
-// are `stride` apart in out. A CTA has 256 columns of a row, then of the next row that no other CTA has.
+// SwiGLU and its like, out = activation(gate) * up, where gate and up were two GEMMs: weights of two kinds cannot be rows of one matrix.
+// Rows of `columns` numbers are `stride` apart in out. A CTA has 256 columns of a row, then loops over further rows.
 //
 // Compiled with TYPE and GATE.
 #include "device.cuh"

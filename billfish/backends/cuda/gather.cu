@@ -1,6 +1,6 @@
-// Rows of x in the order of experts: out[i] = x[order[i] / together]. `together` visits share a row of x.
+// Rows of x in the order of experts: out[i] = x[order[i] / together]. A *visit* is a (token, expert) pair; `together` of them share a row of x.
 //
-// y [visits, n], if it is given, gets NaN in the rows of visits to experts that there are not.
+// y [visits, n], if it is given, gets NaN in the rows of pairs whose expert id is out of range.
 #include "device.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,15 +1,16 @@
-// Many rows of x, in bytes, on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
+// GEMM with 8-bit activations on Hopper: y^T = W x^T by wgmma, whose rate for bytes is twice that for 16 bits.
 //
-// As gemm_large.cu, with these differences. x is what quantize_rows.cu made: E4M3 or int8, each 16 k in the order of bytes.cuh, and
-// behind all of them a RowOfX for each row; or, GIVEN, a float32 scale for each 32 k of a row, and then y is float32. A warpgroup has one
-// strip. wgmma takes 32 k.
+// As gemm_large.cu, with these differences. x comes from quantize_rows.cu: E4M3 or int8, each 16 k in the order of bytes.cuh, followed
+// by a RowOfX for each row. GIVEN: x has a float32 scale for each 32 k of a row, and y is float32. A warpgroup has one
+// strip (64 columns of y, the M of a wgmma). wgmma takes 32 k.
 //
-// *Promoting.* The tensor core adds E4M3 products with 13 bits below the leading one of the sum and cuts off the rest (docs/cuda.md), so
-// it adds STEPS times 32 k, and the sums go to other registers. Where groups have scales, this multiplies by these. Sums of int8 are
-// exact. FOLDED weights have no scales left: 512 k go by until then. Where x is steep in some row of the tile, only 32 k do.
+// *Promotion.* The tensor core adds E4M3 products with 13 bits below the leading bit of the sum and truncates the rest
+// (docs/notes/2026-11-18-cuda-fp8.md). So it accumulates STEPS times 32 k, then the sums move to float32 registers, times the scales of
+// the group if there are any. Sums of int8 are exact. FOLDED weights have no scales left and accumulate 512 k. Where a row of the tile is
+// steep (has an outlier in x), only 32 k.
 //
-// PARTS: launches share a product, with tiles of different widths. Each has `places` tiles along the columns of y, from `first_place` on. A
-// launch that has all of them must not pay registers for this.
+// PARTS: several launches share a GEMM, with tiles of different widths. Each has `places` tiles along the columns of y, from `first_place`
+// on. A launch that has all of them must not pay registers for this.
 //
 // Compiled with: TYPE (of y), ELEMENT, SCALE, OFFSET, GROUPS, BYTES, GIVEN, PARTS, and the shape, as gemm_large.cu.
 #include "bytes.cuh"

@@ -1,18 +1,19 @@
-// Many rows of x, on Hopper: y^T = W x^T by wgmma, decoded weights being the A operand in registers.
+// GEMM for many rows of x on Hopper: y^T = W x^T by wgmma, with decoded weights as the A operand in registers.
 //
-// One warp copies bricks of weights and another boxes of x, 128 k at a time, into a ring in shared memory. WARPGROUPS
-// warpgroups decode and multiply, each for 64 * TALL columns of y and WIDTH rows of x. Decoding and wgmma share the issue
-// slots and registers of a multiprocessor, so what counts is how few instructions there are beside each wgmma.
+// Warp-specialized: one warp copies bricks of weights and another boxes of x (TMA), 128 k at a time, into a ring in shared memory.
+// WARPGROUPS warpgroups decode and multiply, each for 64 * TALL columns of y and WIDTH rows of x. Decoding and wgmma share the issue
+// slots and registers of an SM, so what counts is how few instructions there are beside each wgmma. A *strip* is 64 columns of y,
+// the M of one wgmma.
 //
-// TEAMS > 1: the warpgroups are that many teams, which take turns along K. SPLIT > 1: that many CTAs of a cluster share
-// the tile, each with a part of K, which has at least one brick for each. In both cases the partners send each other their
-// float32 sums, and each adds and stores a part of the rows. Otherwise a CTA goes from tile to tile, and the next one's
-// copies already run while it stores.
+// TEAMS > 1: the warpgroups are that many teams, which alternate along K. SPLIT > 1: split K over that many CTAs of a cluster,
+// each with at least one brick for each team. In both cases the partners send each other their
+// float32 partial sums, and each adds and stores a part of the rows. Otherwise the kernel is persistent: a CTA loops over tiles, and the
+// next tile's copies already run while it stores.
 //
-// PAIRED: two tiles share a strip of 64 columns, and each multiplies it with one half of the rows of x. A tile then has half a strip
-// less, and there are more of them, which may be what keeps all multiprocessors at work.
+// PAIRED: two tiles share a strip, and each multiplies it with one half of the rows of x. A tile then has half a strip
+// less, so there are more tiles, which may fill all SMs.
 //
-// EXPERTS: tiles are those of a table (rows.cuh). An expert's last tile is multiplied by half of its width if it has no more rows.
+// EXPERTS: tiles are those of a table (rows.cuh). An expert's last tile is multiplied at half of its width if that is enough.
 //
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT, PAIRED, BUFFERS
 // (fragments whose weights are in registers) and BATCH (those that are decoded, then multiplied, at a time).

@@ -1,15 +1,15 @@
-// Few rows of x: y^T = W x^T by mma.m16n8k16, as fast as the weights come from memory.
+// GEMV and skinny GEMM: y^T = W x^T by mma.m16n8k16, bound by the rate at which weights come from memory.
 //
-// A CTA takes COURSES courses at a time, 16 columns of y each: a pass. In a pass its TEAMS of warps split K, a brick of 128 k at a time.
-// At its end they meet, and their sums are added in a fixed order. Bricks and x go through a ring in shared memory, of which
-// each team has slots of its own, and fills them itself. A team is a warp, or several that share the courses.
+// A *course* is a row block of W: 16 rows, so 16 columns of y. A CTA takes COURSES of them at a time: a pass. In a pass its TEAMS of
+// warps split K, a brick of 128 k at a time. After a barrier their partial sums are added in a fixed order. Bricks and x go through a
+// ring in shared memory; each team has slots of its own and fills them itself. A team is one warp, or several that split the courses.
 //
-// Weights are exact in the tensor core, and the scales of their groups multiply float32 sums, or, where groups are many and
-// products with their scales are exact too, the codes. Where x has fewer than eight rows, the columns that an mma has left over
-// keep the sums of several groups apart, so that one multiplication does for all of them: with one row, fragment kt of a brick has x
-// in the column copy_of(kt), and zeros in the others. Zero points, and what codes are more than the numbers they stand for, are
-// taken off such sums, and minimums added, times the sum of x, which is one more product, of x with a constant. With eight rows and
-// more, the order of additions depends on TEAMS and the pass, so a row's result does not depend on its batch.
+// Weights are exact in the tensor core. Scales multiply float32 sums, or, where groups are many and code times scale is exact, the
+// codes. Where x has fewer than eight rows, the unused columns of the mma keep the sums of several groups apart, so that one
+// multiplication serves them all: with one row, fragment kt of a brick has x in the column copy_of(kt), and zeros in the others.
+// Zero points and the bias of codes are subtracted from such sums, and minimums added, times the sum of x, which is one more
+// mma of x with a constant. With eight rows and more, the order of additions depends on TEAMS and the pass alone, so a row's
+// result does not depend on its batch.
 //
 // Compiled with: TYPE, ELEMENT, SCALE, OFFSET, GROUPS, and TEAMS, SHARERS (warps of a team), COURSES, ROWS (of x: 1, 2, 4, 8, 16 or
 // 32), ALONE (x has but one row, which stands for all), SLOTS, and RESIDENT, the CTAs that are to have room on a multiprocessor. With EXPERTS,
@@ -38,7 +38,7 @@ constexpr int X_BYTES = X_ROWS * 256, W_BYTES = COURSES * Brick::bytes, WIDTH = 
 constexpr bool PRESCALED = SCALE::bytes == 1 && GROUPS == 8 && COPIES == 1;
 constexpr float RAW = Element::raw * (PRESCALED && !TYPE::is_half ? 0x1p110f : 1);
 // Codes as they are need few instructions, but, to take their center off, the product of x with a constant: that is worth it for
-// many courses, or if it is needed anyway.
+// many courses, or where it is needed anyway.
 constexpr bool PLAIN = !PRESCALED && (OFFSET != NONE || MINE >= 4 || Element::center == 0);
 constexpr float CENTER = PLAIN ? Element::center : 0, UNIT_LOW = PLAIN ? Element::unit_low : RAW, UNIT_HIGH = PLAIN ? Element::unit_high : RAW;
 constexpr float ZERO_POINT = CENTER - (OFFSET == NONE ? 0 : MIDDLE);  // of all codes, as they are multiplied
@@ -131,7 +131,7 @@ struct Ring {
   }
 };
 
-// Y_F32: y is float32, as the scores of tokens are.
+// Y_F32: y is float32: the logits.
 #ifdef Y_F32
 typedef float Output;
 DEVICE void put(float* y, size_t i, float v) { y[i] = v; }

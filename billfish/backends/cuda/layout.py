@@ -1,4 +1,6 @@
-"""The order of the bytes in bricks of 16 rows by 128 k, one layout for every M: the model in NumPy.
+"""The order of the bytes in bricks of 16 rows by 128 k, one layout for every M, in NumPy.
+
+A course is a row block: 16 rows of W, so 16 columns of y.
 
 A brick holds codes, scales and offsets, each in the order in which the lanes of a warp want them (decode.cuh has the
 picture), so the same bytes feed `mma` and `wgmma`. pack.cu and unpack.cu do the same on the GPU.

@@ -1,6 +1,6 @@
-// y[t] = sum over j, in that order, of weights[t][j] * x[t][j]: what a token's experts gave, x [tokens, chosen, n], becomes one row.
+// y[t] = sum over j, in that order, of weights[t][j] * x[t][j]: the weighted sum of the outputs of a token's experts, x [tokens, chosen, n].
 //
-// A token one of whose experts is not there gets NaN. A CTA has 2048 columns of a token, eight for each thread.
+// A token with an expert id out of range gets NaN. A CTA has 2048 columns of a token, eight for each thread.
 //
 // Compiled with TYPE, ID (int, unsigned or long long), and WEIGHT (Float, Halves<F16> or Halves<BF16>).
 #include "device.cuh"

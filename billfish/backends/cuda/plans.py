@@ -1,4 +1,7 @@
-"""Which kernel runs a product, and in which shape: docs/cuda.md has the figures, docs/words.md the words.
+"""Which kernel runs a GEMM, and in which tile shape: docs/cuda.md has the table.
+
+A *course* is a row block of W (16 rows, so 16 columns of y), a *strip* four of them (64 columns, the M of a wgmma), a
+*visit* a (token, expert) pair, a *letter* the partial sums that one partner of a cluster sends to another.
 
 `gemm_small` reads weights as fast as memory gives them and is right for any M. `gemm_large` is Hopper's, for more rows
 of x. For more than MANY_ROWS rows on another GPU the plan is None: weights are decoded, and x's own library multiplies.
@@ -197,7 +200,7 @@ OUT_BYTES = 4096  # of a warpgroup, for y on its way out
 
 # Nanoseconds that a multiprocessor takes for one stage, 128 k, of a tile: by height (columns of y), then by width (rows
 # of x). Paired tiles share a strip of 64: 2 strips make a height of 2 * 64 - 32 = 96, and 4 strips one of
-# 4 * 64 - 32 = 224. A call costs CALL_NS besides, a tile TILE_NS, a meeting of partners MEETING_NS. Both tiles of a
+# 4 * 64 - 32 = 224. A call costs CALL_NS besides, a tile TILE_NS, an exchange of sums MEETING_NS. Both tiles of a
 # pair decode the shared strip: times DECODED_TWICE, where decoding takes time. Measured on an H200, roughly: good for
 # weighing shapes against each other.
 STAGE_NS = {
@@ -216,7 +219,7 @@ class LargeShape:
 
     width: int  # rows of x in a tile
     warpgroups: int = 2  # that multiply
-    teams: int = 1  # of warpgroups; teams take turns along K
+    teams: int = 1  # of warpgroups; teams alternate along K
     tall: int = 1  # strips of a warpgroup
     stages: int = 4  # of the ring, at most; a stage has 128 k of x and of the strips
     split: int = 1  # CTAs of a cluster that share a tile, each with a part of K
@@ -302,7 +305,7 @@ def large(gemm: Gemm, device: Device) -> Plan:
 def large_shape(gemm: Gemm, device: Device) -> LargeShape:
     m, n, bricks, kind = gemm.m, gemm.n, -(-gemm.k // BRICK), gemm.kind
     fitting = [s for s in shapes(m, kind) if s.partners <= bricks and not spills(s, kind)]
-    # With two stages nothing is copied while the kernel multiplies, and two teams would stand still by turns.
+    # With two stages nothing is copied while the kernel multiplies, and two teams would wait for each other.
     flowing = [s for s in fitting if ring(s, kind, device)[0] > 2] or fitting
     costs_to_decode = kind.offset != "NONE" or kind.scale != "ScaleF16"
 
@@ -340,7 +343,7 @@ def ring(shape: LargeShape, kind: Kind, device: Device) -> tuple[int, int]:
 def launch_large(gemm: Gemm, device: Device, shape: LargeShape) -> Plan:
     kind = gemm.kind
     stages, shared_bytes = ring(shape, kind, device)
-    # With more than two buffers for codes of 8 bits, and more than one for plain weights, ptxas serializes the wgmmas.
+    # With more than two buffers for 8-bit codes, and more than one for float16 weights, ptxas serializes the wgmmas.
     buffers, batch = {1: (shape.buffers, shape.batch), 2: (2, 1), 4: (1, 1)}[kind.words]
     macros = gemm.macros(
         WARPGROUPS=shape.warpgroups,
@@ -644,7 +647,7 @@ def quantize_launch(gemm: Gemm, stride: int) -> KernelLaunch:
 
 # ---- products with experts -------------------------------------------------------------------------------------------
 #
-# Visits are sorted by expert on the device, so nobody here knows how many rows an expert has. What is known: how many
+# Visits are sorted by expert on the device, so the host does not know how many rows an expert has. It knows how many
 # visits and experts there are, and so the mean. All rows of an expert are tiles of `width` rows. CTAs walk along the
 # tiles that there are, each with a share of them.
 
@@ -654,7 +657,7 @@ FILLED = 0.6  # of a tile, if all experts have as many rows: some have more, and
 
 @dataclass(frozen=True)
 class ExpertRouting:
-    """Visits of tokens to experts, each token to `chosen` of them."""
+    """(token, expert) pairs, `chosen` for each token."""
 
     tokens: int
     chosen: int

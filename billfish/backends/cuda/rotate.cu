@@ -1,7 +1,7 @@
-// Queries and keys turn by their position; keys and values go to their page. A CTA has one head of ROWS rows, a thread a pair of numbers.
+// RoPE of queries and keys; keys and values go to their page of the KV cache. A CTA has one head of ROWS rows, a thread a pair of numbers.
 //
 // q, k and v have a row for each token, `stride` numbers apart. Queries stay there, times 1 / sqrt(HEAD) * log2(e), so that attention
-// takes powers of two. Compiled with TYPE, HEAD, PAIRS (those that turn; the numbers after them do not), ADJACENT (a pair is 2i and
+// takes powers of two. Compiled with TYPE, HEAD, PAIRS (those that rotate; the numbers after them do not), ADJACENT (a pair is 2i and
 // 2i + 1, not i and i + PAIRS), NORMED (an RMSNorm of each head comes first) and ROWS.
 #include "pages.cuh"
 

@@ -1,6 +1,6 @@
-// Visits sorted by expert: a counting sort by one CTA, which keeps the order of visits to the same expert. rows.cuh says what it writes.
+// Sorts visits, the (token, expert) pairs, by expert: a stable counting sort by one CTA. rows.cuh says what it writes.
 //
-// Visit i is to expert ids[i]. Visits to experts that there are not come last, and are in no entry. Each warp counts, then places, neighbours.
+// Visit i goes to expert ids[i]. Pairs whose id is out of range come last, and are in no entry. Each warp counts, then places, a range of pairs.
 //
 // Compiled with ID (int, unsigned or long long) and WARPS.
 #include "device.cuh"
@@ -15,7 +15,7 @@ marlin_route(const ID* __restrict__ ids, int4* __restrict__ table, int* __restri
   wait_for_previous();
   let_next_start();
   __syncthreads();
-  // A lane's visit, of 32 neighbours; how many of them go to the same expert, and how many of these are before it. expert -1: no visit.
+  // A lane's pair; how many of the warp's 32 go to the same expert, and how many of these come before it. expert -1: none.
   struct Seen { int visit, expert, before, all; };
   auto look = [&](int i) -> Seen {
     const int visit = i + lane;

@@ -1,8 +1,8 @@
-// Which rows of x a tile has, which expert's weights they meet, and where its columns of y are.
+// Which rows of x a tile has, which expert's weights multiply them, and where its columns of y are.
 //
-// EXPERTS: weights are those of several experts, one matrix after the other, and x has their rows one expert after the other. A *visit* is a
-// token's way to one of its experts. route.cu sorts the visits by expert and writes a table: of each EXPERTS rows of an expert
-// one entry, (expert, its first row, its rows, its first entry), behind the number of entries. `order` says which visit a row is, where y is to
+// EXPERTS: weights are a stack of matrices, one expert after the other, and x has their rows one expert after the other. A *visit* is a
+// (token, expert) pair. route.cu sorts the pairs by expert and writes a table: the number of entries, then one entry for each EXPERTS
+// rows of an expert, (expert, its first row, its rows, its first entry). `order` says which pair a row is, where y is to
 // have them in the order of tokens. Tiles of an expert with the same columns follow each other.
 #pragma once
 #include "device.cuh"

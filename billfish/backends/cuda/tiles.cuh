@@ -1,5 +1,5 @@
-// What kernels of many rows of x share: tiles of y, the ring through which bricks and x pass, the sums that partners send each other,
-// and how y leaves.
+// What the GEMMs for many rows of x share: tiles of y, the ring of stages in shared memory, the partial sums that partners of a
+// cluster exchange by st.async (a *letter* is one warpgroup's part of them), and the store of y. A *strip* is 64 columns of y.
 //
 // Compiled with WARPGROUPS, TEAMS, TALL, WIDTH, STAGES, SPLIT and PAIRED (gemm_large.cu says what they are), besides what decode.cuh
 // takes. REDUCED is known: sums are so many times what they mean.
@@ -72,8 +72,8 @@ struct NoScales {
   __device__ __forceinline__ float2 of(int row) const { return {1, 1}; }
 };
 
-// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It turns 16 rows at
-// a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are turned.
+// A warpgroup's sums of ROWS rows of x and the 64 columns from `column` on, which are 32 of y where they are GATED. It transposes 16 rows at
+// a time, by stmatrix, in the halves of its four kilobytes at `turned`, and its threads store 16 bytes each while the next ones are transposed.
 template <int ROWS, int COUNT, class Scales>
 DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const Scales& scales, u32 turned, int barrier, int warp, int lane, u16* y, const Source& rows, int first_row, int last_row, int column, int n) {
   constexpr int TIMES = (ROWS + 15) / 16, SIXTEENS = 8 >> GATED;  // 16 bytes of a row
@@ -126,7 +126,7 @@ DEVICE void store(const float (&sums)[COUNT], const Column (&columns)[2], const 
       }
     }
   }
-  meet(barrier, 128);  // before the next strip is turned there
+  meet(barrier, 128);  // before the next strip is transposed there
 }
 
 // Which tiles and which part of K a CTA has.
@@ -140,7 +140,7 @@ struct Share {
   }
 };
 
-// Barriers: a stage is filled, a stage is empty, the letters of a team are there.
+// Barriers: a stage is filled, a stage is empty, a team's partial sums have arrived.
 struct Barriers {
   u64 full[STAGES], empty[STAGES], received[TEAMS];
 };

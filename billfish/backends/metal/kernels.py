@@ -130,7 +130,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, beside: Any) -> Any:
 
 
 def constants_array(numbers: Sequence[int], beside: Any) -> Any:
-    """A few int32. Kernels get so small an array as constants_array: torch's stays in CPU memory."""
+    """A few int32. Kernels get so small an array as constants: torch's stays in CPU memory."""
     xp = library(beside)
     return xp.tensor(numbers, dtype=xp.int32) if is_torch(beside) else xp.array(numbers, xp.int32)
 

@@ -4,6 +4,8 @@
                                 matrices each has a leading axis E
     M.permutation               i32 [K], only with act-order
     M.about                     u8, in files of layers: the format and the group size of M, see core/format_tag.py
+    M.weight                    u8 [0], a marker: a loader that does not know this layout looks for a matrix so named
+                                and refuses the file by its shape, instead of making up the weights
 
 Where there is no M.about, config.json says which format it is,
 
@@ -36,12 +38,16 @@ from billfish.core.format_tag import ABOUT, About
 from billfish.core.storage import Array, Storage
 from billfish.models.fields import section
 
+MARKER = "weight"
+BESIDE = ("permutation", ABOUT, MARKER)  # parts of a module that are in no format's storage
+MARKER_SPEC: Spec = (np.dtype(np.uint8), (0,))
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def parts() -> tuple[str, ...]:
     """The names of all arrays that a module may have."""
-    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), "permutation", ABOUT)
+    return (*dict.fromkeys(name for format in FORMATS.values() for name in format.storage_names), *BESIDE)
 
 
 def first_parts() -> set[str]:
@@ -53,9 +59,9 @@ class NativeMatrix(Matrix):
     layout = "billfish"
 
     def __init__(self, name: str, parts: dict[str, Stored], format: Format, shape: tuple[int, ...], group: int) -> None:
-        self.arrays = {part: stored for part, stored in parts.items() if part not in ("permutation", ABOUT)}
+        self.arrays = {part: stored for part, stored in parts.items() if part not in BESIDE}
         self.order = parts.get("permutation")
-        weights = [stored for part, stored in parts.items() if part != ABOUT]
+        weights = [stored for part, stored in parts.items() if part not in (ABOUT, MARKER)]
         super().__init__(name, format.name, shape, group, weights, self.order is not None)
         self.parts |= {stored.name for stored in parts.values()}
         self.group = group
@@ -99,13 +105,13 @@ def recognise(module: str, parts: dict[str, Stored], config: dict[str, Any]) -> 
         raise CheckpointError(complaint(CALL, "quantization_config", got, f"one of {', '.join(FORMATS)}"))
     first = format.parts({})[0]
     main = parts.get(first.name)
-    odd = parts.keys() - {*format.storage_names, "permutation", ABOUT}
+    odd = parts.keys() - {*format.storage_names, *BESIDE}
     if main is None or odd:
         got = f"arrays {sorted(parts)} for {module}"
         raise CheckpointError(complaint(CALL, module, got, f"{', '.join(format.storage_names)} for {format.name}"))
     *experts, _, _ = main.shape if len(main.shape) in (2, 3) else (0, 0, 0)
     if 0 in (*experts, *main.shape) or any(
-        part.shape[: len(experts)] != (*experts,) for name, part in parts.items() if name != ABOUT
+        part.shape[: len(experts)] != (*experts,) for name, part in parts.items() if name not in (ABOUT, MARKER)
     ):
         got = f"shapes {', '.join(f'{name} {part.shape}' for name, part in parts.items())}"
         raise CheckpointError(complaint(CALL, main.name, got, "a matrix, or a stack of E with an axis E in each array"))
@@ -165,6 +171,8 @@ class NativeTarget(Target):
         specs = {f"{item.module}.{part}": spec for part, spec in storage_specs(item).items()}
         if item.act_order:
             specs[f"{item.module}.permutation"] = (np.dtype(np.int32), (item.k,))
+        if _is_marked(item):
+            specs[item.name] = MARKER_SPEC
         return specs
 
     def arrays(self, item: Item, storage: Storage) -> dict[str, Array]:
@@ -172,7 +180,14 @@ class NativeTarget(Target):
         if item.act_order:
             order = item.order()
             arrays[f"{item.module}.permutation"] = np.arange(item.k) if order is None else order
+        if _is_marked(item):
+            arrays[item.name] = np.zeros(MARKER_SPEC[1], MARKER_SPEC[0])
         return arrays
+
+
+def _is_marked(item: Item) -> bool:
+    """Whether other loaders would look for a matrix of this name: they have other names for stacks of experts."""
+    return item.name.endswith(".weight") and len(item.shape) == 2
 
 
 def quantization_config(items: Iterable[Item]) -> dict[str, Any]:

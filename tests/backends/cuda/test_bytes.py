@@ -249,7 +249,7 @@ def test_what_takes_x_as_it_is_says_why():
 
 
 def test_what_was_measured_goes_in_bytes():
-    """docs/cuda.md has the figures of these."""
+    """docs/notes/2026-11-18-cuda-fp8.md has the figures of these."""
     for k, n in ((4096, 14336), (14336, 4096), (8192, 8192)):
         for m in (128, 256, 1024, 4096):
             assert plan_of(MXFP4, "fp8", m, n, k) is not None

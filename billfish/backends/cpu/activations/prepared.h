@@ -8,7 +8,7 @@
 
 namespace billfish {
 
-// Kernels may read a bundle of rows, and a vector, past the end. Whoever keeps one of these keeps its memory.
+// Kernels may read a bundle (tile of rows) and a vector past the end. The object owns the memory.
 class Prepared {
  public:
   // For m rows; digits: 0 for exact, 1 for q8, 2 for q16. Weights that want floats get none. span: of x, see span_of_x.
@@ -32,7 +32,7 @@ class Prepared {
     }
   }
 
-  // How many rows go side by side: a part is of whole bundles.
+  // How many rows a tile has: a part is of whole tiles.
   int64_t bundle() const { return digits_ > 0 ? integers.lanes : exact.lanes; }
 
   // Some of the rows, and some of their blocks.
@@ -87,7 +87,7 @@ class Prepared {
   std::vector<uint8_t> wide_;
 };
 
-// f(part) for m rows bundle by bundle, on several threads. Where there are fewer bundles than threads, each thread gets some of the
+// f(part) for m rows, tile by tile, on several threads. Where there are fewer tiles than threads, each thread gets some of the
 // blocks, in whole spans, if `cut` and they are worth a hand-over.
 template <class F> void for_each_part(int64_t m, int64_t bundle, int64_t blocks, bool cut, F f) {
   const int64_t bundles = (m + bundle - 1) / bundle, spans = (blocks + LARGEST_SPAN_OF_X - 1) / LARGEST_SPAN_OF_X;

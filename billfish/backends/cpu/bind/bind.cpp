@@ -193,7 +193,7 @@ std::vector<bool> prepack_blocks(const std::string& name, const std::vector<Bloc
   return finite;
 }
 
-// Plain weights [n, k], as bytes.
+// Unquantized weights [n, k], as bytes.
 void prepack_plain(const std::string& name, const Description& d, Contiguous<const uint8_t> numbers, Contiguous<uint8_t> out) {
   const Level& level = find_level(name);
   const Weights w = d.weights(level, nullptr);
@@ -253,13 +253,13 @@ void multiply_codes(const std::string& name, const Description& d, Contiguous<co
 using Bias = std::optional<Contiguous<const float>>;
 using ProductArrays = std::tuple<std::string, const Description*, Contiguous<const uint8_t>, Contiguous<const float>, int, Bias, Contiguous<float>>;
 
-// Room for x that this thread keeps.
+// The buffer for x that this thread keeps between calls.
 Rows& kept_rows() {
   static thread_local Rows rows;
   return rows;
 }
 
-// Lends it, and sees to it that it is not too large afterwards.
+// Frees the buffer at the end of the call if it is too large to keep.
 struct LentRows {
   Rows& rows = kept_rows();
   ~LentRows() {

@@ -1,8 +1,8 @@
-// The best score of each row in 16 bits, from scores in 8 bits and a few in 16.
+// The LM head for greedy decoding: int8 pre-selection, int16 re-scoring. The largest logit of each row is that of q16.
 //
-// Rounding x to 8 bits moves scores by 0.02 of the spread of their row (its standard deviation), and none of 49,152 by more than 0.13 (SmolLM2). A
-// score that is more than one spread below the best of its row could only be the best in 16 bits if one of both moved by half a spread. So tiles
-// with a score above that are multiplied again. How far their scores move tells how far others may: if any moves by FAR, all tiles are.
+// Rounding x to 8 bits moves logits by 0.02 of the standard deviation of their row (its *spread*), and none of 49,152 by more than 0.13 (SmolLM2). A
+// logit that is more than one spread below the largest of its row could only be the largest in 16 bits if one of both moved by half a spread. So tiles
+// with a logit above that are computed again. How far their logits move tells how far others may: if any moves by FAR, all tiles are computed again.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace billfish {
 
-// Of a spread. Errors of a thousand scores are below it where their deviation is a sixteenth: then none of a million reaches half a spread.
+// Of a spread. Errors of a thousand logits are below it where their deviation is a sixteenth: then none of a million reaches half a spread.
 constexpr float FAR = 0.2f;
 
 struct Spread {
@@ -39,7 +39,7 @@ inline Spread spread_of(const float* scores, int64_t n) {
   return {*std::max_element(largest, largest + LANES), float(std::sqrt(std::max(square / double(n) - mean * mean, 0.0)))};
 }
 
-// The tiles, of tile_rows scores each, with a score that is within a spread of the best of its row. Scores are [rows, n].
+// The tiles, of tile_rows logits each, with a logit that is within a spread of the largest of its row. scores: [rows, n].
 inline std::vector<int64_t> tiles_near_best(const float* scores, const std::vector<Spread>& spreads, int64_t n, int64_t tile_rows) {
   std::vector<char> near(static_cast<size_t>((n + tile_rows - 1) / tile_rows));
   parallel_for(int64_t(near.size()), [&](int64_t first, int64_t last) {
@@ -58,7 +58,7 @@ inline std::vector<int64_t> tiles_near_best(const float* scores, const std::vect
   return tiles;
 }
 
-// product.y [m, n] has scores of x in q8; those that may be the best of their row become scores of x in q16, which `x` has.
+// product.y [m, n] has logits of x in q8. Those that may be the largest of their row become logits of x in q16, which `x` holds.
 inline void settle_best(const Rows& x, const LinearInto& product, int64_t m, int64_t tile_rows) {
   const int64_t n = product.weights.n;
   std::vector<Spread> spreads(static_cast<size_t>(m));

@@ -263,7 +263,7 @@ void dequantize_rows(const Storage& s, void* out, int type, int64_t first, int64
 
 namespace {
 
-// A band of columns of words, turned: each of them a row of bytes or nibbles, as long as possible, because its values are one
+// A band of columns of words, transposed: each of them a row of bytes or nibbles, as long as possible, because its values are one
 // stream of stores; and their scales and zero points likewise. Columns are further apart than a power of two, or they would
 // share lines of the cache.
 constexpr int64_t BAND = 32, BAND_BYTES = 2048, BAND_GROUPS = 128;

@@ -97,7 +97,7 @@ struct Threes : Unsigned<Threes, 3, Operand::below_16> {
   }
 };
 
-// Nibbles. Vectors 2i and 2i+1 are two sets of rows at the same k, so they meet the same x: the dot product of the byte as
+// Nibbles. Vectors 2i and 2i+1 are two sets of rows at the same k, so they are multiplied with the same x: the dot product of the byte as
 // it is, 16 * high + low, less that of its low nibble, which is needed anyway, is 16 times that of the high one. One
 // mask for two vectors instead of a mask and a shift. Where bytes are signed, prepack stores the high code less 8.
 struct Nibbles {

@@ -46,14 +46,14 @@ struct Sorted {
   }
 };
 
-// Which of its experts' tiles a thread has drawn: f(number of the gathering, first tile, last tile).
+// A gathering is the group of rows that chose one expert. Which tiles of which groups a thread has: f(group, first tile, last tile).
 template <class F> void each_gathering(int64_t tiles, int64_t first, int64_t last, F f) {
   for (int64_t g = first / tiles; g * tiles < last; g++) f(size_t(g), std::max<int64_t>(first - g * tiles, 0), std::min(last - g * tiles, tiles));
 }
 
 int64_t tiles_of(const Level& level, const ExpertStack& stack) { return (stack.weights.n + level.tile_rows - 1) / level.tile_rows; }
 
-// Room that a thread keeps from call to call: x of each gathering, and numbers in between.
+// Memory that a thread keeps from call to call: x of each group of rows, and intermediate results.
 struct Kept {
   std::deque<Rows> x, h;
   std::vector<float> gate, up, sorted;
@@ -83,10 +83,10 @@ float* at_least(std::vector<float>& room, int64_t count) {
   return room.data();
 }
 
-// Tiles that all rows of a gathering pass over before the next tiles: their stream stays in the second-level cache.
+// Tiles that all rows of a group pass over before the next tiles: their stream stays in the L2 cache.
 constexpr int64_t TILES_TOGETHER = 8;
 
-// Rows of x for each gathering, and what they are multiplied with next.
+// Rows of x, prepared for the experts that they are multiplied with.
 class GatheredRows {
  public:
   // make(sorted row, out) writes a row of x [k]. One row that all have is made once.
@@ -125,7 +125,7 @@ class GatheredRows {
     });
   }
 
-  // Tiles [first, last) of the product of a gathering's rows with its expert; y [sorted rows, n].
+  // Tiles [first, last) of the product of a group's rows with its expert; y [sorted rows, n].
   void multiply(const ExpertStack& stack, const Gathering& gathering, size_t number, float* y, int64_t first, int64_t last) const {
     const Weights own = stack.of(gathering.expert);
     const size_t begin = number == 0 ? 0 : ends_[number - 1], end = ends_[number];
@@ -143,7 +143,7 @@ class GatheredRows {
   };
   const std::deque<Rows>& rows_;
   std::vector<Run> runs_;
-  std::vector<size_t> ends_;  // of the runs of each gathering
+  std::vector<size_t> ends_;  // of the runs of each group
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Products with experts: of a stack of matrices, each row of x is multiplied with the few that it chose.
+// Mixture of experts: grouped GEMM of a stack of matrices with the rows of x that chose each of them.
 //
-// Rows are sorted by expert, so that each expert's rows are multiplied together, and the tiles of all chosen experts are shared out
-// in one loop. Experts that nobody chose are not read. No result depends on the number of threads.
+// Rows are sorted by expert, so that each expert's rows are multiplied together, and the tiles of all active experts are distributed
+// over the threads in one loop. Experts without rows are not read. No result depends on the number of threads.
 #pragma once
 #include <functional>
 

@@ -1,4 +1,4 @@
-// Products in integers with few rows of x, straight from the stream, by the kernels of stream8.h; and which products these are.
+// Integer GEMV and skinny GEMM straight from the stream, by the kernels of stream8.h; and up to how many rows of x they run.
 #pragma once
 #include "gemm/held8.h"
 #include "gemm/wide.h"

@@ -23,7 +23,7 @@ inline int64_t start_stride(const Weights& w, const Activations8& x) {
   return !unsigned_codes(w, x) && SIGNED_BIAS == 0 ? 0 : (w.group == 16 ? 2 : 1) * 2 * start_parts(w, x) * x.lanes * START_INTS;
 }
 
-// For rows [first, last), in whole bundles, and blocks [begin, end).
+// For rows [first, last), in whole tiles, and blocks [begin, end).
 inline void fill_starts(const Weights& w, const Activations8& x, int64_t first, int64_t last, int64_t begin, int64_t end) {
   const int halves = w.group == 16 ? 2 : 1, lanes = x.lanes, parts = start_parts(w, x);
   const bool is_unsigned = unsigned_codes(w, x), sixteenfold = is_unsigned && w.codes == Codes::u4 && WHOLE_BYTES_FIT;

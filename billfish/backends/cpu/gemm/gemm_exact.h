@@ -10,7 +10,7 @@ namespace BILLFISH_ISA {
 // ---- few rows -------------------------------------------------------------------------------------------------------
 
 // sums [BUNDLES * X_ROWS][TILE_ROWS] += x W^T for one row vector and a chunk, whose codes are a byte each. x [chunk][X_ROWS] is that of the
-// first bundle, others are x_stride behind. Each chunk is added up on its own first, which loses less than one long sum.
+// first tile of rows, others are x_stride behind. Each chunk is added up on its own first, which loses less than one long sum.
 template <int BUNDLES, bool MINIMUMS>
 __attribute__((flatten, noinline)) void add_codes(const uint8_t* codes, const GroupScales* scales, const Blocks& run, bool halves, int row_vector, const float* x, int64_t x_stride, float* sums) {
   const int64_t quads = run.count * 8;
@@ -54,7 +54,7 @@ __attribute__((flatten, noinline)) void add_codes(const uint8_t* codes, const Gr
 
 using CodesKernel = void (*)(const uint8_t*, const GroupScales*, const Blocks&, bool, int, const float*, int64_t, float*);
 
-// The kernel for these weights and so many bundles of rows, or null: where registers do not hold their sums, or a scale times
+// The kernel for these weights and so many tiles of X_ROWS rows, or null: where registers do not hold their sums, or a scale times
 // what times_byte adds is not exact, as for float32 and for the 19 bits of a two-level scale without minimum.
 inline CodesKernel codes_kernel(const Weights& w, int64_t bundles) {
   CodesKernel found = nullptr;

@@ -1,4 +1,4 @@
-// y = x W^T in float32 with plain weights: float32, float16 or bfloat16, as they lie in the stream.
+// y = x W^T in float32 with unquantized weights: float32, float16 or bfloat16, as they lie in the stream.
 //
 // A block of a tile is [32 k][TILE_ROWS] numbers, without scales. With few rows of x they become float32 just before they are multiplied,
 // with more once for all rows, in a buffer as in values.h. Every sum has the same order for any number of rows, so that a row of x

@@ -1,4 +1,4 @@
-// Products in integers with 8 to 16 rows of x beside nibbles: the codes of a block are decoded once, stay in registers, and meet all rows.
+// Integer GEMM for 8 to 16 rows of x and 4-bit codes: the codes of a block are decoded once and stay in registers for all rows.
 //
 // A kernel takes one row vector of a tile, since 16 rows of x have as many sums in float32. Its codes come by a mask alone: those of
 // odd vectors are 16 times their values, for which the scale of x makes up.

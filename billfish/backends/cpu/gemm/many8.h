@@ -1,4 +1,4 @@
-// Products in integers with many rows of x: a slice of a tile is decoded once into a buffer that stays in the first-level cache, then
+// Integer GEMM for many rows of x: a slice of a tile is decoded once into a buffer that stays in the L1 cache, then
 // multiplied with all rows, MANY_TOGETHER at a time.
 #pragma once
 #include "gemm/few8.h"
@@ -121,7 +121,7 @@ template <class Buffer, bool MINIMUMS> void add_blocks_to_rows(const Weights& w,
   else call_for(std::integral_constant<int, MANY_TOGETHER>{});
 }
 
-// What a buffer has: values, but where dot() does not take any byte, what it takes gladly.
+// What the buffer holds: signed values, or where dot() does not take any byte, unsigned codes.
 template <class Decoder> using BufferOf = std::conditional_t<WHOLE_BYTES_FIT, Whole, Unpacked<Decoder::operand>>;
 
 // Blocks of the stream to bytes, as the buffer has them.

@@ -1,4 +1,4 @@
-// Products of x as it is with weights that have become float32 values: what gemm_exact.h, gemm_float_codes.h and gemm_plain.h do for many rows.
+// float32 GEMM with weights that are decoded to float32: what gemm_exact.h, gemm_float_codes.h and gemm_plain.h do for many rows.
 #pragma once
 #include "gemm/wide.h"
 
@@ -9,7 +9,7 @@ using billfish::BLOCK;
 using billfish::CHUNK;
 
 // sums [BUNDLES * X_ROWS][TILE_ROWS] += x W^T over `count` k, for row vectors from FIRST on: values [count][TILE_ROWS]. x [count][X_ROWS] is
-// that of the first bundle, others are x_stride behind.
+// that of the first tile of rows, others are x_stride behind.
 template <int FIRST, int BUNDLES> __attribute__((flatten, noinline)) void add_values(const float* values, const float* x, int64_t x_stride, int64_t count, float* sums) {
   Floats total[BUNDLES * X_ROWS][SUM_VECTORS];
   repeat<BUNDLES * X_ROWS>([&](int t) INLINED { repeat<SUM_VECTORS>([&](int r) INLINED { total[t][r] = splat(0); }); });

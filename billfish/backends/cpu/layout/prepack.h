@@ -163,7 +163,7 @@ inline void pack_tile(const Weights& w, const CodeReader& read_codes, const std:
   }
 }
 
-// The same of plain weights [n, k], where Bits are those of a number: blocks [32 k][rows of the tile], zeros where W has ended.
+// The same of unquantized weights [n, k], where Bits are those of a number: blocks [32 k][rows of the tile], zeros where W has ended.
 template <class Bits> inline void pack_plain_tile(const Weights& w, const uint8_t* numbers, int rows, int64_t tile, uint8_t* out) {
   constexpr int64_t size = sizeof(Bits);
   const int64_t first = tile * rows, count = std::min<int64_t>(rows, w.n - first), block_bytes = BLOCK * rows * size;

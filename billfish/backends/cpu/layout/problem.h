@@ -1,4 +1,4 @@
-// What a multiplication is given: the packed weights and x, as plain pointers. The same for every ISA level.
+// What a GEMM gets: the packed weights and x, as plain pointers. The same for every ISA level.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,11 +9,11 @@ constexpr int CHUNK = 256;  // k of the stream, with the upper scales of all row
 constexpr int BLOCK = 32;   // k of the stream, and k of x that share a scale unless span_of_x says more
 constexpr int MANY_ROWS = 8;  // from about here on, weights are decoded once for all rows of x
 
-// A thread keeps room for x, and for the scores of attention, from call to call: so much of each at most. More is given back at once.
+// A thread keeps buffers for x, and for attention scores, from call to call, up to this size each. Larger ones are freed at once.
 constexpr size_t KEPT_BYTES = 8 << 20;
 
 // How the bits of a code are stored; see gemm/decode.h. Those of e4m3 and floats stand for numbers that int8 does not hold: bytes of E4M3,
-// and nibbles that are indices into 16 float32. f32, f16 and bf16 are plain weights: no codes but the numbers themselves. A table becomes a
+// and nibbles that are indices into 16 float32. f32, f16 and bf16 are unquantized weights: no codes but the numbers themselves. A table becomes a
 // small one where a level wants that: see take_table.
 enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, e4m3, floats, f32, f16, bf16, small_table };
 
@@ -21,10 +21,10 @@ enum class Codes : int32_t { u2, u3, u4, u5, u6, s8, table, e4m3, floats, f32, f
 enum class Operand { below_16, below_32, below_64, values, bytes };
 constexpr bool has_codes(Operand operand) { return operand <= Operand::below_64; }
 
-// How the scales of a chunk are stored; see gemm/scales.h. Plain weights have none.
+// How the scales of a chunk are stored; see gemm/scales.h. Unquantized weights have none.
 enum class Scales : int32_t { f16, f16_minimum, f16_zero8, f16_zero16, e8m0, e4m3, sub, sub_minimum, sub_nibbles, f32, f32_minimum, none };
 
-// What a gated feed-forward part does to its gate and up rows, numbered as in billfish/core/mixture.py; see gemm/gates.h.
+// SwiGLU and its like: what a feed-forward network does to its gate and up rows, numbered as in billfish/core/mixture.py; see gemm/gates.h.
 enum class Gate : int32_t { silu, gelu, clamped_silu };
 
 struct Weights {
@@ -52,7 +52,7 @@ constexpr int LARGEST_SPAN_OF_X = 4;
 inline int span_of_x(const Weights& w, int digits) { return digits != 1 || w.group <= BLOCK ? 1 : w.group < LARGEST_SPAN_OF_X * BLOCK ? w.group / BLOCK : LARGEST_SPAN_OF_X; }
 
 // x in integers of one int8 digit, of two for q16 (256 * digit 0 + digit 1), or of four for exact products with few rows,
-// with a scale for each `span` blocks. Sums, totals and starts of the first block of a span are those of the span. Rows go side by side in bundles of `lanes`, as many as a kernel takes at a time:
+// with a scale for each `span` blocks. Sums, totals and starts of the first block of a span are those of the span. Rows go side by side in bundles: tiles of `lanes` rows, as many as a kernel takes at a time:
 // [bundles, blocks, ..., lanes]. Sums are in two parts where there are several digits: one for each of two, or for each pair of four.
 struct Activations8 {
   int8_t* codes;    // [bundles, blocks, digits, lanes, 32]

@@ -1,4 +1,4 @@
-// Products with x as it is and codes in integers, for one ISA level; compiled as level.cpp is.
+// GEMM with unrounded x and integer codes, for one ISA level; compiled as level.cpp is.
 #include "layout/problem.h"
 #include BILLFISH_SIMD
 #include "gemm/gemm_exact.h"

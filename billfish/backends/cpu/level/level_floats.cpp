@@ -1,4 +1,4 @@
-// Products with weights that want floats, for one ISA level; compiled as level.cpp is.
+// GEMM with unquantized weights and float codes, for one ISA level; compiled as level.cpp is.
 #include "layout/problem.h"
 #include BILLFISH_SIMD
 #include "gemm/gemm_float_codes.h"

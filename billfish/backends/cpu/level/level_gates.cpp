@@ -1,4 +1,4 @@
-// The gates of feed-forward parts for one ISA level; compiled as level.cpp is.
+// SwiGLU and its like for one ISA level; compiled as level.cpp is.
 #include "layout/problem.h"
 #include BILLFISH_SIMD
 #include "gemm/gates.h"

@@ -1,7 +1,7 @@
 // The threads of an OpenMP library that this process has anyway.
 //
 // Idle threads of torch's OpenMP spin for a millisecond or so, as ours do, and between the products of a model torch has loops of its own. Two
-// sets of threads on the same cores then wait for one another: a product of 116 us and a loop of 70 us took 414 in turns (docs/cpu.md). So a process with
+// sets of threads on the same cores then wait for one another: a matmul of 116 us and a loop of 70 us took 414 us alternately (docs/notes/2026-11-17-torch-threads.md). So a process with
 // torch has one set, torch's.
 #pragma once
 #include <string>
