@@ -6,22 +6,20 @@ A page says where by a pair of comments, and everything between them is written 
     <!-- end -->
 
 Names are those of benchmarks.tables.TABLES (`python -m benchmarks.tables` prints them all) and of CODE below. A name of
-words instead of a table goes into a sentence: `<!-- generated: llm-h200-llama-range --><!-- end -->`.
+words instead of a table goes into a sentence: `<!-- generated: packing-neoverse --><!-- end -->`.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks import records
+from benchmarks import code_tables, records
 from benchmarks.pictures import PICTURES
 from benchmarks.tables import TABLES, table
-from billfish.cli.formats import print_formats
 from billfish.cli.main import COMMANDS, parser_of
 from billfish.models import Architecture
 
@@ -30,13 +28,6 @@ MARKED = re.compile(r"(<!-- generated: ([\w ,-]+?) -->)(.*?)(<!-- end -->)", re.
 
 
 # ---- tables of the code -----------------------------------------------------------------------------------------
-
-
-def formats() -> str:
-    """Every format, as `billfish formats --markdown` prints it."""
-    out = io.StringIO()
-    print_formats(out, markdown=True)
-    return out.getvalue()
 
 
 def options(command: str) -> str:
@@ -67,7 +58,7 @@ def architectures() -> str:
 
 
 CODE: dict[str, Callable[[], str]] = {
-    "formats": formats,
+    **code_tables.CODE,
     "architectures": architectures,
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},
 }
