@@ -22,6 +22,7 @@ from benchmarks.pictures import PICTURES
 from benchmarks.tables import TABLES, table
 from billfish.cli.main import COMMANDS, parser_of
 from billfish.models import Architecture
+from billfish.models.olmo import Olmo2
 
 ROOT = records.RESULTS.parents[1]
 MARKED = re.compile(r"(<!-- generated: ([\w ,-]+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
@@ -60,6 +61,7 @@ def architectures() -> str:
 CODE: dict[str, Callable[[], str]] = {
     **code_tables.CODE,
     "architectures": architectures,
+    "code-olmo2": lambda: f"```python\n{inspect.getsource(Olmo2)}```",
     **{f"options-{command}": lambda command=command: options(command) for command in COMMANDS},
 }
 
