@@ -22,7 +22,7 @@ from billfish.checkpoints.entry import Description, Entry
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.safetensors_files import CALL
-from billfish.core.errors import CheckpointError, complaint
+from billfish.core.errors import CheckpointError, bad_argument, failure
 from billfish.models import ARCHITECTURES, Architecture, of_config, of_gguf
 from billfish.models import UnknownModel as UnknownModel
 from billfish.models.architecture import EMBEDDING as EMBEDDING
@@ -33,7 +33,7 @@ from billfish.models.rope import FACTOR_TENSORS
 from billfish.models.rope import ROTARY_FACTORS as ROTARY_FACTORS
 
 INVERSE_FREQUENCIES = ".rotary_emb.inv_freq"  # old folders have it for each layer; it follows from the configuration
-TAKES = "the tensors of a decoder with gated feed-forward blocks"
+ONLY_DECODERS = "Supported are language models: decoders with gated feed-forward blocks."
 
 
 # ---- checkpoints under other names --------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     fields = checkpoint.metadata
     architecture = of_gguf(fields)
     if architecture is None:
-        got = f"architecture {fields.get('general.architecture')!r}"
-        raise UnknownModel(complaint(CALL, str(checkpoint.path), got, ", ".join(ARCHITECTURES)))
+        problem = f"{checkpoint.path} has the architecture {fields.get('general.architecture')!r}"
+        raise UnknownModel(failure(CALL, problem, f"Supported are {', '.join(ARCHITECTURES)}."))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
         new = model_name(name, architecture.gguf)
@@ -66,7 +66,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
             entries[new] = _translated(checkpoint.entry(name), name, new, architecture, fields, to_gguf=False)
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
     view = checkpoint.view(entries, origins)
     stacked = by_stacks(view)  # where gate and up are one stack, they become two
     if stacked is not view:
@@ -88,9 +88,9 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
             continue
         new = gguf_name(name, architecture.gguf)
         if new is None:
-            raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
+            raise UnknownModel(failure(CALL, f"{checkpoint.path} has an unknown tensor {name!r}", ONLY_DECODERS))
         if new in entries:
-            raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
+            raise CheckpointError(failure(CALL, f"two tensors would be named {new}, one of them {name}"))
         entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
         origins.append(stacked.origins.get(name, name))
     if architecture.unpublished_head and HEAD in entries and config.get("tie_word_embeddings", True):
@@ -219,8 +219,8 @@ def heads_of(fields: Mapping[str, Any], architecture: Architecture, name: str) -
         keys = [f"{architecture.gguf}.attention.head_count_kv", *keys]
     heads = next((fields[key] for key in keys if fields.get(key)), 0)
     if not isinstance(heads, int) or heads < 1:
-        takes = "the number of heads, the same in all layers"
-        raise CheckpointError(complaint(CALL, keys[0], repr(heads), takes))
+        expected = "one number of heads for all layers"
+        raise CheckpointError(bad_argument(CALL, keys[0], repr(heads), expected))
     return heads
 
 
@@ -230,6 +230,6 @@ def row_order(about: Description, heads: int, to_gguf: bool) -> NDArray[np.int64
         return None
     n = about.shape[0] if about.shape else 0
     if n % (2 * heads) or n == 0:
-        raise CheckpointError(complaint(CALL, about.name, f"{n} rows for {heads} heads", "an even number for each"))
+        raise CheckpointError(failure(CALL, f"{about.name} has {n} rows for {heads} heads, not an even number each"))
     half = n // heads // 2
     return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
