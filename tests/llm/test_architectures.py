@@ -349,7 +349,7 @@ def test_a_mixer_without_kernels_is_refused_by_name(folder_of):
     matrix = block.mixer.q
     blocks = (replace(block, mixer=ShortConvolution(3, matrix, matrix, matrix)),)
     tensors.config = replace(tensors.config, blocks=blocks)
-    with pytest.raises(bf.ModelError, match="layer 0.*ShortConvolution"):
+    with pytest.raises(bf.ModelError, match=r"layer 0.*ShortConvolution"):
         CpuDecoder(tensors)
     assert devices.missing(tensors.config) == ["ShortConvolution"]
 
