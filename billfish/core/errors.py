@@ -72,7 +72,6 @@ def type_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeioAEIO' or name == 'ndarray' else 'a'} {name}"
 
 
-complaint = bad_argument  # the former name, for callers that still use it
 
 
 def readable(text: object, longest: int = LONGEST) -> str:

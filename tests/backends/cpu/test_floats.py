@@ -139,34 +139,37 @@ def test_decoder(level, threads):
         packed = backend.pack(bf.quantize(gaussian((n, k), n + k), "q8_0"))
         return packed.description, packed.data, None, None
 
-    decoder = _cpu.Decoder(
-        level=level,
-        hidden=hidden,
-        heads=2,
-        kv_heads=1,
-        head_size=head_size,
-        feed_forward=hidden,
-        epsilon=1e-6,
-        query_scale=head_size**-0.5,
-        residual_scale=1.0,
-        attention_cap=0.0,
-        logit_cap=0.0,
-        adjacent=False,
-        gate=GATES.index("silu"),
-        joint_norms=False,
-        rotations=[([0.1] * (head_size // 2), 1.0)],
-    )
-    sizes = (hidden, head_size, head_size, hidden, hidden, hidden, hidden)
-    decoder.add_layer([ones, ones, *[None] * 5], 0, 0, [matrix(n, hidden) for n in sizes], None)
+    rope = {"frequencies": [0.1] * (head_size // 2), "magnitude": 1.0, "adjacent": False}
+    decoder = _cpu.Decoder(level, hidden, 1e-6, 0.0, [rope])
+    attention = {
+        "kind": "Attention",
+        "heads": 2,
+        "kv_heads": 1,
+        "head_size": head_size,
+        "q": matrix(hidden, hidden),
+        "k": matrix(head_size, hidden),
+        "v": matrix(head_size, hidden),
+        "output": matrix(hidden, hidden),
+        "scale": head_size**-0.5,
+        "cap": 0.0,
+        "window": 0,
+        "rope": 0,
+        "v_norm": False,
+        "gated": False,
+    }
+    parts = {name: matrix(hidden, hidden) for name in ("gate", "up", "down")}
+    feed_forward = {"kind": "Dense", "activation": GATES.index("silu"), **parts}
+    norms = {"mixer_norm": ones, "feed_forward_norm": ones}
+    decoder.add_block({"mixer": attention, "feed_forward": feed_forward, "residual_scale": 1.0, **norms})
     decoder.set_head(ones, matrix(100, hidden))
     x = gaussian((rows, hidden)) * np.float32(2.0**-130)
 
     def results() -> list[np.ndarray]:
-        keys, values = (np.zeros((1, 1, 1, _cpu.CACHE_BLOCK * head_size), np.float32) for _ in range(2))
+        state = _cpu.SequenceState([(1, head_size, 0)], half=False, capacity=rows)
         logits, through = np.empty((rows, 100), np.float32), x.copy()
         decoder.finish(x, 0, logits)
-        decoder.run(through, [(keys, values, 0, rows)], 0)
-        return [logits, through, keys, values]
+        decoder.run(through, [(state, 0, rows)], 0, None)
+        return [logits, through, np.array(state.keys(0)), np.array(state.values(0))]
 
     _cpu.set_threads(1)
     expected = results()

@@ -178,7 +178,7 @@ def test_what_cannot_is_refused_with_the_reason():
         ("q4_0", "fp8", "groups of 32"),
         ("nvfp4", "fp8", "groups of 16"),
         ("u4", "fp8", "a zero point"),
-        ("mxfp4", "q8", "weights of E2M1"),
+        ("mxfp4", "q8", "E2M1"),
         ("u4b8", "q16", "not 'q16'"),
     ):
         with pytest.raises(bf.BackendUnavailable, match=reason):
