@@ -12,7 +12,7 @@
 #include <tuple>
 #include <utility>
 
-#include "bind/bind.h"
+#include "bind/arguments.h"
 #include "decoder/decoder.h"
 #include "threads/threads.h"
 
@@ -252,7 +252,9 @@ void add_outer(const std::string& level, Numbers x, Contiguous<float> sums) {
 
 }  // namespace
 
-void billfish::bind_decoder(nb::module_& module) {
+namespace billfish {
+
+void bind_decoder(nb::module_& module) {
   nb::class_<SequenceState>(module, "SequenceState")
       .def("__init__", [](SequenceState* self, const std::vector<std::tuple<int64_t, int64_t, int64_t>>& shapes, bool half, int64_t capacity) {
         std::vector<StateShape> layers;
@@ -285,3 +287,5 @@ void billfish::bind_decoder(nb::module_& module) {
   module.attr("BEST_OF_16") = BEST_OF_16;
   module.attr("FEW_ROWS") = MANY_ROWS - 1;
 }
+
+}  // namespace billfish

@@ -5,16 +5,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
-#include "bind/bind.h"
+#include "bind/arguments.h"
 
 namespace nb = nanobind;
 using namespace billfish;
-
-ExpertStack billfish::expert_stack(const Level& level, const ExpertArrays& arrays) {
-  const auto& [description, stream, experts, factors, biases] = arrays;
-  const Weights w = description.weights(level, stream.data());
-  return {w, experts, expert_bytes(level, w), factors ? factors->data() : nullptr, biases ? biases->data() : nullptr};
-}
 
 namespace {
 
@@ -43,7 +37,11 @@ void run(const std::string& name, Numbers x, Ids ids, Numbers routing, const Exp
 
 }  // namespace
 
-void billfish::bind_experts(nb::module_& module) {
+namespace billfish {
+
+void bind_experts(nb::module_& module) {
   module.def("multiply_experts", &multiply);
   module.def("run_experts", &run, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }
+
+}  // namespace billfish

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <chrono>
 
-#include "bind/bind.h"
+#include "bind/arguments.h"
 #include "threads/threads.h"
 
 namespace billfish {

@@ -1,4 +1,4 @@
-// What the files that make up the Python module share.
+// What the functions of the Python module take: arrays, levels by name, descriptions of weights.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -56,6 +56,8 @@ struct Description {
 
 // The level of that name; throws if this machine cannot run it.
 const Level& find_level(const std::string& name);
+// Those of this machine, best first.
+std::vector<std::string> levels_here();
 
 // Storage as the Python side describes it, without scales that are decoded already.
 Storage storage_of(const uint8_t* bytes, nanobind::dict about);
@@ -64,9 +66,5 @@ Storage storage_of(const uint8_t* bytes, nanobind::dict about);
 // factor for each and biases [experts, n].
 using ExpertArrays = std::tuple<Description, Contiguous<const uint8_t>, int64_t, std::optional<Contiguous<const float>>, std::optional<Contiguous<const float>>>;
 ExpertStack expert_stack(const Level& level, const ExpertArrays& arrays);
-
-void bind_decoder(nanobind::module_& module);
-void bind_experts(nanobind::module_& module);
-void bind_rates(nanobind::module_& module);
 
 }  // namespace billfish
