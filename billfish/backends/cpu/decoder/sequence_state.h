@@ -1,5 +1,5 @@
 // What a sequence keeps between passes, layer by layer. Attention layers keep keys and values: of all positions, or in a ring of those that a window
-// still sees. Mixers with a recurrent state will keep it here, too.
+// still sees. Recurrent layers keep a state of fixed size: that of the last position, and of checkpoints, as it cannot be cut back.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,6 +7,8 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "decoder/kernel_table.h"
@@ -16,10 +18,16 @@ namespace billfish {
 // Rows of a pass that a ring always has room for beside its window.
 constexpr int64_t RING_ROWS = 256;
 
-// What a layer keeps. A layer without keys of its own has no heads.
+// A checkpoint is made after each of so many positions, and where a message ends; of those that would take more memory than this, few are kept.
+constexpr int64_t CHECKPOINT_EVERY = 64;
+constexpr size_t CHECKPOINT_BYTES = size_t(1) << 28;
+constexpr size_t LEAST_CHECKPOINTS = 2;
+
+// What a layer keeps. A layer without keys of its own has no heads, and one without a recurrent state no numbers.
 struct StateShape {
   int64_t kv_heads, head_size;
-  int64_t window;  // positions that a row sees, its own the last; 0: all
+  int64_t window;   // positions that a row sees, its own the last; 0: all
+  int64_t numbers;  // of a recurrent state: of all heads, then the last inputs of its convolution
 };
 
 class KeysAndValues {
@@ -95,12 +103,25 @@ class KeysAndValues {
   Bytes keys_, values_;
 };
 
+// The recurrent states of all layers behind some position, one after the other.
+struct Checkpoint {
+  Checkpoint(int64_t at, bool end, int64_t count) : position(at), message_end(end), numbers(size_t(count)) {}
+  int64_t position;
+  bool message_end;
+  std::vector<float> numbers;
+};
+
 // One sequence. Layers are those of the decoder.
 class SequenceState {
  public:
   SequenceState(const std::vector<StateShape>& shapes, bool half, int64_t capacity) : half_(half) {
-    for (const StateShape& shape : shapes) layers_.emplace_back(shape, half);
-    reserve(0, 0, capacity);
+    for (const StateShape& shape : shapes) {
+      layers_.emplace_back(shape, half);
+      offsets_.push_back(int64_t(numbers_.size()));
+      numbers_.resize(numbers_.size() + size_t(shape.numbers));
+      positions_.push_back(0);
+    }
+    reserve(0, 0, capacity, {});
   }
   SequenceState(const SequenceState&) = delete;
   SequenceState& operator=(const SequenceState&) = delete;
@@ -112,33 +133,105 @@ class SequenceState {
   size_t bytes() const {
     size_t all = 0;
     for (const KeysAndValues& layer : layers_) all += layer.bytes();
-    return all;
+    return all + numbers_.size() * sizeof(float);
   }
+  size_t checkpoints() const { return checkpoints_.size(); }
 
-  // See KeysAndValues. What is raised leaves all positions before `start` as they were.
-  void reserve(int64_t start, int64_t count, int64_t capacity) {
+  // See KeysAndValues. Recurrent states become those behind `start` positions, and checkpoints are prepared for rows [start, start + count), of
+  // which message_ends are followed by another message. What is raised leaves all positions before `start` as they were.
+  void reserve(int64_t start, int64_t count, int64_t capacity, const std::vector<int64_t>& message_ends) {
     const int64_t most = std::max(capacity_, (std::max(capacity, start + count) + CACHE_BLOCK - 1) / CACHE_BLOCK * CACHE_BLOCK);
     for (KeysAndValues& layer : layers_) layer.reserve(start, count, most);
     capacity_ = most;
+    if (numbers_.empty()) return;
+    if (!is_at(start)) restore(*this, start);
+    forget_behind(start);
+    for (int64_t position = start + 1; position <= start + count; position++) {
+      const bool end = std::find(message_ends.begin(), message_ends.end(), position) != message_ends.end();
+      if (end || position % CHECKPOINT_EVERY == 0) add_checkpoint(position, end);
+    }
   }
 
   void copy(const SequenceState& other, int64_t length) {
     const int64_t most = std::max(capacity_, (length + CACHE_BLOCK - 1) / CACHE_BLOCK * CACHE_BLOCK);
     for (size_t i = 0; i < layers_.size(); i++) layers_[i].copy(other.layers_[i], length, most);
     capacity_ = most;
+    if (numbers_.empty()) return;
+    checkpoints_ = other.checkpoints_;
+    if (other.is_at(length)) numbers_ = other.numbers_, positions_.assign(positions_.size(), length);
+    else restore(other, length);
+    forget_behind(length);
   }
 
-  // The longest beginning of the sequence, up to `length` positions, that it can go on behind: all of it, or nothing.
+  // The longest beginning of the sequence, up to `length` positions, that it can go on behind.
   int64_t restorable(int64_t length) const {
-    for (const KeysAndValues& layer : layers_)
-      if (!layer.holds(length)) return 0;
-    return length;
+    const auto holds = [&](int64_t position) {
+      return std::all_of(layers_.begin(), layers_.end(), [&](const KeysAndValues& layer) { return layer.holds(position); });
+    };
+    if (numbers_.empty() || is_at(length)) return holds(length) ? length : 0;
+    for (auto each = checkpoints_.rbegin(); each != checkpoints_.rend(); ++each)
+      if ((*each)->position <= length && holds((*each)->position)) return (*each)->position;
+    return 0;
   }
+
+  // ---- for a pass: the recurrent state of a layer ------------------------------------------------------------------------
+
+  float* recurrent(int64_t layer) const { return const_cast<float*>(numbers_.data()) + offsets_[size_t(layer)]; }
+
+  // Where the layer's state goes behind rows of a pass: (row, place), in their order.
+  std::vector<std::pair<int64_t, float*>> checkpoints(int64_t layer, int64_t start, int64_t count) const {
+    std::vector<std::pair<int64_t, float*>> places;
+    for (const std::shared_ptr<Checkpoint>& each : checkpoints_)
+      if (each->position > start && each->position <= start + count) places.push_back({each->position - start, each->numbers.data() + offsets_[size_t(layer)]});
+    return places;
+  }
+
+  // The layer's state is that behind so many positions; while it changes, behind none.
+  static constexpr int64_t CHANGING = -1;
+  void set_position(int64_t layer, int64_t position) const { positions_[size_t(layer)] = position; }
 
  private:
+  bool is_at(int64_t position) const {
+    for (size_t i = 0; i < layers_.size(); i++)
+      if (layers_[i].shape().numbers && positions_[i] != position) return false;
+    return true;
+  }
+
+  void restore(const SequenceState& from, int64_t position) {
+    if (position == 0) std::fill(numbers_.begin(), numbers_.end(), 0.0f);
+    else {
+      const auto found = std::find_if(from.checkpoints_.begin(), from.checkpoints_.end(), [&](const auto& each) { return each->position == position; });
+      if (found == from.checkpoints_.end()) throw std::invalid_argument("a recurrent state can only go back to a checkpoint");
+      numbers_ = (*found)->numbers;
+    }
+    positions_.assign(positions_.size(), position);
+  }
+
+  void forget_behind(int64_t position) {
+    checkpoints_.erase(std::remove_if(checkpoints_.begin(), checkpoints_.end(), [&](const auto& each) { return each->position > position; }), checkpoints_.end());
+  }
+
+  // Of too many, the one goes without which the largest gap stays smallest; ends of messages, where prompts part, count four times.
+  void add_checkpoint(int64_t position, bool message_end) {
+    const size_t most = std::max(LEAST_CHECKPOINTS, CHECKPOINT_BYTES / (numbers_.size() * sizeof(float)));
+    checkpoints_.push_back(std::make_shared<Checkpoint>(position, message_end, int64_t(numbers_.size())));
+    if (checkpoints_.size() <= most) return;
+    size_t worst = 0;
+    int64_t least = 0;
+    for (size_t i = 0; i + 1 < checkpoints_.size(); i++) {
+      const int64_t gap = (checkpoints_[i + 1]->position - (i ? checkpoints_[i - 1]->position : 0)) * (checkpoints_[i]->message_end ? 4 : 1);
+      if (i == 0 || gap < least) worst = i, least = gap;
+    }
+    checkpoints_.erase(checkpoints_.begin() + int64_t(worst));
+  }
+
   bool half_;
   int64_t capacity_ = 0;
   std::vector<KeysAndValues> layers_;
+  std::vector<float> numbers_;                 // the recurrent states of all layers
+  std::vector<int64_t> offsets_;               // where each begins
+  mutable std::vector<int64_t> positions_;     // that each is behind of
+  std::vector<std::shared_ptr<Checkpoint>> checkpoints_;  // in order; sequences with a common beginning share them
 };
 
 }  // namespace billfish
