@@ -75,7 +75,7 @@ def expert_modules(block: str, router: str, shared: str = "") -> dict[str, str]:
     parts = ("gate", "up", "down")
     at = f"{block}." if block else ""
     names = {"ffn_gate_inp": f"{at}{router}"}
-    names |= {f"ffn_{part}_exps": f"{at}experts.{part}_proj" for part in parts}
+    names |= {f"ffn_{part}_exps": f"{at}experts.{part}_proj" for part in (*parts, "gate_up")}
     return names | ({f"ffn_{part}_shexp": f"{at}{shared}.{part}_proj" for part in parts} if shared else {})
 
 

@@ -21,6 +21,7 @@ from stack_models import gpt_oss_folder
 import billfish as bf
 from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
+from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.llm import devices, load
 from billfish.models import ARCHITECTURES
 
@@ -60,6 +61,28 @@ def test_a_folder_gives_the_logits_of_transformers(folder_of, name):
 def test_a_gguf_file_gives_the_logits_of_transformers(folder_of, name, tmp_path):
     bf.convert(folder_of(name), tmp_path / "m.gguf", "gguf")
     assert close(load(tmp_path / "m.gguf", device="cpu").logits(TOKENS), in_transformers(folder_of(name), TOKENS))
+
+
+@EVERY_MODEL
+def test_names_are_those_of_gguf(folder_of, name):
+    """Its own tables are the judge."""
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == MODELS[name][0])
+    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[arch]}
+    for tensor in by_gguf_names(bf.load(folder_of(name))):
+        module = re.sub(r"^blk\.\d+", "blk.{bid}", tensor.rpartition(".")[0])
+        if not (MODELS[name][0] == "gemma4" and module.endswith(("ffn_gate_exps", "ffn_up_exps"))):  # or both as one
+            assert module in known, tensor
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "gemma4-moe"])
+def test_gate_and_up_may_be_one_stack(folder_of, name, tmp_path):
+    bf.convert(folder_of(name), tmp_path / "apart.gguf", "gguf")
+    rewritten(tmp_path / "apart.gguf", tmp_path / "joined.gguf", {}, joined=True)
+    assert "blk.1.ffn_gate_up_exps.weight" in bf.load(tmp_path / "joined.gguf")
+    apart, joined = (load(tmp_path / f"{file}.gguf", device="cpu").logits(TOKENS) for file in ("apart", "joined"))
+    assert_same_bits(apart, joined)
+    bf.convert(tmp_path / "joined.gguf", tmp_path / "back", "plain")
+    assert_same_bits(load(tmp_path / "back", device="cpu").logits(TOKENS), apart)
 
 
 @EVERY_MODEL
@@ -198,8 +221,8 @@ def test_a_text_that_is_not_finite_spoils_no_other(folder_of, activations, monke
 # ---- what cannot run -------------------------------------------------------------------------------------------------
 
 
-def rewritten(source, path, fields: dict, without: str = ""):
-    """A GGUF file with other fields, or without a tensor."""
+def rewritten(source, path, fields: dict, without: str = "", joined: bool = False):
+    """A GGUF file with other fields, without a tensor, or with experts' gate and up as one stack."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(path, architecture)
@@ -211,9 +234,15 @@ def rewritten(source, path, fields: dict, without: str = ""):
     for name, value in fields.items():
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
-    for tensor in reader.tensors:
-        if tensor.name != without:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name != without}
+    for name, tensor in tensors.items():
+        data = tensor.data
+        if joined and "ffn_up_exps" in name:
+            continue
+        if joined and "ffn_gate_exps" in name:
+            data = np.concatenate([data, tensors[name.replace("gate", "up")].data], axis=1)
+            name = name.replace("gate", "gate_up")
+        writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

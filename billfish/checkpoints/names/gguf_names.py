@@ -67,7 +67,11 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
             raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
-    return checkpoint.view(entries, origins)
+    view = checkpoint.view(entries, origins)
+    stacked = by_stacks(view)  # where gate and up are one stack, they become two
+    if stacked is not view:
+        stacked.origins = {name: view.origins[origin] for name, origin in stacked.origins.items()}
+    return stacked
 
 
 def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:

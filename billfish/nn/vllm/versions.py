@@ -20,4 +20,4 @@ def check_version(version: str) -> None:
     """Raises for a vLLM that is too old."""
     if is_old(version):
         takes = f"{'.'.join(map(str, OLDEST))} or newer"
-        raise BackendUnavailable(complaint("billfish.vllm", "the version of vllm", version, takes))
+        raise BackendUnavailable(complaint("billfish.nn.vllm", "the version of vllm", version, takes))

@@ -13,7 +13,7 @@ from billfish.checkpoints import Checkpoint, load
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.core.errors import CheckpointError, complaint
 
-CALL = "billfish.vllm"
+CALL = "billfish.nn.vllm"
 
 
 class Matrix(NamedTuple):
