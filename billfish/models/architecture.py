@@ -34,6 +34,7 @@ from billfish.models.description import (
     Stack,
     Vector,
 )
+from billfish.models.difference import SAME, Difference, neighbours
 from billfish.models.fields import CALL, CONFIG_CALL, Fields, number, positive, refuse
 from billfish.models.rope import Rope, Rule, read_scaling, rule_of
 
@@ -129,7 +130,7 @@ class Architecture:
     parameters: ClassVar[dict[str, str]] = {}  # tensors of a layer that are no weight or bias of a module, in either
     top: ClassVar[dict[str, str]] = TOP  # modules outside of layers
     reordered: ClassVar[bool] = False  # llama.cpp's converter makes rotary pairs of q and k adjacent
-    norm_offset: ClassVar[int] = 0  # of norms in GGUF, against those in folders
+    joined: ClassVar[tuple[tuple[str, ...], ...]] = ()  # modules of GGUF that folders have as one, rows below rows
     unpublished_head: ClassVar[bool] = False  # llama.cpp refuses a head that is a copy of the embedding
     expert_files: ClassVar[ExpertFiles] = "apart"
 
@@ -161,6 +162,30 @@ class Architecture:
     def matches(self, fields: Fields) -> bool:
         """Whether a GGUF file of this architecture is of this type, and not of another one that shares its name."""
         return True
+
+    # ---- tensors -----------------------------------------------------------------------------------------------------
+
+    def own_name(self, f: Fields, module: str) -> str:
+        """GGUF's name of a module of a layer, where it depends on the hyperparameters."""
+        return module
+
+    def difference(self, f: Fields, name: str, shape: tuple[int, ...]) -> Difference:
+        """How a tensor differs between GGUF and folders. name: in GGUF, without its layer. shape: on the side where it
+        is."""
+        module = name.rpartition(".")[0]
+        if self.reordered and module in ("attn_q", "attn_k"):
+            field = "attention.head_count"
+            heads = (f.get(f"{field}_kv") if module == "attn_k" else None) or f.get(field)
+            if not isinstance(heads, int) or heads < 1:
+                takes = "the number of heads, the same in all layers"
+                raise CheckpointError(complaint(CONFIG_CALL, f"{self.gguf}.{field}", repr(heads), takes))
+            n = shape[0] if shape else 0
+            if n % (2 * heads) or n == 0:
+                raise CheckpointError(complaint(CONFIG_CALL, name, f"{n} rows for {heads} heads", "an even number each"))
+            return Difference(rows=neighbours(n, heads))
+        if name == "ffn_gate_inp_shexp.weight":  # a matrix of one row, which is a vector in GGUF
+            return Difference(folder_axis=0)
+        return SAME
 
     # ---- config.json to GGUF -----------------------------------------------------------------------------------------
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from billfish.checkpoints.checkpoint import Checkpoint
-from billfish.checkpoints.derived import Computed, Renamed, Widened
-from billfish.checkpoints.entry import Description, Entry
+from billfish.checkpoints.derived import Below, Computed, Renamed, Widened
+from billfish.checkpoints.entry import Entry
 from billfish.checkpoints.layouts.gguf import Metadata
 from billfish.checkpoints.names.expert_stacks import by_stacks
 from billfish.checkpoints.safetensors_files import CALL
@@ -62,7 +61,13 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
         new = model_name(name, architecture.gguf)
-        if new is not None:
+        together = _together(architecture, name)
+        if new is not None and new in entries and len(together) > 1:
+            continue
+        if new is not None and len(together) > 1:
+            entries[new] = _joined([_at(checkpoint, part) for part in together], together, new, architecture, fields)
+            origins.append(name)
+        elif new is not None:
             entries[new] = _translated(checkpoint.entry(name), name, new, architecture, fields, to_gguf=False)
             origins.append(name)
         elif name not in FACTOR_TENSORS:  # which the configuration says
@@ -86,13 +91,14 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     for name in stacked:
         if name.endswith(INVERSE_FREQUENCIES):
             continue
-        new = gguf_name(name, architecture.gguf)
-        if new is None:
+        known = gguf_name(name, architecture.gguf)
+        if known is None:
             raise UnknownModel(complaint(CALL, str(checkpoint.path), repr(name), TAKES))
-        if new in entries:
-            raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
-        entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
-        origins.append(stacked.origins.get(name, name))
+        for new in _together(architecture, _own_name(architecture, known, fields)):
+            if new in entries:
+                raise CheckpointError(complaint(CALL, name, f"{new} twice", "each tensor once"))
+            entries[new] = _translated(stacked.entry(name), new, new, architecture, fields, to_gguf=True)
+            origins.append(stacked.origins.get(name, name))
     if architecture.unpublished_head and HEAD in entries and config.get("tie_word_embeddings", True):
         del origins[list(entries).index(HEAD)], entries[HEAD]
     rope_size = fields[f"{architecture.gguf}.rope.dimension_count"]
@@ -193,42 +199,58 @@ def _translated(
 ) -> Entry:
     """A tensor for the other side, where it is called `new`; `gguf` is its name in GGUF."""
     about = entry.description
-    renamed = Renamed(entry, new, row_order(about, heads_of(fields, architecture, gguf), to_gguf))
+    difference = architecture.difference(Fields(fields, architecture.gguf), _within_layer(gguf), about.shape)
+    rows, columns = difference.rows, difference.columns
+    if not to_gguf:
+        rows, columns = (None if order is None else np.argsort(order) for order in (rows, columns))
+    moved: Entry = Renamed(entry, new, rows, columns)
     if about.format is not None:
-        return renamed
-    if architecture.norm_offset and gguf.endswith("_norm.weight"):
-        return Widened(renamed, architecture.norm_offset if to_gguf else -architecture.norm_offset)
-    if gguf.endswith("ffn_gate_inp_shexp.weight"):  # a matrix of one row, which is a vector in GGUF
-        return Widened(renamed, shape=about.shape[1:] if to_gguf else (1, *about.shape))
+        return moved
+    shape, values = difference.shape(moved.description.shape, to_gguf), difference.values
+    function = None if values is None else values.to_gguf if to_gguf else values.to_folder
+    if function is not None or shape != moved.description.shape:
+        return Widened(moved, function, shape)
     exact = len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight"))
-    return Widened(renamed) if exact and to_gguf else renamed
+    return Widened(moved) if exact and to_gguf else moved
 
 
-def heads_of(fields: Mapping[str, Any], architecture: Architecture, name: str) -> int:
-    """How many heads a matrix has whose rows llama.cpp orders in its own way; 0 for every other one.
-
-    It rotates neighbours where transformers rotates the halves of a head, in some architectures: row (head, half, i) of
-    transformers is its row (head, i, half).
-    """
-    module = name.split(".")[-2]
-    if not architecture.reordered or module not in ("attn_q", "attn_k"):
-        return 0
-    keys = [f"{architecture.gguf}.attention.head_count"]
-    if module == "attn_k":
-        keys = [f"{architecture.gguf}.attention.head_count_kv", *keys]
-    heads = next((fields[key] for key in keys if fields.get(key)), 0)
-    if not isinstance(heads, int) or heads < 1:
-        takes = "the number of heads, the same in all layers"
-        raise CheckpointError(complaint(CALL, keys[0], repr(heads), takes))
-    return heads
+def _together(architecture: Architecture, name: str) -> list[str]:
+    """The tensors of GGUF that folders have as one with `name`, in their order there."""
+    layer, module, kind = _parts_of(name)
+    together = next((modules for modules in architecture.joined if module in modules), (module,))
+    return [f"{layer}{each}.{kind}" if kind else f"{layer}{each}" for each in together]
 
 
-def row_order(about: Description, heads: int, to_gguf: bool) -> NDArray[np.int64] | None:
-    """Which rows of a matrix come where on the other side, see `heads_of`."""
-    if not heads:
-        return None
-    n = about.shape[0] if about.shape else 0
-    if n % (2 * heads) or n == 0:
-        raise CheckpointError(complaint(CALL, about.name, f"{n} rows for {heads} heads", "an even number for each"))
-    half = n // heads // 2
-    return np.arange(n).reshape((heads, 2, half) if to_gguf else (heads, half, 2)).swapaxes(1, 2).ravel()
+def _own_name(architecture: Architecture, name: str, fields: Mapping[str, Any]) -> str:
+    layer, module, kind = _parts_of(name)
+    return f"{layer}{architecture.own_name(Fields(fields, architecture.gguf), module)}.{kind}" if layer else name
+
+
+def _parts_of(name: str) -> tuple[str, str, str]:
+    """blk.N., the module, and what it is of it."""
+    within = _within_layer(name)
+    module, _, kind = within.rpartition(".")
+    return (name.removesuffix(within), module, kind) if module else (name.removesuffix(within), within, "")
+
+
+def _at(checkpoint: Checkpoint, name: str) -> Entry:
+    if name not in checkpoint:
+        raise CheckpointError(complaint(CALL, name, "no such tensor", "a file that has it"))
+    return checkpoint.entry(name)
+
+
+def _joined(
+    entries: list[Entry], names: list[str], new: str, architecture: Architecture, fields: Mapping[str, Any]
+) -> Entry:
+    """Matrices of GGUF as the one that a folder has for them."""
+    own = Fields(fields, architecture.gguf)
+    differences = [
+        architecture.difference(own, _within_layer(name), entry.description.shape)
+        for name, entry in zip(names, entries, strict=True)
+    ]
+    rows = [difference.rows for difference in differences if difference.rows is not None]
+    return Renamed(Below(new, entries), new, np.argsort(np.concatenate(rows)))
+
+
+def _within_layer(name: str) -> str:
+    return re.sub(r"^blk\.\d+\.", "", name)
