@@ -165,6 +165,11 @@ class Architecture:
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
+    def prefixes(self, layers: int) -> dict[str, str]:
+        """How names of tensors may begin in folders, and how they then would without parts for images or drafts: only
+        so do tables of modules know them. "" for tensors that are not read."""
+        return {"model.language_model.": "model.", "model.visual.": "", "visual.": ""}
+
     def own_name(self, f: Fields, module: str) -> str:
         """GGUF's name of a module of a layer, where it depends on the hyperparameters."""
         return module
@@ -176,6 +181,8 @@ class Architecture:
         if self.reordered and module in ("attn_q", "attn_k"):
             field = "attention.head_count"
             heads = (f.get(f"{field}_kv") if module == "attn_k" else None) or f.get(field)
+            if isinstance(heads, (list, tuple)):  # 0 for layers without attention
+                heads = next(iter(set(heads) - {0}), None) if len(set(heads) - {0}) == 1 else heads
             if not isinstance(heads, int) or heads < 1:
                 takes = "the number of heads, the same in all layers"
                 raise CheckpointError(complaint(CONFIG_CALL, f"{self.gguf}.{field}", repr(heads), takes))
@@ -392,11 +399,12 @@ class Architecture:
         sinks: bool = False,
         joined: bool = False,
         temperature: tuple[float, int] | None = None,
+        gated: bool = False,
     ) -> Attention:
         """The attention of layer i.
 
         head_norms: RMSNorm of q and k before they rotate, of "each" head or of "all" heads together. joined: q, k and v
-        are one matrix in files. scale: of scores; None: 1 / sqrt(head size).
+        are one matrix in files. scale: of scores; None: 1 / sqrt(head size). gated: q has rows of an output gate, too.
         """
         heads, hidden, size = f.size("attention.head_count", layer=i), f.size("embedding_length"), self.head_size(f, i)
         kv_heads = f.size("attention.head_count_kv", heads, i)
@@ -408,10 +416,11 @@ class Architecture:
         )
         refuse(size < 1 or size % 16 != 0, "attention.key_length", size, "a multiple of 16")
         at, rows = f"blk.{i}.", {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+        counts = rows | {"q": 2 * rows["q"]} if gated else rows
         if joined:
-            q, k, v = split_rows(f"{at}attn_qkv", list(rows.values()), hidden, qkv_bias)
+            q, k, v = split_rows(f"{at}attn_qkv", list(counts.values()), hidden, qkv_bias)
         else:
-            q, k, v = (Matrix(f"{at}attn_{name}", count, hidden, qkv_bias) for name, count in rows.items())
+            q, k, v = (Matrix(f"{at}attn_{name}", count, hidden, qkv_bias) for name, count in counts.items())
         lengths = {"each": (size, size), "all": (rows["q"], rows["k"]), "": (0, 0)}[head_norms]
         q_norm, k_norm = (
             Vector(f"{at}attn_{name}_norm.weight", length) if length else None
@@ -433,6 +442,7 @@ class Architecture:
             k_norm=k_norm,
             sinks=Vector(f"{at}attn_sinks.weight", heads) if sinks else None,
             temperature=temperature,
+            gated=gated,
         )
 
     def window(self, f: Fields, i: int, *, required: bool = True) -> int:

@@ -60,8 +60,7 @@ def by_model_names(checkpoint: Checkpoint) -> Checkpoint:
         raise UnknownModel(complaint(CALL, str(checkpoint.path), got, ", ".join(ARCHITECTURES)))
     entries, origins = dict[str, Entry](), list[str]()
     for name in checkpoint:
-        new = model_name(name, architecture.gguf)
-        together = _together(architecture, name)
+        new, together = _folder_name(name, architecture, fields), _together(architecture, name)
         if new is not None and new in entries and len(together) > 1:
             continue
         if new is not None and len(together) > 1:
@@ -84,9 +83,11 @@ def by_gguf_names(checkpoint: Checkpoint) -> Checkpoint:
     files are as they are; raises UnknownModel for a model that we cannot translate."""
     if is_gguf(checkpoint):
         return checkpoint
-    architecture = of_config(checkpoint.config, checkpoint.path)
-    config = architecture.completed(checkpoint.config)
-    fields, stacked = fields_of(architecture, config, checkpoint.path), by_stacks(checkpoint)
+    text = text_config(checkpoint.config)
+    architecture = of_config(text, checkpoint.path)
+    config = architecture.completed(text)
+    fields = fields_of(architecture, config, checkpoint.path)
+    stacked = by_stacks(_text_only(checkpoint, architecture.prefixes(config["num_hidden_layers"])))
     entries, origins = dict[str, Entry](), list[str]()
     for name in stacked:
         if name.endswith(INVERSE_FREQUENCIES):
@@ -203,15 +204,56 @@ def _translated(
     rows, columns = difference.rows, difference.columns
     if not to_gguf:
         rows, columns = (None if order is None else np.argsort(order) for order in (rows, columns))
-    moved: Entry = Renamed(entry, new, rows, columns)
     if about.format is not None:
-        return moved
-    shape, values = difference.shape(moved.description.shape, to_gguf), difference.values
+        return Renamed(entry, new, rows, columns)
+    shape, values = difference.shape(about.shape, to_gguf), difference.values
     function = None if values is None else values.to_gguf if to_gguf else values.to_folder
-    if function is not None or shape != moved.description.shape:
-        return Widened(moved, function, shape)
-    exact = len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight"))
-    return Widened(moved) if exact and to_gguf else moved
+    exact = to_gguf and (len(about.shape) == 1 or gguf.endswith((".bias", "ffn_gate_inp.weight")))
+    if not exact and function is None and shape == about.shape:
+        return Renamed(entry, new, rows, columns)
+    if to_gguf:  # rows are those of GGUF's shape
+        return Renamed(Widened(entry, function, shape), new, rows, columns)
+    return Widened(Renamed(entry, new, rows, columns), function, shape)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is of the language model, in models that take images, too."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "tie_word_embeddings": tied}
+
+
+def _text_only(checkpoint: Checkpoint, prefixes: Mapping[str, str]) -> Checkpoint:
+    """The tensors of the language model, under the names that they have without other parts."""
+    entries, origins = dict[str, Entry](), list[str]()
+    for name in checkpoint:
+        prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            new = name
+        elif prefixes[prefix]:
+            new = prefixes[prefix] + name.removeprefix(prefix)
+        else:
+            continue
+        entries[new] = checkpoint.entry(name) if new == name else Renamed(checkpoint.entry(name), new)
+        origins.append(checkpoint.origins.get(name, name))
+    if list(entries) == list(checkpoint):
+        return checkpoint
+    view = checkpoint.view(entries, origins)
+    view.config = dict(text_config(checkpoint.config))
+    return view
+
+
+def _folder_name(name: str, architecture: Architecture, fields: Mapping[str, Any]) -> str | None:
+    """The name in transformers of a tensor of GGUF, that of a block for drafts as folders have it."""
+    new, own = model_name(name, architecture.gguf), Fields(fields, architecture.gguf)
+    if new is None or not own.get("nextn_predict_layers"):
+        return new
+    for theirs, ours in architecture.prefixes(architecture.layers(own)).items():
+        if re.match(r"model\.layers\.\d", ours) and new.startswith(ours):
+            return theirs + new.removeprefix(ours)
+    return new
 
 
 def _together(architecture: Architecture, name: str) -> list[str]:
