@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,16 +29,21 @@ NEGATIVE_EXPONENTIAL = Values(lambda x: -np.exp(x), lambda x: np.log(-x))  # of 
 class Difference:
     """rows, columns: which row or column of the folder's matrix comes where in GGUF's; None: they are in one order.
     Where a folder has several matrices of GGUF as one, `rows` are those of one of them.
-    folder_axis, gguf_axis: where either has an axis of length 1 that the other has not."""
+    folder_axis, gguf_axis: where either has an axis of length 1 that the other has not. gguf_groups: a vector that is a
+    matrix of so many rows in GGUF; 0: it is not."""
 
     rows: Order | None = None
     columns: Order | None = None
     values: Values | None = None
     folder_axis: int | None = None
     gguf_axis: int | None = None
+    gguf_groups: int = 0
 
     def shape(self, shape: tuple[int, ...], to_gguf: bool) -> tuple[int, ...]:
         """Of a tensor on the other side."""
+        if self.gguf_groups:
+            size = math.prod(shape)
+            return (self.gguf_groups, size // self.gguf_groups) if to_gguf else (size,)
         dropped, added = (self.folder_axis, self.gguf_axis)[:: 1 if to_gguf else -1]
         if dropped is not None and shape[dropped : dropped + 1] == (1,):
             shape = (*shape[:dropped], *shape[dropped + 1 :])

@@ -465,7 +465,8 @@ class Pass {
     end_states(number);
     put_out(m.output, size, number, [&](int64_t row, float* to) {
       level_.open_gate(zxs + row * all, out + row * size, Gate::silu, size, to);
-      kernels_.normalize(to, m.norm, s_.epsilon, size, to);
+      const int64_t group = size / m.groups;
+      for (int64_t at = 0; at < size; at += group) kernels_.normalize(to + at, m.norm + at, s_.epsilon, group, to + at);
     });
   }
 

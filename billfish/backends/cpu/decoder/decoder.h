@@ -80,7 +80,7 @@ struct Mamba2 {
   Matrix projection, output;
   Convolution convolution;
   const float *decay, *step, *skip;  // [heads]
-  const float* norm;                 // [heads * head_size]
+  const float* norm;                 // [heads * head_size], of each group
 
   int64_t size() const { return heads * head_size; }
   int64_t state_numbers() const { return size() * state_size; }
