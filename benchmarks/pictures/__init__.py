@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from benchmarks.pictures import charts, diagrams, formats, layouts
 from benchmarks.pictures.svg import Drawing
@@ -16,7 +17,19 @@ PICTURES: dict[str, Callable[[], Drawing]] = {
     "rooms": diagrams.rooms,
     "token-gpu": charts.token_gpu,
     "token-cpu": charts.token_cpu,
-    "roofline-cpu": charts.cpu_roofline,
+    "speed": charts.speed,
+    "roofline-cpu": partial(
+        charts.cpu_roofline,
+        "cpu_neoverse_n1.json",
+        ("q4_0", "q8_0", "q4_k", "mxfp4"),
+        "Matmul on an Arm CPU beside its roofline and peers",
+    ),
+    "roofline-xeon": partial(
+        charts.cpu_roofline,
+        "cpu_xeon_avx512_2_threads.json",
+        ("q4_0", "q8_0"),
+        "Matmul on a Xeon beside its roofline and onnxruntime",
+    ),
     "roofline-gpu": charts.gpu_roofline,
     "kl": charts.kl,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from benchmarks import records
@@ -131,10 +131,9 @@ def _panel(
         mark(drawing, across(x), up(y), name, "orange" if name == OURS else styles[name])
 
 
-def cpu_roofline() -> Drawing:
-    results = records.read("cpu_neoverse_n1.json")
-    found = [r for r in results["records"] if r["format"] in ("q4_0", "q8_0", "q4_k", "mxfp4")]
-    title = "Matmul on a CPU beside its roofline and peers, 2 threads"
+def cpu_roofline(name: str, formats: Collection[str], title: str) -> Drawing:
+    results = records.read(name)
+    found = [r for r in results["records"] if r["format"] in formats]
     return roofline(found, Limits(**results["limits"]), results["machine"], title=title)
 
 
@@ -151,6 +150,80 @@ def gpu_roofline() -> Drawing:
     title = "4-bit matmul on an H200 beside its roofline and peers"
     drawing = roofline(found, limits, results["machine"], title=title, float_bits=bits)
     drawing.text(520, 80, "Dashed: the roof of float16 weights.", size=12, fill="dim")
+    return drawing
+
+
+# ---- language models beside peers -------------------------------------------------------------------------------
+
+CONTENDERS = {"llama.cpp": "green", "ik_llama.cpp": "blue", OURS: "orange"}
+
+
+def cpu_speeds(results: Record) -> dict[str, dict[str, float]]:
+    """tok/s of llama.cpp, ik_llama.cpp and ours with int8 activations, by case."""
+    cases = {
+        "generation": "decode, one sequence",
+        "prompt of 512": "prefill, 512 tokens",
+        "streams: 16": "decode, batch of 16",
+    }
+    speeds: dict[str, dict[str, float]] = {label: {} for label in cases.values()}
+    for record in results["records"]:
+        who = {"billfish q8": OURS}.get(record["who"], record["who"])
+        if record["what"] in cases and who in CONTENDERS:
+            speeds[cases[record["what"]]][who] = record["tokens"] / record["seconds"]
+    return speeds
+
+
+def gpu_speeds(results: Record) -> dict[str, dict[str, float]]:
+    cases = {
+        "generate": "decode, one sequence",
+        "prompt_512": "prefill, 512 tokens",
+        "streams_16": "decode, batch of 16",
+    }
+    found = {r["case"]: r for r in results["records"] if r["shape"] == "8b"}
+    return {
+        label: {"llama.cpp": found[case]["peers"]["llama.cpp"], OURS: found[case]["tok_per_s"]}
+        for case, label in cases.items()
+    }
+
+
+def speed() -> Drawing:
+    """Bars of tok/s, of one case relative to its fastest."""
+    neoverse, xeon, gpu = map(records.read, ("llm_neoverse_n1.json", "llm_xeon.json", "llm_cuda_h200.json"))
+    machines = {
+        f"Neoverse-N1, 2 threads: SmolLM2-135M, Q4_1 ({neoverse['date']})": cpu_speeds(neoverse),
+        f"Xeon, AVX-512 VNNI, 2 threads: SmolLM2-135M, Q4_1 ({xeon['date']})": cpu_speeds(xeon),
+        f"H200: Llama-3-8B's shape, random weights, Q4_0 ({gpu['machine']['date']})": gpu_speeds(gpu),
+    }
+    title = "Tokens per second beside llama.cpp and ik_llama.cpp"
+    drawing = Drawing(960, 100, title, "Bars of tokens per second on three machines, for decoding and prefill.")
+    drawing.text(20, 32, title, size=18, bold=True)
+    drawing.text(
+        20, 54, "The same GGUF file for all. billfish with int8 activations on CPUs, float16 on the GPU.", fill="dim"
+    )
+    x = 20.0
+    for name, fill in CONTENDERS.items():
+        drawing.rect(x, 68, 14, 14, fill)
+        drawing.text(x + 20, 80, name, size=12)
+        x += 44 + 7 * len(name)
+    y = 104
+    for heading, cases in machines.items():
+        drawing.text(20, y + 4, heading, bold=True)
+        y += 14
+        for case, speeds in cases.items():
+            drawing.text(180, y + 8 * len(speeds) + 4, case, size=12, anchor="end")
+            for who, fill in CONTENDERS.items():
+                if who in speeds:
+                    width = 640 * speeds[who] / max(speeds.values())
+                    drawing.rect(190, y, width, 14, fill)
+                    words = f"{speeds[who]:,.0f} tok/s"
+                    words += (
+                        f", {speeds[who] / max(v for k, v in speeds.items() if k != OURS):.1f}x" if who == OURS else ""
+                    )
+                    drawing.text(196 + width, y + 11, words, size=11, fill="ink" if who == OURS else "dim")
+                    y += 16
+            y += 8
+        y += 22
+    drawing.height = y - 10
     return drawing
 
 
@@ -283,8 +356,8 @@ def token_gpu() -> Drawing:
 # ---- KL divergence ----------------------------------------------------------------------------------------------
 
 METHODS = {
-    "rtn": ("rtn, no text", "grey"),
-    "mse": ("mse, no text", "blue"),
+    "rtn": ("rtn, no calibration", "grey"),
+    "mse": ("mse, no calibration", "blue"),
     "ggml": ("llama.cpp's quantizer, imatrix", "green"),
     "weighted": ("--calibrate", "orange"),
     "gptq": ("--calibrate, gptq", "pink"),
@@ -302,11 +375,11 @@ def kl() -> Drawing:
         rows.setdefault((round(record["bits_per_weight"], 2), name), []).append(record)
     order = sorted(rows, key=lambda key: (key[0], -min(r["divergence"] for r in rows[key])))
     title = "KL divergence by format and method, SmolLM2-135M"
-    about = "KL divergence from the unquantized file, by format and method, with bits per weight."
+    about = "KL divergence from the original file, by format and method, with bits per weight."
     drawing = Drawing(960, 150 + 34 * len(order) + 40, title, about)
     drawing.text(20, 32, title, size=18, bold=True)
     tokens = found[0]["tokens"]
-    words = f"From the file as it is, {tokens:,} predicted tokens of news; all matrices of the layers quantized."
+    words = f"From the Q4_1 file, on {tokens:,} predicted tokens of news; every matrix of the layers requantized."
     drawing.text(20, 54, f"{words} {results['date']}.", fill="dim")
     x = 20.0
     for label, fill in METHODS.values():

@@ -28,7 +28,7 @@ ENGINES = {  # edge, packed weights, kernels
     "CPU": (
         "blue",
         ("stream: tiles of rows,", "scales, then codes,", "in register order"),
-        ("NEON, AVX2, AVX-VNNI,", "AVX-512 VNNI, portable;", "int8, int16, float32 x"),
+        ("NEON, AVX2, AVX-VNNI,", "AVX-512 VNNI, portable;", "int8, int16 or float32"),
     ),
     "CUDA": (
         "green",
@@ -159,7 +159,7 @@ def request() -> Drawing:
         ("queue", ("--queue 64;", "full: 429 and", "Retry-After")),
         ("KV slot", ("one of --streams:", "with the longest", "common prefix")),
         ("engine thread", ("steps of the model:", "prefill and decode", "in one pass")),
-        ("event loop", ("stop texts cut off,", "SSE events; the slot", "keeps its KV cache")),
+        ("event loop", ("stop strings, SSE;", "the slot keeps its", "KV cache")),
     )
     for i, (name, lines) in enumerate(stages):
         x = 20 + 163 * i
@@ -200,14 +200,14 @@ def request() -> Drawing:
             drawing.text(left + width * step + width / 2, bottom + 18, str(rows), size=11, fill="dim", anchor="middle")
     y = bottom + 48
     drawing.rect(20, y - 11, 24, 14, "blue", opacity=0.65)
-    drawing.text(52, y, "prefill: so many tokens of the prompt", size=12)
+    drawing.text(52, y, "prefill: this many tokens of the prompt", size=12)
     drawing.rect(320, y - 11, 24, 14, "blue", opacity=0.25)
     drawing.text(352, y, "decode: one token of the answer", size=12)
     lines = (
-        f"Alone, a prompt is read {CHUNK - SMALLEST} tokens a step. Beside others, all prompts together get about "
-        f"{CHUNK // 4}: answers keep coming, and",
-        "a short prompt passes a long one. All rows of a step pass the layers together: weights are read once.",
-        "A prompt whose beginning another request is reading waits for it, then starts from a copy of that KV cache.",
+        f"Alone, a prompt is prefilled {CHUNK - SMALLEST} tokens a step. Beside others, all prompts together get about "
+        f"{CHUNK // 4}: decoding goes on, and",
+        "a short prompt overtakes a long one. All rows of a step pass the layers together: weights are read once.",
+        "A prompt that shares a prefix with one in prefill waits for it, then starts from a copy of that KV cache.",
         "The numbers are those of the engine's own scheduler (serving/engine/scheduler.py).",
     )
     drawing.lines(20, y + 32, lines, size=12, fill="dim", leading=19)
@@ -219,12 +219,12 @@ def request() -> Drawing:
 ROOMS = {
     "cli": "the command billfish: run, serve, eval, quantize, convert, inspect ...",
     "serving": "OpenAI API over HTTP, scheduler, KV slots, grammars",
-    "vllm": "plug-in: vLLM with our kernels",
-    "nn": "layers and whole models for torch and MLX, transformers, PEFT, tensor parallelism",
+    "nn": "layers and whole models for torch and MLX, transformers, PEFT, vLLM, tensor parallelism",
     "quantizing": "whole checkpoints: calibration, GPTQ, a format per matrix by KL divergence",
-    "llm": "architectures, decoder, KV cache, sampler, chat template, perplexity",
+    "llm": "decoder, KV cache, sampler, chat template, perplexity",
     "statistics": "activation statistics: imatrix, Hessians",
     "checkpoints": "GGUF, GPTQ, AWQ, compressed-tensors, MLX ...: read, write, convert; tokenizers",
+    "models": "architectures, a file each: names, hyperparameters, blocks",
     "ops": "quantize, dequantize, quantized_linear, expert_linear",
     "backends": "cpu (C++), cuda, metal, emulator, reference: packing and kernels",
     "core": "formats, elements, QuantizedTensor, search of scales, errors",

@@ -89,11 +89,11 @@ def cpu_stream() -> Drawing:
         drawing.text(82, top + 61 + 66 * vector, "bits 3-0", size=11, fill="dim", anchor="end")
 
     y = top + 168
-    drawing.text(20, y, "What the kernel does with a vector, for few rows of x", bold=True)
+    drawing.text(20, y, "What the kernel does with a vector, for small M", bold=True)
     steps = (
         ("load 16 bytes", ("one vector: 32 codes", "of 8 rows")),
         ("and 15", ("rows 0-3, k 0-3:", "the only mask")),
-        ("sdot, low codes", ("with x[0..3] in int8:", "sums of rows 0-3")),
+        ("sdot, low codes", ("with int8 inputs 0-3:", "sums of rows 0-3")),
         ("sdot, whole bytes", ("a byte as it stands", "is 16 * high + low")),
         ("difference", ("16 times rows 4-7; the", "scale has 1/16 of it")),
     )
@@ -208,21 +208,18 @@ def cuda_bricks() -> Drawing:
         drawing.text(x + 31, y0 + 46, f"row {row}", size=12, anchor="middle")
         drawing.text(x + 31, y0 + 62, f"k {k}", size=12, anchor="middle")
         drawing.text(x + 31, y0 + 22, f"{4 * nibble + 3}-{4 * nibble}", size=11, fill="dim", anchor="middle")
-    masks = {
-        "word & 0x000f000f": "row 1, k 4 and k 5: an operand register",
-        "word & 0x00f000f0": "row 9, the same k, 16 times as large",
-        "(word >> 8) & 0x000f000f": "row 1, k 12 and k 13",
-        "(word >> 8) & 0x00f000f0": "row 9, k 12 and k 13",
-    }
-    for i, (code, meaning) in enumerate(masks.items()):
-        drawing.text(x0, y0 + 100 + 19 * i, code, size=12, mono=True)
-        drawing.text(x0 + 200, y0 + 100 + 19 * i, meaning, size=12)
+    masks = ("word & 0x000f000f", "word & 0x00f000f0", "(word >> 8) & 0x000f000f", "(word >> 8) & 0x00f000f0")
+    for pair, code in enumerate(masks):
+        (row, k), (_, next_k) = word[pair], word[pair + 4]
+        meaning = f"row {row}, k {k} and k {next_k}" + (", 16 times as large" if pair % 2 else "")
+        drawing.text(x0, y0 + 100 + 19 * pair, code, size=12, mono=True)
+        drawing.text(x0 + 200, y0 + 100 + 19 * pair, meaning, size=12)
     lines = (
         "Five operations decode eight codes. A nibble under a mask is a float16",
         "already: the subnormal code * 2^-24, which tensor cores multiply exactly.",
-        "gemm_small (mma, few rows of x) multiplies those, and takes 8 * sum(x) and",
+        "gemm_small (mma, small M) multiplies those, and takes 8 * sum(x) and",
         "the power of two off the float32 sums, together with the scale.",
-        "gemm_large (wgmma, many rows) makes (code - 8) * scale * 2^-9 of a pair",
+        "gemm_large (wgmma, large M) makes (code - 8) * scale * 2^-9 of a pair",
         "in one fma before the tensor core, rounded once.",
     )
     drawing.lines(x0, y0 + 196, lines, size=12, fill="dim", leading=19)

@@ -154,7 +154,7 @@ class Drawing:
         head += f' width="{self.width}" height="{self.height}" role="img">'
         about = f"<title>{escape(self.title)}</title><desc>{escape(self.about)}</desc>"
         paper = f'<rect class="f-paper" width="{self.width}" height="{self.height}"/>'
-        return "\n".join([head, about, f"<style>{style}</style>", paper, *self._parts, "</svg>"]) + "\n"
+        return "\n".join([head + about, f"<style>{style}</style>", paper + "".join(self._parts), "</svg>"]) + "\n"
 
 
 class Axis:

@@ -239,16 +239,23 @@ class CpuDecoder(Decoder):
                 cache.tokens.extend(tokens)
         return x
 
-    def run_layer(self, layer: int, tokens: list[int], x: Floats, cache: CpuCache, observe: Observe | None) -> None:
+    def run_layer(
+        self, layer: int, tokens: list[int], x: Floats, source: Floats | None, cache: CpuCache, observe: Observe | None
+    ) -> None:
         """The hidden states x [tokens, hidden] of a text, from its beginning, through one layer, in place and exactly.
+        source: the states that enter the layer whose keys and values this one attends to, if they are another's.
         observe(layer, input, expert, rows [count, width]) gets what the layer's products multiply; see `LayerInput`."""
+        whose, exact = self.config.source(layer), DIGITS["exact"]
         with cache.lock:
             for start in range(0, len(x), self.chunk):
                 part = x[start : start + self.chunk]
                 cache.reserve_rows(start, len(part))
                 passage = (cache.state, start, len(part))
-                inputs = self.layer_inputs(tokens[start : start + self.chunk], None, DIGITS["exact"])
-                self._native.run_layers(part, [passage], DIGITS["exact"], inputs, layer, layer + 1, observe)
+                inputs = self.layer_inputs(tokens[start : start + self.chunk], None, exact)
+                if source is not None and whose is not None:
+                    before = source[start : start + self.chunk]
+                    self._native.run_layers(before, [passage], exact, inputs, whose, whose + 1, None)
+                self._native.run_layers(part, [passage], exact, inputs, layer, layer + 1, observe)
 
     def normalize(self, hidden: Floats) -> Floats:
         """Hidden states [m, hidden] behind the last norm: what the head multiplies."""

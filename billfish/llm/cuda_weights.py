@@ -30,7 +30,7 @@ class GpuWeights:
     def shape(self) -> Shape:
         """The sizes of the model, as the decoder takes them. `missing` in devices.py has refused all but dense layers
         of one kind."""
-        c, [rope] = self._tensors.config, self._tensors.config.ropes
+        c, rope = self._tensors.config, self._tensors.config.ropes[0]
         attention, feed_forward = attention_of(c.blocks[0]), dense_of(c.blocks[0])
         return Shape(
             layers=c.layers,

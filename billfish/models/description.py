@@ -307,6 +307,11 @@ class Model:
     def layers(self) -> int:
         return len(self.blocks)
 
+    def source(self, layer: int) -> int | None:
+        """The layer whose keys and values a layer attends to, if they are another's."""
+        mixer = self.blocks[layer].mixer
+        return mixer.shares if isinstance(mixer, Attention) else None
+
     @property
     def has_experts(self) -> bool:
         return any(not isinstance(block.feed_forward, Dense) for block in self.blocks)

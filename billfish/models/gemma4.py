@@ -141,19 +141,18 @@ class Gemma4(Architecture):
         self, fields: Fields, vocabulary: int, tensors: Container[str], factors: Mapping[str, NDArray[np.float32]]
     ) -> dict[str, Any]:
         config = super().config(fields, vocabulary, tensors, {})
-        layers, narrow = self.layers(fields), fields.get("attention.sliding_window_pattern")
-        full = next(i for i in range(layers) if not narrow[i])
-        sizes = fields.get("feed_forward_length")
-        kv_heads = [fields.size("attention.head_count_kv", layer=i) for i in range(layers)]
-        window = next((i for i in range(layers) if narrow[i]), full)
+        last = self.layers(fields) - 1
+        full = next((i for i in range(last) if not self.is_narrow(fields, i)), last)
+        window = next((i for i in range(last) if self.is_narrow(fields, i)), full)
+        size, last_size = (fields.size("feed_forward_length", layer=i) for i in (0, last))
         config |= {
             "head_dim": fields.get("attention.key_length_swa"),
             "global_head_dim": fields.get("attention.key_length"),
-            "num_key_value_heads": kv_heads[window],
-            "num_global_key_value_heads": kv_heads[full],
+            "num_key_value_heads": fields.size("attention.head_count_kv", layer=window),
+            "num_global_key_value_heads": fields.size("attention.head_count_kv", layer=full),
             "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
-            "intermediate_size": sizes if isinstance(sizes, int) else sizes[0],
-            "use_double_wide_mlp": not isinstance(sizes, int) and sizes[0] != sizes[-1],
+            "intermediate_size": size,
+            "use_double_wide_mlp": last_size != size,
             "vocab_size_per_layer_input": vocabulary,
             "hidden_activation": self.hidden_acts[0],
             "rope_parameters": {

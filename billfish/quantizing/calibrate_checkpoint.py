@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ TOKENS, WINDOW = 32768, 512
 DEFAULT_NAME = "the text that billfish carries"
 WRITABLE = (".safetensors", ".gguf")  # not .dat, which has no place for a layer after the other
 HEAD_INPUT = 0  # the one that the head has
+EMBEDDING_INPUT = -1  # of the first layer: rows of the embedding, which a model with embeddings per layer multiplies
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class Calibration:
         """The inputs of each layer, by LayerInput, and last that of the head."""
         layers = [inputs_of(block) for block in self.tensors.config.blocks]
         found = [{i: self._inputs(parts) for i, parts in enumerate(layer) if parts} for layer in layers]
+        per_layer = self.tensors.config.per_layer_embedding
+        if per_layer is not None:
+            found[0][EMBEDDING_INPUT] = self._inputs((per_layer.projection,))
         return [*found, {HEAD_INPUT: self._inputs((self.tensors.config.head,))}]
 
     def _inputs(self, parts: Sequence[Matrix | Stack]) -> Inputs:
@@ -143,10 +148,15 @@ class Layers:
         inputs = self._calibration.inputs[layer]
         sums = {number: Sums(known.shape, self._calibration.hessian) for number, known in inputs.items()}
         self._room.mkdir(exist_ok=True)
+        model, last = self._calibration.tensors.config, self._calibration.layers
+        needed = {str(layer), *(str(model.source(later)) for later in range(layer, last))}
         for path in self._room.iterdir():  # the layer before is written, so nobody goes back to what it began with
-            if path.name != str(layer):
+            if path.name not in needed:
                 path.unlink()
-        if layer == self._calibration.layers:
+        if EMBEDDING_INPUT in sums:
+            for states in self._states(layer):
+                sums[EMBEDDING_INPUT].add(states)
+        if layer == last:
             for states in self._states(layer):
                 sums[HEAD_INPUT].add(self._decoder.normalize(states))
         else:
@@ -156,10 +166,11 @@ class Layers:
     def _pass(self, layer: int, observe: Observe | None) -> None:
         """All windows through a layer, to the file of the next."""
         decoder, windows = self._decoder, self._calibration.windows
-        cache = decoder.cache(max(map(len, windows)))
+        cache, source = decoder.cache(max(map(len, windows))), decoder.config.source(layer)
+        before: Iterator[NDArray[np.float32] | None] = repeat(None) if source is None else self._states(source)
         with replacing(self._room / str(layer + 1)) as file:
             for tokens, states in zip(windows, self._states(layer), strict=True):
-                decoder.run_layer(layer, tokens, states, cache, observe)
+                decoder.run_layer(layer, tokens, states, next(before), cache, observe)
                 file.write(states.data)
                 self._bar.advance(len(states) / self._calibration.tokens, f"layer {layer}")
 

@@ -110,8 +110,8 @@ def _byte_scale(format: Format) -> dict[str, Any]:
     assert codec
     encode, decode = codec
 
-    def byte(place: int) -> int:
-        return int(encode(float_at(place)))
+    def byte(places: Any) -> Any:
+        return encode(floats_at(places))
 
     starts = [-0x7F800001]
     for low, high in ((-0x7F800001, -1), (0, 1), (1, 0x7F800000)):
@@ -119,24 +119,27 @@ def _byte_scale(format: Format) -> dict[str, Any]:
     starts = sorted({*starts, 0})
     return {
         "starts": starts,
-        "bytes": [byte(start) for start in starts],
+        "bytes": byte(np.array(starts)).tolist(),
         "meant": _numbers(decode(np.arange(256, dtype=np.uint8))),
     }
 
 
-def float_at(place: int) -> Any:
+def floats_at(places: Any) -> Any:
     """The float32 numbers in their order: 0 is +0, 1 the least above it, -1 is -0, -2 the least below."""
-    return np.uint32(place if place >= 0 else 0x80000000 | (-1 - place)).view(np.float32)
+    return np.where(places >= 0, places, 0x80000000 | (-1 - places)).astype(np.uint32).view(np.float32)
 
 
 def _changes(byte: Any, low: int, high: int) -> list[int]:
     """Where `byte`, which only rises or only falls from `low` to `high`, has another value than one place before."""
-    if byte(low) == byte(high):
-        return []
-    if high - low == 1:
-        return [high]
-    middle = (low + high) // 2
-    return [*_changes(byte, low, middle), *_changes(byte, middle, high)]
+    lows, highs, found = np.array([low]), np.array([high]), list[int]()
+    while len(lows):
+        differ = byte(lows) != byte(highs)
+        lows, highs = lows[differ], highs[differ]
+        found += highs[highs - lows == 1].tolist()
+        wide = highs - lows > 1
+        middles = (lows[wide] + highs[wide]) // 2
+        lows, highs = np.concatenate([lows[wide], middles]), np.concatenate([middles, highs[wide]])
+    return found
 
 
 def _numbers(values: Any) -> list[float | None]:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +120,7 @@ def field_comments(value: Any) -> dict[str, str]:
     return {field[1]: field[2] for field in found if field and field[1] in names}
 
 
+@cache
 def public_names() -> list[PublicName]:
     """All of them, each once, the modules among them."""
     found: dict[str, PublicName] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = 300
+CASES = 100
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory and counts it as Linux does")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import diagonal
 from common import assert_same_bits, gaussian, options_of
 from cuda_fake import FakeDriver
 from cuda_support import TAKEN
@@ -209,9 +210,10 @@ SAMPLES = {
 SHIFTS = (np.left_shift, np.right_shift)
 
 
-@pytest.mark.parametrize("ufunc", [*UFUNCS, np.ldexp], ids=lambda ufunc: ufunc.__name__)
-@pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("beside", ["array", "number", "NumPy's number", "another type"])
+@pytest.mark.parametrize(
+    ("ufunc", "name", "beside"),
+    diagonal(4, [*UFUNCS, np.ldexp], SAMPLES, ["array", "number", "NumPy's number", "another type"]),
+)
 def test_each_function_is_that_of_numpy(ufunc, name, beside):
     a = SAMPLES[name]
     small = ufunc in SHIFTS or ufunc is np.ldexp

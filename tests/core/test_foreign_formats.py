@@ -1,4 +1,4 @@
-"""Formats that somebody else registers, as docs/formats.md says: every backend decodes them right or says no."""
+"""Formats that somebody else registers, as docs/add-a-format.md says: every backend decodes them right or says no."""
 
 from __future__ import annotations
 

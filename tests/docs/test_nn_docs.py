@@ -1,4 +1,4 @@
-"""The README's examples for frameworks, and what docs/layers.md and docs/scaling.md show, do what they say."""
+"""The README's examples for frameworks, and the commands of docs/scaling.md, do what they say."""
 
 from __future__ import annotations
 
@@ -55,21 +55,6 @@ def test_the_transformers_example(tmp_path, monkeypatch):
     assert bf.load("quantized").describe("model.layers.0.mlp.up_proj.weight").group_size == 128
     weight = names["model"].model.layers[0].mlp.up_proj.to_linear().weight.detach().numpy()
     assert (weight == truth["model.layers.0.mlp.up_proj.weight"]).all()
-
-
-def test_the_mlx_lm_example(tmp_path):
-    (example,) = examples("docs/layers.md", "mlx_lm")
-    write_folder(tmp_path, "gptq", act_order=True)
-    names: dict = {"folder": tmp_path}
-    exec(example, names)
-    assert isinstance(names["model"].model.layers[0].mlp.up_proj, bf.MarlinLinear)
-
-
-def test_the_peft_example(capsys):
-    (example,) = examples("docs/layers.md", "peft")
-    names: dict = {}
-    exec(example, names)
-    assert "trainable params: 460,800" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore")  # of compressed-tensors and transformers

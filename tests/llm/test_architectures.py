@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -23,7 +26,9 @@ from billfish.backends import BACKENDS
 from billfish.backends.cpu import _cpu
 from billfish.checkpoints.names.gguf_names import by_gguf_names
 from billfish.llm import devices, load
+from billfish.llm.cpu import CpuDecoder
 from billfish.models import ARCHITECTURES
+from billfish.models.description import ShortConvolution
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -336,6 +341,37 @@ def test_settings_that_cannot_run_are_named(folder_of, tmp_path, name, settings,
     edit(tmp_path / "config.json", **settings)
     with pytest.raises(bf.BillfishError, match=re.escape(message)):
         load(tmp_path, device="cpu")
+
+
+def test_a_mixer_without_kernels_is_refused_by_name(folder_of):
+    tensors = copy.copy(load(folder_of("llama3"), device="cpu").decoder.tensors)
+    block = tensors.config.blocks[0]
+    matrix = block.mixer.q
+    blocks = (replace(block, mixer=ShortConvolution(3, matrix, matrix, matrix)),)
+    tensors.config = replace(tensors.config, blocks=blocks)
+    with pytest.raises(bf.ModelError, match="layer 0: got ShortConvolution"):
+        CpuDecoder(tensors)
+    assert devices.missing(tensors.config) == ["ShortConvolution"]
+
+
+def test_blocks_that_draft_are_kept_and_not_run(folder_of, tmp_path):
+    """GLM's files have a layer behind the last, which predicts a second token."""
+    shutil.copytree(folder_of("glm4moe"), tmp_path / "in")
+    arrays = load_file(tmp_path / "in" / "model.safetensors")
+    last = {name.replace("layers.2.", "layers.3."): array for name, array in arrays.items() if "layers.2." in name}
+    more = {f"model.layers.3.{name}.weight": np.ones(64, np.float32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more |= {"model.layers.3.eh_proj.weight": np.ones((64, 128), np.float32)}
+    save_file(arrays | last | more, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    edit(tmp_path / "in" / "config.json", num_nextn_predict_layers=1)
+    bf.convert(tmp_path / "in", tmp_path / "m.gguf", "gguf")
+    assert "blk.3.nextn.eh_proj.weight" in bf.load(tmp_path / "m.gguf")
+    expected = load(folder_of("glm4moe"), device="cpu").logits(TOKENS)
+    for path in (tmp_path / "in", tmp_path / "m.gguf"):
+        model = load(path, device="cpu")
+        assert (model.config.layers, model.config.draft_blocks) == (3, 1)
+        assert_same_bits(model.logits(TOKENS), expected)
+    bf.convert(tmp_path / "m.gguf", tmp_path / "back", "plain")
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == (arrays | last | more).keys()
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
     pool = model.decoder._pool
     grow = type(pool)._grow
     monkeypatch.setattr(cuda_kv_cache, "SLAB_BYTES", 1)
-    abandoned = [model.generate(counting(3, 100), max_tokens=50) for _ in range(5)]
+    abandoned = [model.generate(counting(3, 40), max_tokens=50) for _ in range(2)]
     for answer in abandoned:
         next(answer)
     del answer
@@ -334,7 +334,7 @@ def test_a_cache_that_is_collected_while_another_takes_pages(model, monkeypatch)
         grow(self, missing)
 
     monkeypatch.setattr(type(pool), "_grow", collecting)
-    caches = [model.decoder.cache(200) for _ in range(20)]
+    caches = [model.decoder.cache(200) for _ in range(8)]
     pages = [page for cache in caches for page in cache.pages]
     assert len({*pages, *pool._free}) == len(pages) + len(pool._free)
     assert sum(slab.nbytes for slab in pool._slabs) == (len(pages) + len(pool._free)) * pool.page_bytes > taken

@@ -59,7 +59,7 @@ def test_mixed_requests_get_what_each_gets_alone(tmp_path, architecture):
     model, rng = small_model(tmp_path, architecture=architecture), random.Random(1)
     common = random_tokens(rng, 300)
     requests = []
-    for _ in range(60):
+    for _ in range(36):
         own = random_tokens(rng, rng.choice([1, 3, 7, 8, 20, 60, 120]))
         prompt = common[: rng.choice([0, 0, 16, 100, 255, 300])] + own
         requests.append(Request(prompt, rng.randrange(1, 30), random_sampling(rng)))
@@ -67,7 +67,7 @@ def test_mixed_requests_get_what_each_gets_alone(tmp_path, architecture):
         answers = [submit(engine, request) for request in requests]
         for answer in answers:
             answer.wait()
-        assert engine.counts().cached_tokens > 1000
+        assert engine.counts().cached_tokens > 500
         assert_idle(engine)
     for request, answer in zip(requests, answers, strict=True):
         assert (answer.text, answer.ids, answer.finished) == alone(model, request, activations="exact")

@@ -1,4 +1,4 @@
-"""Formats that nobody knows by name, each made as docs/formats.md says: what a backend takes, it must take rightly."""
+"""Formats that nobody knows by name, made as docs/add-a-format.md says: what a backend takes, it must take rightly."""
 
 from __future__ import annotations
 

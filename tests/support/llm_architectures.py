@@ -130,6 +130,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("ernie4_5", "ernie4_5", {"use_bias": True}),
     "seed_oss": ("seed_oss", "seed_oss", {"attention_out_bias": True}),
+    "minimax-m2": (
+        "minimax-m2",
+        "minimax_m2",
+        {**EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "ministral3": (
         "mistral3",
         "ministral3",

@@ -1,6 +1,6 @@
 """GGUF, the files of llama.cpp: fields and tensors, as billfish.checkpoints.gguf_header has them.
 
-    NAME          blocks [..., N, K/b] of ggml's type, one after the other: docs/formats.md; or numbers
+    NAME          blocks [..., N, K/b] of ggml's type, one after the other: docs/format-bits.md; or numbers
     NAME.scale    f32 [1], or [E] of a stack: NVFP4's global scale, a multiplier
 
 A tensor begins at a multiple of 32 bytes. A file may be split into MODEL-00001-of-0000N.gguf and so on.

@@ -1,7 +1,7 @@
 """Our own layout, which holds every format as it is: the storage arrays of a format under the module's name.
 
-    M.packed, M.scales, ...     or M.blocks: the arrays of docs/formats.md; 32-bit words as I32 or U32. Of a stack of E
-                                matrices each has a leading axis E
+    M.packed, M.scales, ...     or M.blocks: the arrays of docs/format-bits.md; 32-bit words as I32 or U32. Of a stack
+                                of E matrices each has a leading axis E
     M.permutation               i32 [K], only with act-order
     M.about                     u8, in files of layers: the format and the group size of M, see core/format_tag.py
     M.weight                    u8 [0], a marker: a loader that does not know this layout looks for a matrix so named

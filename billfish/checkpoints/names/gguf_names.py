@@ -152,7 +152,8 @@ def gguf_name(name: str, architecture: str = "") -> str | None:
         module, _, kind = name.rpartition(".")
         top = next((ours for ours, theirs in _top(architecture).items() if theirs == module), None)
         return top and f"{top}.{kind}"
-    own = next((ours for ours, theirs in _parameters(architecture).items() if theirs == layer[2]), None)
+    parameters, name = _parameters(architecture), _one_spelling(layer[2])
+    own = next((ours for ours, theirs in parameters.items() if _one_spelling(theirs) == name), None)
     if own is not None:
         return f"blk.{layer[1]}.{own}"
     module, _, kind = layer[2].rpartition(".")

@@ -265,8 +265,7 @@ def main() -> None:
             print(f"{command}: {failure}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"date": time.strftime("%Y-%m-%d"), "records": [asdict(row) for row in rows]}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return sys.exit(any(row.failed for row in rows))
 
 
